@@ -61,7 +61,7 @@ def main() -> None:
         "library": as_dict(fm.build_info()),
         "suites": suites,
     }
-    arguments.output.write_text(json.dumps(record) + "\n")
+    arguments.output.write_text(json.dumps(record, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,11 +58,17 @@ constexpr Option<Params> softcap_option() {
   return {"softcap", [](nb::handle given, Params* p) { p->softcap = parse_softcap(given); }};
 }
 
-bool is_fp64(flashmoe_dtype dtype) {
-  return dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64 && dtype.lanes == 1;
-}
 // Whether some kernel of attention takes tensors of this dtype.
 bool is_served(flashmoe_dtype dtype) { return is_float(dtype) || is_fp64(dtype); }
+
+// Of what flash_attention and its backward are passed: None, or a tuple of all.
+void borrow_sequences(nb::handle given, Caller* caller, std::optional<Sequences>* sequences) {
+  nb::handle each[Sequences::kCount];
+  if (!Sequences::find(given, each)) return;
+  sequences->emplace().read(each, [caller](const char* name, nb::handle tensor, TensorView* view) {
+    caller->borrow(name, tensor, view);
+  });
+}
 
 struct AttentionCall {
   using Params = flashmoe_attention_forward_params;
@@ -80,6 +86,7 @@ struct AttentionCall {
   TensorView sinks;
   TensorView out;
   TensorView lse;
+  std::optional<Sequences> sequences;
 
   static constexpr Field<AttentionCall> kTensors[] = {
       {"q", &AttentionCall::q, &Params::q, Access::kRead},
@@ -133,7 +140,8 @@ bool is_cast(const AttentionCall& call) {
 nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
                            nb::handle window, nb::handle scale, nb::handle softcap,
                            nb::handle sinks, nb::handle layout, nb::handle return_lse,
-                           nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream) {
+                           nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream,
+                           nb::handle sequences) {
   const bool want_lse = parse_flag("return_lse", return_lse);
   const nb::handle options[] = {layout, causal, window, scale, softcap, kernel};
   const TensorType* type = tensor_type(q);
@@ -142,7 +150,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     named["return_lse"] = return_lse;
     return nb::module_::import_("flashmoe_science._dispatch")
         .attr("flash_attention")(named_tensors({{"q", q}, {"k", k}, {"v", v}}, {{"sinks", sinks}}),
-                                 named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream);
+                                 named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream,
+                                 sequences);
   }
   AttentionCall call;
   parse_options(AttentionCall::kOptions, options, &call.params);
@@ -151,11 +160,12 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow("k", k, &call.k);
   caller.borrow("v", v, &call.v);
   caller.borrow_optional("sinks", sinks, &call.sinks);
+  borrow_sequences(sequences, &caller, &call.sequences);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
   if (caller.is_recorded() || (type->is_torch && is_cast(call))) {
     return torchs_flash_attention.get()(q, k, v, causal, window, scale, softcap, sinks, layout,
-                                        return_lse, out, lse, kernel, stream);
+                                        return_lse, out, lse, kernel, stream, sequences);
   }
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
@@ -181,6 +191,7 @@ struct AttentionBackwardCall {
 
   Params params = flashmoe_attention_backward_params_init();
   TensorView dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
+  std::optional<Sequences> sequences;
 
   static constexpr Field<AttentionBackwardCall> kTensors[] = {
       {"dout", &AttentionBackwardCall::dout, &Params::dout, Access::kRead},
@@ -248,7 +259,7 @@ nb::object flash_attention_backward(nb::handle dout, nb::handle q, nb::handle k,
                                     nb::handle scale, nb::handle softcap, nb::handle layout,
                                     nb::handle wanted, nb::handle accumulate, nb::handle dq,
                                     nb::handle dk, nb::handle dv, nb::handle dsinks,
-                                    nb::handle kernel, nb::handle stream) {
+                                    nb::handle kernel, nb::handle stream, nb::handle sequences) {
   const nb::handle options[] = {layout, causal, window, scale, softcap, accumulate, kernel};
   const TensorType* type = tensor_type(dout);
   if (type == nullptr) {
@@ -260,7 +271,7 @@ nb::object flash_attention_backward(nb::handle dout, nb::handle q, nb::handle k,
                 {{"dout", dout}, {"q", q}, {"k", k}, {"v", v}, {"out", out}, {"lse", lse}},
                 {{"dlse", dlse}, {"sinks", sinks}}),
             named, named_tensors({}, {{"dq", dq}, {"dk", dk}, {"dv", dv}, {"dsinks", dsinks}}),
-            stream);
+            stream, sequences);
   }
   AttentionBackwardCall call;
   parse_options(AttentionBackwardCall::kOptions, options, &call.params);
@@ -273,6 +284,7 @@ nb::object flash_attention_backward(nb::handle dout, nb::handle q, nb::handle k,
   caller.borrow("lse", lse, &call.lse);
   caller.borrow_optional("dlse", dlse, &call.dlse);
   caller.borrow_optional("sinks", sinks, &call.sinks);
+  borrow_sequences(sequences, &caller, &call.sequences);
   struct Gradient {
     const char* name;
     nb::object made;
@@ -314,7 +326,9 @@ void define_attention(nb::module_& module) {
              nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("sinks").none(),
              nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
              nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
-             "flashmoe_science.flash_attention with all of its arguments.");
+             nb::arg("sequences").none() = nb::none(),
+             "flashmoe_science.flash_attention with all of its arguments; those of sequences, from "
+             "cu_seqlens_q to max_seqlen_k, are one tuple.");
   module.def("flash_attention_backward", &flash_attention_backward, nb::arg("dout").none(),
              nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("out").none(),
              nb::arg("lse").none(), nb::arg("dlse").none(), nb::arg("sinks").none(),
@@ -322,8 +336,9 @@ void define_attention(nb::module_& module) {
              nb::arg("softcap").none(), nb::arg("layout").none(), nb::arg("wanted").none(),
              nb::arg("accumulate").none(), nb::arg("dq").none(), nb::arg("dk").none(),
              nb::arg("dv").none(), nb::arg("dsinks").none(), nb::arg("kernel").none(),
-             nb::arg("stream").none(),
-             "flashmoe_science.flash_attention_backward with all of its arguments.");
+             nb::arg("stream").none(), nb::arg("sequences").none() = nb::none(),
+             "flashmoe_science.flash_attention_backward with all of its arguments; those of "
+             "sequences are one tuple, as of flash_attention.");
   module.def("stream_handle", &stream_handle, nb::arg("stream").none(),
              "The cudaStream_t of a stream object, or None.");
 }

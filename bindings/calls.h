@@ -10,6 +10,8 @@
 //   kNeedsWorkspace                 whether nearly every call on a GPU needs workspace
 //   first()                         the tensor that says where the call computes
 //   renames()                       how the caller's names differ from the library's
+//   sequences                       attention's alone: perhaps, what its params point to beside
+//                                   tensors (bindings/sequences.h)
 //   make_outputs(options, make)     has make(name, view, dtype, rank, shape) make the outputs that
 //                                   are not there. Where the inputs do not tell their shapes, the
 //                                   library says what is wrong.
@@ -39,6 +41,9 @@ inline constexpr flashmoe_dtype kFloat64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 
 // Whether kernels take tensors of this dtype.
 bool is_float(flashmoe_dtype dtype);
+inline bool is_fp64(flashmoe_dtype dtype) {
+  return dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64 && dtype.lanes == 1;
+}
 
 // One tensor of a call: what Python and messages call it, and where it goes.
 template <class Call>
@@ -49,11 +54,23 @@ struct Field {
   Access access;
 };
 
+// Does work(call, its sequences) where it can have some.
+template <class Call, class Work>
+auto with_sequences(Call* call, const Work& work, int) -> decltype(call->sequences, void()) {
+  work(call, &call->sequences);
+}
+template <class Call, class Work>
+void with_sequences(Call*, const Work&, long) {}
+
 template <class Call>
 const typename Call::Params& ready(Call* call) {
   for (const Field<Call>& field : Call::kTensors) {
     call->params.*field.param = (call->*field.view).get();
   }
+  const auto place = [](auto* own, auto* sequences) {
+    own->params.sequences = *sequences ? (*sequences)->ready() : nullptr;
+  };
+  with_sequences(call, place, 0);
   return call->params;
 }
 

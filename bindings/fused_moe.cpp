@@ -61,6 +61,13 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   FusedCall call;
   parse_options(FusedCall::kOptions, options, &call.params);
   caller.borrow("tokens", tokens, &call.tokens);
+  if (caller.would_record({tokens, router_weights, logits, router_bias, w_gate_up, w_up, w_down,
+                           b_gate_up, b_up, b_down})) {
+    return record("fused_moe", tokens, router_weights, w_gate_up, w_down, top_k, logits,
+                  router_bias, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
+                  w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset,
+                  weight_on_input, out, kernel, stream);
+  }
   const flashmoe_dtype dtype = call.tokens.tensor().dtype;
   const int rank = call.tokens.rank();
   nb::object result = nb::borrow(out);

@@ -92,6 +92,10 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
   Caller caller(kMoeWords, *type, "logits", logits);
   caller.borrow("logits", logits, &call.logits);
   caller.borrow_optional("selection_bias", selection_bias, &call.selection_bias);
+  if (caller.is_recorded()) {
+    return record("moe_route", logits, top_k, scoring, renormalize, selection_bias, num_groups,
+                  top_groups, scale, return_lse, out, stream);
+  }
   Routing made;
   RouteExtents extents;
   if (!out.is_none()) borrow(caller, Routing::parse("out", out), want_lse, &call);
@@ -126,6 +130,10 @@ nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_ex
   caller.borrow("ids", ids, &call.given_ids);
   caller.borrow_optional("weights", weights, &call.given_weights);
   caller.borrow_optional("expert_map", expert_map, &call.expert_map);
+  if (caller.is_recorded()) {
+    return record("moe_route_given", ids, weights, num_experts, renormalize, scale, expert_map, out,
+                  stream);
+  }
   Routing made;
   RouteExtents extents;
   if (!out.is_none()) borrow(caller, Routing::parse("out", out), false, &call);
@@ -168,6 +176,11 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
   caller.borrow("routing.pairs", parts.pairs, &call.pairs);
   caller.borrow("routing.slots", parts.slots, &call.slots);
 
+  if (caller.is_recorded()) {
+    return record("moe_forward", x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
+                  b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
+                  return_pre_activation, kernel, stream);
+  }
   nb::object result = nb::borrow(out);
   nb::object saved = nb::borrow(pre_activation);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
@@ -198,6 +211,9 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
   caller.borrow_optional("offsets", offsets, &call.offsets);
   caller.borrow_optional("counts", counts, &call.counts);
   caller.borrow_optional("bias", bias, &call.bias);
+  if (caller.is_recorded()) {
+    return record("grouped_product", x, w, offsets, counts, bias, out, kernel, stream);
+  }
   nb::object result = nb::borrow(out);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   call.make_outputs(nb::dict(), [&](const char* name, TensorView* view, flashmoe_dtype dtype,

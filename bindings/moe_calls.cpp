@@ -43,6 +43,22 @@ const Renames& ForwardCall::renames() const {
   return renames;
 }
 
+const Renames& BackwardCall::renames() const {
+  static const Renames renames = {{"weights", "routing.weights", false},
+                                  {"offsets", "routing.offsets", false},
+                                  {"pairs", "routing.pairs", false},
+                                  {"slots", "routing.slots", false}};
+  return renames;
+}
+
+const Renames& RouteBackwardCall::renames() const {
+  static const Renames renames = {{"ids", "routing.ids", false},
+                                  {"given_weights", "weights", true},
+                                  {"dgiven_weights", "out", true},
+                                  {"dlogits", "out", true}};
+  return renames;
+}
+
 bool extents_of_logits(const TensorView& logits, int64_t top_k, RouteExtents* extents) {
   if (logits.rank() != 2) return false;
   *extents = {logits.extent(0), logits.extent(1), top_k};
@@ -85,6 +101,9 @@ void RouteCall::check_given_outputs(const RouteExtents& extents) const {
 const Operation kMoeRoute = operation_of<RouteCall>();
 const Operation kMoeForward = operation_of<ForwardCall>();
 const Operation kGroupedProduct = operation_of<ProductCall>();
+const Operation kMoeBackward = operation_of<BackwardCall>();
+const Operation kGroupedProductBackward = operation_of<ProductBackwardCall>();
+const Operation kMoeRouteBackward = operation_of<RouteBackwardCall>();
 const Operation kFusedMoe = operation_of<FusedCall>();
 
 }  // namespace flashmoe

@@ -13,7 +13,8 @@
 namespace flashmoe {
 
 inline constexpr OperationWords kMoeWords = {"the mixture of experts", "all tensors of a call",
-                                             "out", "has no backward pass yet", false};
+                                             "out", "records gradients of torch's inputs alone",
+                                             true};
 inline constexpr int64_t kMaxTopK = 32;
 inline constexpr int64_t kMaxExperts = 1024;
 inline constexpr int64_t kMaxPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
@@ -361,12 +362,212 @@ struct FusedCall {
   }
 };
 
+// ---- gradients ----------------------------------------------------------------------------------
+
+template <class Params>
+constexpr Option<Params> accumulate_option() {
+  return {"accumulate",
+          [](nb::handle given, Params* p) { p->accumulate = parse_flag("accumulate", given); }};
+}
+
+// A gradient, and the tensor that it is of.
+template <class Call>
+struct Gradient {
+  const char* name;
+  TensorView Call::* view;
+  TensorView Call::* of;
+};
+
+// A gradient that is not there is made where it is wanted, of the shape and dtype of what it is of,
+// unless it is to be added to. `wanted`: a flag for each, in order; None is all.
+template <class Call, size_t kCount, class Make>
+void make_gradients(const Gradient<Call> (&gradients)[kCount], const nb::object& wanted, Call* call,
+                    const Make& make) {
+  if (call->params.accumulate != 0) return;
+  for (size_t i = 0; i < kCount; ++i) {
+    const TensorView& of = call->*gradients[i].of;
+    TensorView* const view = &(call->*gradients[i].view);
+    const bool make_it = wanted.is_none() || nb::cast<bool>(wanted[i]);
+    if (!make_it || view->get() != nullptr || of.get() == nullptr || !is_float(of.tensor().dtype) ||
+        of.rank() > TensorView::kMaxRank) {
+      continue;
+    }
+    int64_t shape[TensorView::kMaxRank];
+    for (int axis = 0; axis < of.rank(); ++axis) shape[axis] = of.extent(axis);
+    make(gradients[i].name, view, of.tensor().dtype, of.rank(), shape);
+  }
+}
+
+struct BackwardCall {
+  using Params = flashmoe_moe_backward_params;
+  static constexpr char kName[] = "moe_backward";
+  static constexpr char kTarget[] = "flashmoe_moe_backward_v1";
+  static constexpr auto kPlan = &flashmoe_moe_backward_plan;
+  static constexpr auto kWorkspaceSize = &flashmoe_moe_backward_workspace_size;
+  static constexpr auto kRun = &flashmoe_moe_backward;
+  static constexpr bool kNeedsWorkspace = true;
+
+  Params params = flashmoe_moe_backward_params_init();
+  TensorView dout, x, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down;
+  TensorView weights, offsets, pairs, slots, pre_activation;
+  TensorView dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights;
+
+  static constexpr Field<BackwardCall> kTensors[] = {
+      {"dout", &BackwardCall::dout, &Params::dout, Access::kRead},
+      {"x", &BackwardCall::x, &Params::x, Access::kRead},
+      {"w_gate_up", &BackwardCall::w_gate_up, &Params::w_gate_up, Access::kRead},
+      {"w_up", &BackwardCall::w_up, &Params::w_up, Access::kRead},
+      {"w_down", &BackwardCall::w_down, &Params::w_down, Access::kRead},
+      {"b_gate_up", &BackwardCall::b_gate_up, &Params::b_gate_up, Access::kRead},
+      {"b_up", &BackwardCall::b_up, &Params::b_up, Access::kRead},
+      {"b_down", &BackwardCall::b_down, &Params::b_down, Access::kRead},
+      {"weights", &BackwardCall::weights, &Params::weights, Access::kRead},
+      {"offsets", &BackwardCall::offsets, &Params::offsets, Access::kRead},
+      {"pairs", &BackwardCall::pairs, &Params::pairs, Access::kRead},
+      {"slots", &BackwardCall::slots, &Params::slots, Access::kRead},
+      {"pre_activation", &BackwardCall::pre_activation, &Params::pre_activation, Access::kRead},
+      {"dx", &BackwardCall::dx, &Params::dx, Access::kWrite},
+      {"dw_gate_up", &BackwardCall::dw_gate_up, &Params::dw_gate_up, Access::kWrite},
+      {"dw_up", &BackwardCall::dw_up, &Params::dw_up, Access::kWrite},
+      {"dw_down", &BackwardCall::dw_down, &Params::dw_down, Access::kWrite},
+      {"db_gate_up", &BackwardCall::db_gate_up, &Params::db_gate_up, Access::kWrite},
+      {"db_up", &BackwardCall::db_up, &Params::db_up, Access::kWrite},
+      {"db_down", &BackwardCall::db_down, &Params::db_down, Access::kWrite},
+      {"dweights", &BackwardCall::dweights, &Params::dweights, Access::kWrite},
+  };
+  static constexpr Gradient<BackwardCall> kGradients[] = {
+      {"dx", &BackwardCall::dx, &BackwardCall::x},
+      {"dw_gate_up", &BackwardCall::dw_gate_up, &BackwardCall::w_gate_up},
+      {"dw_up", &BackwardCall::dw_up, &BackwardCall::w_up},
+      {"dw_down", &BackwardCall::dw_down, &BackwardCall::w_down},
+      {"db_gate_up", &BackwardCall::db_gate_up, &BackwardCall::b_gate_up},
+      {"db_up", &BackwardCall::db_up, &BackwardCall::b_up},
+      {"db_down", &BackwardCall::db_down, &BackwardCall::b_down},
+      {"dweights", &BackwardCall::dweights, &BackwardCall::weights},
+  };
+
+  static constexpr Option<Params> kOptions[] = {
+      gate_option<Params>(),       activation_option<Params>(), alpha_option<Params>(),
+      limit_option<Params>(),      up_offset_option<Params>(),  weight_on_input_option<Params>(),
+      accumulate_option<Params>(), kernel_option<Params>(),
+  };
+
+  const TensorView& first() const { return dout; }
+  const Renames& renames() const;
+
+  template <class Make>
+  void make_outputs(const nb::dict& options, const Make& make) {
+    make_gradients(kGradients, option_of(options, "wanted"), this, make);
+  }
+};
+
+struct ProductBackwardCall {
+  using Params = flashmoe_grouped_product_backward_params;
+  static constexpr char kName[] = "grouped_product_backward";
+  static constexpr char kTarget[] = "flashmoe_grouped_product_backward_v1";
+  static constexpr auto kPlan = &flashmoe_grouped_product_backward_plan;
+  static constexpr auto kWorkspaceSize = &flashmoe_grouped_product_backward_workspace_size;
+  static constexpr auto kRun = &flashmoe_grouped_product_backward;
+  static constexpr bool kNeedsWorkspace = true;
+
+  Params params = flashmoe_grouped_product_backward_params_init();
+  TensorView dout, x, w, offsets, counts, dx, dw, dbias;
+
+  static constexpr Field<ProductBackwardCall> kTensors[] = {
+      {"dout", &ProductBackwardCall::dout, &Params::dout, Access::kRead},
+      {"x", &ProductBackwardCall::x, &Params::x, Access::kRead},
+      {"w", &ProductBackwardCall::w, &Params::w, Access::kRead},
+      {"offsets", &ProductBackwardCall::offsets, &Params::offsets, Access::kRead},
+      {"counts", &ProductBackwardCall::counts, &Params::counts, Access::kRead},
+      {"dx", &ProductBackwardCall::dx, &Params::dx, Access::kWrite},
+      {"dw", &ProductBackwardCall::dw, &Params::dw, Access::kWrite},
+      {"dbias", &ProductBackwardCall::dbias, &Params::dbias, Access::kWrite},
+  };
+  static constexpr Gradient<ProductBackwardCall> kGradients[] = {
+      {"dx", &ProductBackwardCall::dx, &ProductBackwardCall::x},
+      {"dw", &ProductBackwardCall::dw, &ProductBackwardCall::w},
+  };
+
+  static constexpr Option<Params> kOptions[] = {
+      accumulate_option<Params>(),
+      kernel_option<Params>(),
+  };
+
+  const TensorView& first() const { return dout; }
+  const Renames& renames() const { return kNoRenames; }
+
+  // dbias has no tensor that it is like: it is made where it is wanted, of dout's dtype.
+  template <class Make>
+  void make_outputs(const nb::dict& options, const Make& make) {
+    const nb::object wanted = option_of(options, "wanted");
+    make_gradients(kGradients, wanted, this, make);
+    const TensorView& held = offsets.get() != nullptr ? offsets : counts;
+    if (params.accumulate != 0 || dbias.get() != nullptr || wanted.is_none() ||
+        !nb::cast<bool>(wanted[2]) || held.rank() != 1 || dout.rank() < 1 ||
+        !is_float(dout.tensor().dtype)) {
+      return;
+    }
+    const int64_t shape[] = {held.extent(0) - (offsets.get() != nullptr ? 1 : 0),
+                             dout.extent(dout.rank() - 1)};
+    if (shape[0] > 0) make("dbias", &dbias, dout.tensor().dtype, 2, shape);
+  }
+};
+
+struct RouteBackwardCall {
+  using Params = flashmoe_moe_route_backward_params;
+  static constexpr char kName[] = "moe_route_backward";
+  static constexpr char kTarget[] = "flashmoe_moe_route_backward_v1";
+  static constexpr auto kPlan = &flashmoe_moe_route_backward_plan;
+  static constexpr auto kWorkspaceSize = &flashmoe_moe_route_backward_workspace_size;
+  static constexpr auto kRun = &flashmoe_moe_route_backward;
+  static constexpr bool kNeedsWorkspace = false;
+
+  Params params = flashmoe_moe_route_backward_params_init();
+  TensorView dweights, ids, logits, given_weights, dlse, dlogits, dgiven_weights;
+
+  static constexpr Field<RouteBackwardCall> kTensors[] = {
+      {"dweights", &RouteBackwardCall::dweights, &Params::dweights, Access::kRead},
+      {"ids", &RouteBackwardCall::ids, &Params::ids, Access::kRead},
+      {"logits", &RouteBackwardCall::logits, &Params::logits, Access::kRead},
+      {"given_weights", &RouteBackwardCall::given_weights, &Params::given_weights, Access::kRead},
+      {"dlse", &RouteBackwardCall::dlse, &Params::dlse, Access::kRead},
+      {"dlogits", &RouteBackwardCall::dlogits, &Params::dlogits, Access::kWrite},
+      {"dgiven_weights", &RouteBackwardCall::dgiven_weights, &Params::dgiven_weights,
+       Access::kWrite},
+  };
+  static constexpr Gradient<RouteBackwardCall> kGradients[] = {
+      {"dlogits", &RouteBackwardCall::dlogits, &RouteBackwardCall::logits},
+      {"dgiven_weights", &RouteBackwardCall::dgiven_weights, &RouteBackwardCall::given_weights},
+  };
+
+  static constexpr Option<Params> kOptions[] = {
+      scoring_option<Params>(),
+      renormalize_option<Params>(),
+      scale_option<Params>(),
+      accumulate_option<Params>(),
+  };
+
+  const TensorView& first() const { return dweights; }
+  const Renames& renames() const;
+
+  template <class Make>
+  void make_outputs(const nb::dict&, const Make& make) {
+    make_gradients(kGradients, nb::none(), this, make);
+  }
+};
+
 // ---- arguments ----------------------------------------------------------------------------------
 
 // The function of flashmoe_science._moe of that name.
 template <class... Arguments>
 nb::object dispatch(const char* name, const Arguments&... arguments) {
   return nb::module_::import_("flashmoe_science._moe").attr(name)(arguments...);
+}
+
+// The same of flashmoe_science._moe_autograd, which records the gradients of torch's tensors.
+template <class... Arguments>
+nb::object record(const char* name, const Arguments&... arguments) {
+  return nb::module_::import_("flashmoe_science._moe_autograd").attr(name)(arguments...);
 }
 
 struct LayerWeights {

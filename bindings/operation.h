@@ -13,6 +13,7 @@
 #include "bindings/errors.h"
 #include "bindings/fields.h"
 #include "bindings/plan.h"
+#include "bindings/sequences.h"
 #include "bindings/xla_ffi_call.h"
 #include "flashmoe/flashmoe.h"
 
@@ -32,10 +33,15 @@ struct Operation {
 
 extern const Operation kAttention;
 extern const Operation kAttentionBackward;
+extern const Operation kKvAppend;
+extern const Operation kMergeStates;
 extern const Operation kMoeRoute;
 extern const Operation kMoeForward;
 extern const Operation kGroupedProduct;
 extern const Operation kFusedMoe;
+extern const Operation kMoeBackward;
+extern const Operation kGroupedProductBackward;
+extern const Operation kMoeRouteBackward;
 
 void define_operations(nb::module_& module);
 
@@ -46,13 +52,21 @@ void define_operations(nb::module_& module);
 void view_argument(const char* name, nb::handle object, Access access, TensorView* view);
 
 template <class Call>
-void view_arguments(const nb::dict& tensors, Call* call) {
+void view_arguments(const nb::dict& tensors, const nb::dict& options, Call* call) {
   for (const Field<Call>& field : Call::kTensors) {
     const nb::object tensor = option_of(tensors, field.name);
     if (tensor.is_none()) continue;
     const std::string name = renamed(field.name, call->renames());
     view_argument(name.c_str(), tensor, field.access, &(call->*field.view));
   }
+  const auto view = [](const char* name, nb::handle tensor, TensorView* to) {
+    view_argument(name, tensor, Access::kRead, to);
+  };
+  const auto read = [&](auto*, auto* sequences) {
+    nb::handle each[Sequences::kCount];
+    if (Sequences::find(tensors, options, each)) sequences->emplace().read(each, view);
+  };
+  with_sequences(call, read, 0);
 }
 
 // "float32" and so on, of what outputs are made of.
@@ -63,7 +77,7 @@ void call_by_name(const nb::dict& tensors, const nb::dict& options, nb::handle a
                   nb::handle stream) {
   Call call;
   parse_options(Call::kOptions, options, &call.params);
-  view_arguments(tensors, &call);
+  view_arguments(tensors, options, &call);
   std::vector<nb::object> kept;
   const auto make = [&](const char* name, const char* dtype, int rank, const int64_t* shape,
                         TensorView* view) {
@@ -95,7 +109,7 @@ template <class Call>
 Fields plan_by_name(const nb::dict& tensors, const nb::dict& options) {
   Call call;
   parse_options(Call::kOptions, options, &call.params);
-  view_arguments(tensors, &call);
+  view_arguments(tensors, options, &call);
   if (call.first().get() != nullptr) {
     const flashmoe_device device = call.first().device();
     call.make_outputs(options,
@@ -144,7 +158,11 @@ inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
   return p.q_scale == nullptr && p.k_scale == nullptr && p.v_scale == nullptr &&
          p.sequences == nullptr;
 }
-inline bool points_nowhere(const flashmoe_attention_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_attention_backward_params& p) {
+  return p.sequences == nullptr;
+}
+inline bool points_nowhere(const flashmoe_kv_append_params&) { return true; }
+inline bool points_nowhere(const flashmoe_merge_states_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_forward_params& p) {
   return p.x_scale == nullptr && p.w_gate_up_scale == nullptr && p.w_up_scale == nullptr &&
@@ -154,6 +172,9 @@ inline bool points_nowhere(const flashmoe_grouped_product_params& p) {
   return p.x_scale == nullptr && p.w_scale == nullptr;
 }
 inline bool points_nowhere(const flashmoe_fused_moe_params&) { return true; }
+inline bool points_nowhere(const flashmoe_moe_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_grouped_product_backward_params&) { return true; }
+inline bool points_nowhere(const flashmoe_moe_route_backward_params&) { return true; }
 
 // `kernel` owns the name that params then point to; no tensor is set.
 template <class Call>
@@ -174,17 +195,50 @@ bool unpack_options(const std::string& packed, typename Call::Params* params, st
 // ---- XLA's custom call --------------------------------------------------------------------------
 //
 // Which tensors a call has varies, so that attributes name them:
-//   inputs, outputs     the C ABI's names in order, a space behind each
+//   inputs, outputs     the C ABI's names in order, a space behind each; attention's inputs may be
+//                       tables of sequences, too
 //   options             see above
+//   bounds              of sequences (bindings/sequences.h), where there are some
 // Behind the C ABI's outputs there may be one more, "workspace".
 
 namespace xla {
+
+// Where the sequences of a ragged, padded or paged batch are, as far as a frame says it.
+struct PlacedSequences {
+  flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
+  flashmoe_tensor tables[Sequences::kTableCount];
+  bool any = false;
+
+  // Whether there is a table of this name, which is then set.
+  bool place(const std::string& name, const flashmoe_tensor& tensor) {
+    for (size_t i = 0; i < Sequences::kTableCount; ++i) {
+      if (name != Sequences::kTables[i].name) continue;
+      tables[i] = tensor;
+      params.*Sequences::kTables[i].param = &tables[i];
+      any = true;
+      return true;
+    }
+    return false;
+  }
+};
+
+// Whether params can point to sequences, which they then do.
+template <class Params>
+auto point_to(const flashmoe_attention_sequences* sequences, Params* params, int)
+    -> decltype(params->sequences, bool()) {
+  params->sequences = sequences;
+  return true;
+}
+template <class Params>
+bool point_to(const flashmoe_attention_sequences*, Params*, long) {
+  return false;
+}
 
 // Sets the tensors that `names` lists, of which there must be as many as values.
 template <class Call, size_t kCount>
 bool place(const Field<Call> (&fields)[kCount], Access access, const std::string& names,
            const Values& values, flashmoe_device device, flashmoe_tensor (&tensors)[kCount],
-           typename Call::Params* params) {
+           typename Call::Params* params, PlacedSequences* sequences) {
   int64_t count = 0;
   size_t begin = 0;
   for (size_t end; (end = names.find(' ', begin)) != std::string::npos; begin = end + 1) {
@@ -193,9 +247,15 @@ bool place(const Field<Call> (&fields)[kCount], Access access, const std::string
                            names.compare(begin, end - begin, fields[at].name) != 0)) {
       ++at;
     }
-    if (at == kCount || count == values.size) return false;
-    tensors[at] = view(values.values[count++], device);
-    params->*fields[at].param = &tensors[at];
+    if (count == values.size) return false;
+    const flashmoe_tensor tensor = view(values.values[count++], device);
+    if (at < kCount) {
+      tensors[at] = tensor;
+      params->*fields[at].param = &tensors[at];
+    } else if (access != Access::kRead ||
+               !sequences->place(names.substr(begin, end - begin), tensor)) {
+      return false;
+    }
   }
   return begin == names.size() && count == values.size;
 }
@@ -217,10 +277,19 @@ Error* call(const CallFrame& frame, flashmoe_device device) {
   }
   Values results = frame.results;
   const Workspace workspace = take_workspace(&outputs, &results);
-  if (!place(Call::kTensors, Access::kRead, inputs, frame.arguments, device, tensors, &params) ||
-      !place(Call::kTensors, Access::kWrite, outputs, results, device, tensors, &params)) {
+  PlacedSequences sequences;
+  if (!place(Call::kTensors, Access::kRead, inputs, frame.arguments, device, tensors, &params,
+             &sequences) ||
+      !place(Call::kTensors, Access::kWrite, outputs, results, device, tensors, &params,
+             &sequences)) {
     return fail_foreign(frame);
   }
+  std::string bounds;
+  if (read(frame.attributes, "bounds", &bounds)) {
+    if (!Sequences::unpack_bounds(bounds, &sequences.params)) return fail_foreign(frame);
+    sequences.any = true;
+  }
+  if (sequences.any && !point_to(&sequences.params, &params, 0)) return fail_foreign(frame);
   return run(frame, device, workspace, Call::kWorkspaceSize, Call::kRun, params);
 }
 

@@ -6,8 +6,10 @@
 namespace flashmoe {
 namespace {
 
-const Operation* const kOperations[] = {&kAttention,  &kAttentionBackward, &kMoeRoute,
-                                        &kMoeForward, &kGroupedProduct,    &kFusedMoe};
+const Operation* const kOperations[] = {
+    &kAttention,       &kAttentionBackward, &kKvAppend, &kMergeStates, &kMoeRoute,
+    &kMoeForward,      &kGroupedProduct,    &kFusedMoe, &kMoeBackward, &kGroupedProductBackward,
+    &kMoeRouteBackward};
 
 const Operation& operation(const std::string& name) {
   std::string accepted;

@@ -4,7 +4,9 @@
 # Kernels of the attention families: head dimension of q and k, of v, and optionally a tuning other
 # than the table's with its suffix. Other head dimensions are padded to the next.
 set(FLASHMOE_ATTENTION_SM89_KERNELS
-  "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256")
+  "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256"
+  "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged" "192,128,RaggedTuning,_ragged"
+  "256,256,RaggedTuning,_ragged")
 # Of these the third is the number of query rows of a tile.
 set(FLASHMOE_ATTENTION_SM89_FEW_ROWS_KERNELS
   "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
@@ -16,7 +18,11 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "192,128,CappedTuning,_softcap" "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap"
   "64,64,SplitTuning," "128,128,SplitTuning," "192,128,SplitTuning," "256,256,SplitTuning,"
   "64,64,CappedSplitTuning,_softcap" "128,128,CappedSplitTuning,_softcap"
-  "192,128,CappedSplitTuning,_softcap" "256,256,CappedSplitTuning,_softcap")
+  "192,128,CappedSplitTuning,_softcap" "256,256,CappedSplitTuning,_softcap"
+  "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged" "192,128,RaggedTuning,_ragged"
+  "256,256,RaggedTuning,_ragged"
+  "64,64,CappedRaggedTuning,_ragged_softcap" "128,128,CappedRaggedTuning,_ragged_softcap"
+  "192,128,CappedRaggedTuning,_ragged_softcap" "256,256,CappedRaggedTuning,_ragged_softcap")
 set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
   "64,64" "128,128" "256,256"
   "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada")

@@ -2,7 +2,9 @@
 // each is defined once, in cpu/ or cuda/.
 #pragma once
 
+#include "core/ops/attention/append_problem.h"
 #include "core/ops/attention/problem.h"
+#include "core/ops/merge_states/problem.h"
 #include "core/ops/moe/problem.h"
 #include "core/plan.h"
 
@@ -10,9 +12,14 @@ namespace flashmoe {
 
 using AttentionFamily = Family<AttentionProblem>;
 using AttentionBackwardFamily = Family<AttentionBackwardProblem>;
+using KvAppendFamily = Family<KvAppendProblem>;
+using MergeStatesFamily = Family<MergeStatesProblem>;
 using MoeRouteFamily = Family<MoeRouteProblem>;
 using MoeForwardFamily = Family<MoeForwardProblem>;
 using GroupedProductFamily = Family<GroupedProductProblem>;
+using MoeRouteBackwardFamily = Family<MoeRouteBackwardProblem>;
+using MoeBackwardFamily = Family<MoeBackwardProblem>;
+using GroupedProductBackwardFamily = Family<GroupedProductBackwardProblem>;
 
 // What the `kernel` of a call may name, whichever the operation.
 inline constexpr char kFamilyNames[] =
@@ -27,9 +34,14 @@ inline constexpr char kFamilyNames[] =
 // cpu/
 extern const AttentionFamily kCpuAttention;
 extern const AttentionBackwardFamily kCpuAttentionBackward;
+extern const KvAppendFamily kCpuKvAppend;
+extern const MergeStatesFamily kCpuMergeStates;
 extern const MoeRouteFamily kCpuMoeRoute;
 extern const MoeForwardFamily kCpuMoeForward;
 extern const GroupedProductFamily kCpuGroupedProduct;
+extern const MoeRouteBackwardFamily kCpuMoeRouteBackward;
+extern const MoeBackwardFamily kCpuMoeBackward;
+extern const GroupedProductBackwardFamily kCpuGroupedProductBackward;
 flashmoe_status cpu_device_info(flashmoe_device_info* info);
 int32_t cpu_set_num_threads(int32_t n);  // n = 0: default; returns the number in use
 int32_t cpu_get_num_threads();

@@ -320,6 +320,21 @@ flashmoe_status check_fp32(const char* name, const flashmoe_tensor& tensor) {
   return refuse_dtype(name, got, "is fp32");
 }
 
+bool is_in_place(const flashmoe_tensor* input, const flashmoe_tensor* output) {
+  if (input == nullptr || output == nullptr || input->ndim != output->ndim) return false;
+  const flashmoe_dtype of = output->dtype;
+  if (input->dtype.code != of.code || input->dtype.bits != of.bits) return false;
+  View of_input, of_output;
+  if (check_view("", input, input->ndim, &of_input) != FLASHMOE_OK) return false;
+  if (check_view("", output, output->ndim, &of_output) != FLASHMOE_OK) return false;
+  if (of_input.data != of_output.data) return false;
+  for (int axis = 0; axis < input->ndim; ++axis) {
+    if (of_input.shape[axis] != of_output.shape[axis]) return false;
+    if (of_input.shape[axis] > 1 && of_input.strides[axis] != of_output.strides[axis]) return false;
+  }
+  return true;
+}
+
 flashmoe_status check_index_dtype(const char* name, const flashmoe_tensor& tensor, bool* is_64) {
   const flashmoe_dtype got = tensor.dtype;
   const bool integer = got.code == FLASHMOE_DTYPE_INT && got.lanes == 1;

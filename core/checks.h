@@ -11,7 +11,7 @@
 namespace flashmoe {
 
 inline constexpr int64_t kRowAlignment = 16;  // bytes
-inline constexpr int kMaxRank = 4;
+inline constexpr int kMaxRank = 5;
 
 // A validated rank-N view: host-order strides, data already advanced by byte_offset.
 struct View {
@@ -38,6 +38,9 @@ flashmoe_status check_last_stride(const char* name, const View& view, int rank);
 
 // No two index tuples of an output reach the same element.
 flashmoe_status check_no_overlap(const char* name, const View& view, int rank);
+
+// Whether an output is this input: element by element the same memory. Either may be nullptr.
+bool is_in_place(const flashmoe_tensor* input, const flashmoe_tensor* output);
 
 // Data begins on a multiple of `bytes`, if there is any.
 flashmoe_status check_alignment(const char* name, const View& view, size_t bytes);

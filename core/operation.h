@@ -12,6 +12,8 @@
 //   make_problem(params, &problem)  every check, once, into zeros
 //   flops(problem), is_empty(problem)
 //   print(params, problem, text, size)  the call, for the log
+//   params_apart(params)            only where an output may be an input: the call without that
+//   input
 // A problem has `device`, and `kernel`: what the caller asks for, "" for none.
 #pragma once
 
@@ -34,11 +36,16 @@
 
 namespace flashmoe {
 
-// One tensor of an operation.
+// One tensor of an operation: of Params, or of a struct that Params point to.
 template <class Params>
 struct TensorMember {
   const char* name;
   const flashmoe_tensor* Params::* member;
+  const flashmoe_tensor* (*nested)(const Params& params) = nullptr;
+
+  const flashmoe_tensor* of(const Params& params) const {
+    return nested != nullptr ? nested(params) : params.*member;
+  }
 };
 
 inline constexpr size_t kCpuAlignment = 16;  // of a workspace on the CPU
@@ -97,7 +104,7 @@ template <class Operation>
 double bytes_of(const typename Operation::Params& params) {
   double bytes = 0;
   for (const auto& each : Operation::kTensors) {
-    const flashmoe_tensor* const tensor = params.*each.member;
+    const flashmoe_tensor* const tensor = each.of(params);
     if (tensor == nullptr) continue;
     double own = tensor->dtype.bits / 8.0;
     for (int32_t axis = 0; axis < tensor->ndim; ++axis) {
@@ -147,11 +154,22 @@ flashmoe_status check_runs_here(const typename Operation::Params& params, flashm
   if (!is_on_cuda(device) || !is_gpu_model(device.device_id)) return FLASHMOE_OK;
   const char* name = nullptr;
   for (const auto& each : Operation::kTensors) {
-    if (name == nullptr && params.*each.member != nullptr) name = each.name;
+    if (name == nullptr && each.of(params) != nullptr) name = each.name;
   }
   return fail(FLASHMOE_ERROR_NO_DEVICE,
               "%s: it is on %s, which is a model of GPUs and no device: accepted in plans alone",
               name, DeviceName(device).text);
+}
+
+// The call of which outputs overlap nothing: all of it, unless the operation works in place.
+template <class Operation>
+auto params_apart(const typename Operation::Params& params, int)
+    -> decltype(Operation::params_apart(params)) {
+  return Operation::params_apart(params);
+}
+template <class Operation>
+const typename Operation::Params& params_apart(const typename Operation::Params& params, long) {
+  return params;
 }
 
 // What launches check of the memory that a call writes: its workspace is there, and nothing is
@@ -162,7 +180,7 @@ flashmoe_status check_memory(const typename Operation::Params& params, flashmoe_
   const size_t alignment = is_on_cuda(device) ? Operation::kGpuAlignment : kCpuAlignment;
   FLASHMOE_TRY(
       check_workspace(needed, workspace, workspace_size, alignment, Operation::kSizeFunction));
-  return check_apart<Operation>(params, workspace, needed);
+  return check_apart<Operation>(params_apart<Operation>(params, 0), workspace, needed);
 }
 
 // "attention_forward batch=... device=cpu:0 stream=... -> attention_forward_... grid=..., ..."

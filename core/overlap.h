@@ -68,8 +68,8 @@ flashmoe_status check_apart(const typename Operation::Params& params, const void
   Region regions[kTensors + 1];
   bool doubtful = false;
   for (size_t i = 0; i < kTensors; ++i) {
-    const flashmoe_tensor* const tensor = params.*Operation::kTensors[i].member;
-    regions[i] = Region::of(tensor, Reach::of(tensor));
+    const flashmoe_tensor* const tensor = Operation::kTensors[i].of(params);
+    regions[i] = tensor != nullptr ? Region::of(tensor, Reach::of(tensor)) : Region{0, 0};
     doubtful |= regions[i].is_outside();
     const size_t before = i >= Operation::kFirstOutput ? i : 0;
     for (size_t j = 0; j < before; ++j) doubtful |= regions[i].meets(regions[j]);
@@ -83,7 +83,7 @@ flashmoe_status check_apart(const typename Operation::Params& params, const void
   Memory memory[kTensors + 1];
   for (size_t i = 0; i < kTensors; ++i) {
     const auto& each = Operation::kTensors[i];
-    memory[i] = {each.name, params.*each.member, regions[i]};
+    memory[i] = {each.name, each.of(params), regions[i]};
   }
   memory[kTensors] = {"workspace", nullptr, regions[kTensors]};
   return check_written_memory(memory, kTensors + 1, Operation::kFirstOutput);

@@ -6,11 +6,12 @@
 // counter, under a causal mask the longest first. All scratch is the caller's workspace.
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 
 #include "core/backends.h"
 #include "core/launch.h"
 #include "cpu/attention_kernel.h"
+#include "cpu/attention_schedule.h"
+#include "cpu/attention_sequences.h"
 #include "cpu/isa.h"
 #include "cpu/thread_pool.h"
 
@@ -19,16 +20,10 @@ namespace {
 
 using cpu::AttentionKernel;
 using cpu::AttentionTile;
-
-constexpr size_t kCacheLine = 64;
-
-// A thread must find this much work to be worth waking: about ten microseconds of it.
-constexpr double kFlopsPerThread = 5e5;
-
-// Tiles per thread that even out their unequal lengths.
-constexpr int64_t kTilesPerThread = 3;
-
-int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+using cpu::ceil_divide;
+using cpu::kCacheLine;
+using cpu::rows_of;
+using cpu::tile_scratch_bytes;
 
 const AttentionKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
   if (dtype == Dtype::kFloat64) return cpu::kFp64Attention;
@@ -46,47 +41,22 @@ const AttentionKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
   }
 }
 
-// Of one (batch, KV head).
-int64_t rows_of(const AttentionProblem& p) { return p.seq_q * (p.heads_q / p.heads_kv); }
-
 int64_t tiles_of(const AttentionProblem& p, int64_t tile_q) {
   return p.batch * p.heads_kv * ceil_divide(rows_of(p), tile_q);
 }
 
-// As many groups as a tile may hold (K and V are packed once per tile), fewer when that would
-// leave threads without work. Few rows are cut for threads that have none, since every tile reads K
-// and V.
 int64_t choose_tile_q(const AttentionProblem& p, const AttentionKernel& kernel, int32_t threads) {
-  if (kernel.has_few_rows(p)) {
-    int64_t rows = rows_of(p);
-    while (rows > 1 && tiles_of(p, rows) < threads) rows = ceil_divide(rows, 2);
-    return rows < 1 ? 1 : rows;
-  }
-  const int64_t groups = ceil_divide(rows_of(p), kernel.group_rows);
-  int64_t tile_groups = kernel.max_groups < groups ? kernel.max_groups : groups;
-  while (tile_groups > 1 &&
-         tiles_of(p, tile_groups * kernel.group_rows) < kTilesPerThread * threads) {
-    tile_groups = ceil_divide(tile_groups, 2);
-  }
-  return (tile_groups < 1 ? 1 : tile_groups) * kernel.group_rows;
-}
-
-int32_t choose_threads(const AttentionProblem& p, int32_t available) {
-  const double wanted = attention_flops(p) / kFlopsPerThread;
-  if (wanted >= available) return available;
-  return wanted < 1 ? 1 : static_cast<int32_t>(wanted);
-}
-
-size_t scratch_bytes(const AttentionProblem& p, const AttentionKernel& kernel, int64_t tile_q) {
-  const size_t bytes = kernel.scratch_bytes(p, static_cast<int32_t>(tile_q));
-  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  return cpu::choose_tile_rows(p, kernel, [&](int64_t rows, int64_t per_thread) {
+    return tiles_of(p, rows) < per_thread * threads;
+  });
 }
 
 flashmoe_status plan(const AttentionProblem& p, Plan* plan, const Reason& reason) {
   cpu::Isa isa;
   FLASHMOE_TRY(cpu::chosen_isa(&isa, reason));
   const AttentionKernel& kernel = kernel_for(isa, p.q.dtype);
-  const int32_t most_threads = choose_threads(p, cpu::num_threads());
+  const int32_t most_threads = cpu::choose_threads(attention_flops(p), cpu::num_threads());
+  if (p.sequences.given) return cpu::plan_sequences(p, kernel, most_threads, plan, reason);
   const int64_t tile_q = choose_tile_q(p, kernel, most_threads);
   const int64_t tiles = tiles_of(p, tile_q);
   if (tiles > UINT32_MAX) {
@@ -96,21 +66,11 @@ flashmoe_status plan(const AttentionProblem& p, Plan* plan, const Reason& reason
   }
   const int32_t threads =
       tiles < most_threads ? static_cast<int32_t>(tiles < 1 ? 1 : tiles) : most_threads;
-  char name[sizeof flashmoe_launch::kernel];
-  std::snprintf(name, sizeof name, "attention_forward_cpu_%s_%s_d%d_dv%d", kernel.isa,
-                dtype_name(p.q.dtype), static_cast<int>(p.dim), static_cast<int>(p.dim_v));
-  plan->set_isa(kernel.isa);
-  flashmoe_launch& launch = plan->add_launch(name, &kernel, p.device, static_cast<uint32_t>(tiles),
-                                             static_cast<uint32_t>(threads));
-  launch.tile_m = static_cast<int32_t>(tile_q);
-  launch.tile_n = kernel.tile_k(p);
-  launch.dim = static_cast<int32_t>(p.dim);
-  launch.dim_v = static_cast<int32_t>(p.dim_v);
-  launch.stages = 1;
+  cpu::add_attention_launch(p, kernel, tiles, threads, tile_q, plan);
   // The core promises 16-byte alignment; the kernels want whole cache lines. A single thread has
   // the largest tiles, and may have to make do with a workspace for several.
-  const uint64_t per_thread = scratch_bytes(p, kernel, tile_q);
-  const uint64_t of_one = scratch_bytes(p, kernel, choose_tile_q(p, kernel, 1));
+  const uint64_t per_thread = tile_scratch_bytes(p, kernel, tile_q);
+  const uint64_t of_one = tile_scratch_bytes(p, kernel, choose_tile_q(p, kernel, 1));
   plan->info.workspace_bytes =
       std::max(static_cast<uint64_t>(threads) * per_thread, of_one) + kCacheLine;
   plan->room = {per_thread + kCacheLine, per_thread};
@@ -153,15 +113,18 @@ flashmoe_status launch(const AttentionProblem& p, const Plan& plan, void* worksp
                        void* /*stream*/) {
   const flashmoe_launch& planned = plan.info.launches[0];
   const AttentionKernel& kernel = *static_cast<const AttentionKernel*>(plan.entries[0]);
-  const uintptr_t base = reinterpret_cast<uintptr_t>(workspace);
-  const uintptr_t aligned = (base + kCacheLine - 1) / kCacheLine * kCacheLine;
+  if (p.sequences.given) {
+    cpu::launch_sequences(p, kernel, planned, workspace);
+    record_launch(planned);
+    return FLASHMOE_OK;
+  }
   Launch launch = {p,
                    kernel,
                    planned.tile_m,
                    planned.grid[0],
                    ceil_divide(rows_of(p), planned.tile_m),
-                   reinterpret_cast<unsigned char*>(aligned),
-                   scratch_bytes(p, kernel, planned.tile_m)};
+                   cpu::first_cache_line(workspace),
+                   tile_scratch_bytes(p, kernel, planned.tile_m)};
   cpu::parallel_run(static_cast<int32_t>(planned.block[0]), work, &launch);
   record_launch(planned);
   return FLASHMOE_OK;

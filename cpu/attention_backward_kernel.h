@@ -36,8 +36,10 @@ struct AttentionBackwardKernel {
   // Writes dk and dv of the tile.
   void (*end_keys)(const AttentionBackwardProblem& problem, const AttentionBackwardStep& step,
                    void* scratch);
-  // Writes dsinks of a query head.
-  void (*write_dsink)(const AttentionBackwardProblem& problem, int64_t head);
+  // `sum` and what the rows of the problem add to dsinks of a query head, row by row.
+  double (*add_dsink)(const AttentionBackwardProblem& problem, int64_t head, double sum);
+  // Writes such a sum.
+  void (*write_dsink)(const AttentionBackwardProblem& problem, int64_t head, double sum);
 };
 
 // One per instruction set, indexed by Dtype.

@@ -560,7 +560,7 @@ void write_number(T* to, float x, bool accumulate) {
 }
 
 template <typename Product>
-void backward_write_dsink(const AttentionBackwardProblem& p, int64_t head) {
+double backward_add_dsink(const AttentionBackwardProblem& p, int64_t head, double sum) {
   using Element = typename Product::Element;
   const auto number = [](const auto* at) {
     return static_cast<double>(Simd::sum_of(Simd::load_first(at, 1)));
@@ -573,15 +573,21 @@ void backward_write_dsink(const AttentionBackwardProblem& p, int64_t head) {
     return static_cast<const Element*>(view.data) + batch * view.strides.batch +
            query * view.strides.seq + head * view.strides.head;
   };
-  const auto dsink = static_cast<float>(sink_gradient<float>(
-      p, head, sink,
+  return sink_gradient<float>(
+      p, head, sink, sum,
       [&](int64_t query) {
         return visible_keys::first_key(p, query) < visible_keys::end_key(p, query);
       },
       [&](int64_t batch, int64_t query) {
         return static_cast<double>(
             dot_of_row(row_of(p.dout, batch, query), row_of(p.out, batch, query), p.dim_v));
-      }));
+      });
+}
+
+template <typename Product>
+void backward_write_dsink(const AttentionBackwardProblem& p, int64_t head, double sum) {
+  using Element = typename Product::Element;
+  const auto dsink = static_cast<float>(sum);
   const int64_t to = head * p.dsinks.stride;
   if (p.dsinks.dtype == Dtype::kFloat32) {
     write_number(static_cast<float*>(p.dsinks.data) + to, dsink, p.accumulate);
@@ -601,5 +607,6 @@ constexpr AttentionBackwardKernel attention_backward_kernel(const char* isa) {
           backward_add_rows<Product>,
           backward_add_dq<Product>,
           backward_end_keys<Product>,
+          backward_add_dsink<Product>,
           backward_write_dsink<Product>};
 }

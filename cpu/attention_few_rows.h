@@ -1,5 +1,6 @@
 // Attention of few query rows, as in decoding, for any instruction set: K and V are read once,
-// where they lie, and nothing but the rows is packed. What bounds it is memory.
+// where they lie, and nothing but the rows is packed; of keys in pages, blocks of V that no page
+// holds in one piece are gathered. What bounds it is memory.
 //
 // By steps as in cpu/attention_tile.h. A step's scores are dot products (cpu/dot_rows.h). Its
 // values are added up in blocks of kBlockKeys keys that are in registers together, column by
@@ -14,18 +15,25 @@
 // One vector more than a power of two, so that rows do not share cache sets.
 constexpr int kQueryStride = kMaxHeadDim + kLanes;
 
+// Of any product: a block's words are in registers.
+constexpr int kMostBlockKeys = 32;
+
 // The scratch of one thread for up to `rows` rows.
 struct FewRowsScratch {
   float* q;     // [rows][kQueryStride]
   float* step;  // [rows][dim_v panels][kPanel], what the step's values add up to
   RowState state;
   RowScores scores;
+  PageRows page_rows;
+  float* block;  // [most keys of a block][dim_v] elements, of keys in pages
 
   FewRowsScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t rows)
       : q(scratch.take(rows * kQueryStride)),
         step(scratch.take(rows * round_up(p.dim_v, kPanel))),
         state(scratch, p, round_up(rows, kGroupRows)),
-        scores(scratch, rows) {}
+        scores(scratch, rows),
+        page_rows(scratch, p),
+        block(p.sequences.paged ? scratch.take(kMostBlockKeys * p.dim_v) : nullptr) {}
 };
 
 template <typename Product>
@@ -41,7 +49,7 @@ class FewRowsComputer : AttentionRows<Product> {
 
   FewRowsComputer(const AttentionProblem& problem, const AttentionTile& tile,
                   const FewRowsScratch& scratch)
-      : Base(problem, tile, scratch.state, scratch.scores),
+      : Base(problem, tile, scratch.state, scratch.scores, scratch.page_rows),
         columns_(round_up(problem.dim_v, kPanel)),
         s_(scratch) {}
 
@@ -54,6 +62,7 @@ class FewRowsComputer : AttentionRows<Product> {
       constexpr int64_t kUnit = kBlockKeys > kLanes ? kBlockKeys : kLanes;
       const int64_t begin = clamp(tile_begin - key, 0, tile_k_) / kUnit * kUnit;
       const KeyRange seen = {begin, smaller(tile_k_, tile_end - key)};
+      this->find_rows(key, seen);
       score(key, seen);
       for (int64_t r = 0; r < tile_.rows; ++r) {
         this->weigh_row(r, r, this->visible(r, key, seen), seen);
@@ -64,12 +73,10 @@ class FewRowsComputer : AttentionRows<Product> {
   }
 
  private:
-  using Base::k_;
   using Base::p_;
   using Base::scores_;
   using Base::tile_;
   using Base::tile_k_;
-  using Base::v_;
   using Base::words_;
   using typename Base::KeyRange;
 
@@ -78,6 +85,7 @@ class FewRowsComputer : AttentionRows<Product> {
   static constexpr int kBlockWords = (kLanes >= 16 ? 16 : 8) / kBlockVectors;
   static constexpr int kBlockKeys = kBlockWords * kPack;
   static_assert(kMaxTileK / 2 % kBlockKeys == 0 && kMaxTileK / 2 % kLanes == 0);
+  static_assert(kBlockKeys <= kMostBlockKeys && sizeof(Element) <= sizeof(float));
 
   void load_queries() {
     for (int64_t r = 0; r < tile_.rows; ++r) {
@@ -98,11 +106,10 @@ class FewRowsComputer : AttentionRows<Product> {
       for (int64_t i = keys.begin; i < keys.end; i += kLanes) Simd::store(scores + i, Simd::zero());
     }
     for (int64_t word = 0; word < words_; word += kRunWords) {
-      const Element* k = k_ + key * p_.k.strides.seq + word * kPack;
       for (int64_t first = keys.begin; first < keys.end; first += kDotColumns) {
         const Element* columns[kDotColumns];
         for (int j = 0; j < kDotColumns; ++j) {
-          columns[j] = k + smaller(first + j, keys.end - 1) * p_.k.strides.seq;
+          columns[j] = this->key_row(key, smaller(first + j, keys.end - 1)) + word * kPack;
         }
         DotRows<Product, kQueryStride, kScoreStride>::add(s_.q + word, tile_.rows, columns,
                                                           smaller(kRunWords, words_ - word),
@@ -132,17 +139,45 @@ class FewRowsComputer : AttentionRows<Product> {
   // A whole block, of all rows. The one `ahead` keys behind it is fetched.
   FLASHMOE_NOINLINE void add_block(int64_t key, int64_t block, int64_t ahead) {
     constexpr int64_t kWide = kBlockVectors * kLanes;
+    int64_t next = p_.v.strides.seq;
+    const Element* values = this->value_row(key, block);
+    if (tile_.pages != nullptr && !lies_in_one_piece(block, kBlockKeys)) {
+      values = gather_values(block);
+      next = p_.dim_v;
+      ahead = 0;
+    } else if (tile_.pages != nullptr && ahead != 0 && !lies_in_one_piece(block, ahead + 1)) {
+      ahead = 0;
+    }
     int64_t column = 0;
     // A constant number of columns: the masks are constant too.
     for (; column + kWide <= p_.dim_v; column += kWide) {
-      add_columns(key + block, ahead, column, kWide);
+      add_columns(values + column, next, block, ahead, column, kWide);
     }
-    if (column < p_.dim_v) add_columns(key + block, ahead, column, p_.dim_v - column);
+    if (column < p_.dim_v) {
+      add_columns(values + column, next, block, ahead, column, p_.dim_v - column);
+    }
   }
 
-  FLASHMOE_INLINE void add_columns(int64_t key, int64_t ahead, int64_t column, int64_t n) {
-    const int64_t next = p_.v.strides.seq;
-    const Element* const first = v_ + key * next + column;
+  // Of keys in pages: whether the rows of V of `count` keys lie as those of one tensor.
+  bool lies_in_one_piece(int64_t block, int64_t count) const {
+    const Element* const first = static_cast<const Element*>(s_.page_rows.v[block]);
+    for (int64_t i = 1; i < count; ++i) {
+      if (s_.page_rows.v[block + i] != first + i * p_.v.strides.seq) return false;
+    }
+    return true;
+  }
+
+  const Element* gather_values(int64_t block) const {
+    Element* const to = reinterpret_cast<Element*>(s_.block);
+    for (int64_t i = 0; i < kBlockKeys; ++i) {
+      __builtin_memcpy(to + i * p_.dim_v, s_.page_rows.v[block + i],
+                       static_cast<size_t>(p_.dim_v) * sizeof(Element));
+    }
+    return to;
+  }
+
+  FLASHMOE_INLINE void add_columns(const Element* first, int64_t next, int64_t block, int64_t ahead,
+                                   int64_t column, int64_t n) {
     Vector v[kBlockWords][kBlockVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kBlockWords; ++i) {
@@ -153,7 +188,7 @@ class FewRowsComputer : AttentionRows<Product> {
       for (int j = 0; j < kPack; ++j) __builtin_prefetch(from + (ahead + j) * next);
     }
     for (int64_t r = 0; r < tile_.rows; ++r) {
-      const float* weights = scores_.scores + r * kScoreStride + key % tile_k_ / kPack;
+      const float* weights = scores_.scores + r * kScoreStride + block / kPack;
 #pragma GCC unroll 2
       for (int j = 0; j < kBlockVectors; ++j) {
         Vector parts[2] = {Simd::zero(), Simd::zero()};
@@ -172,14 +207,15 @@ class FewRowsComputer : AttentionRows<Product> {
     const int64_t begin = larger(keys.begin, block);
     const int64_t end = smaller(keys.end, block + kBlockKeys);
     if (begin >= end) return;
-    const int64_t next = p_.v.strides.seq;
     const float* weights = scores_.scores + r * kScoreStride;
     for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
       Vector parts[2] = {Simd::zero(), Simd::zero()};
       for (int64_t word = begin / kPack; word * kPack < end; ++word) {
-        const Element* first = v_ + (key + word * kPack) * next + column;
+        const Element* first = this->value_row(key, word * kPack) + column;
         const bool two = kPack == 2 && (word + 1) * kPack <= end;
-        Vector v = Product::load_values(first, two ? first + next : nullptr, p_.dim_v - column);
+        Vector v = Product::load_values(
+            first, two ? this->value_row(key, word * kPack + 1) + column : nullptr,
+            p_.dim_v - column);
         if (word * kPack < begin) v = Product::keep_second_of_pair(v);
         Vector& part = parts[word % 2];
         part = Product::multiply_add(Simd::broadcast(weights[word]), v, part);

@@ -98,6 +98,15 @@ class Rows {
   const double* key_at(int64_t key, const RowsView<const void>& view) const {
     return static_cast<const double*>(view.data) + key_offset(key, view.strides);
   }
+  // The same of keys that may be in pages; nullptr of a hidden one.
+  const double* key_anywhere(int64_t key, const RowsView<const void>& view) const {
+    if (tile_.pages == nullptr) return key_at(key, view);
+    const KeyPages& pages = *tile_.pages;
+    const int64_t row = pages.first + key;
+    const int64_t number = pages.table[row / pages.page_size * pages.step];
+    if (number < 0 || number >= pages.count) return nullptr;
+    return key_at(row % pages.page_size, view) + number * view.strides.batch;
+  }
   int64_t first(int64_t row) const { return first_key(p_, query(row)); }
   int64_t end(int64_t row) const { return end_key(p_, query(row)); }
 
@@ -117,12 +126,15 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
   const int64_t end = rows.end(row);
   double maximum = -kInfinity;
   double sum = 0.0;
+  bool sees_keys = false;
   clear(sums, p.dim_v);
   for (int64_t key = rows.first(row); key < end; key += kStepKeys) {
     const int64_t keys = end - key < kStepKeys ? end - key : kStepKeys;
     const double before = maximum;
     for (int64_t i = 0; i < keys; ++i) {
-      logits[i] = logit.of(dot(q, rows.key_at(key + i, p.k), p.dim));
+      const double* const k = rows.key_anywhere(key + i, p.k);
+      sees_keys = sees_keys || k != nullptr;
+      logits[i] = k != nullptr ? logit.of(dot(q, k, p.dim)) : -kInfinity;
       if (logits[i] > maximum) maximum = logits[i];
     }
     const double base = maximum == -kInfinity ? 0.0 : maximum;
@@ -132,7 +144,8 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
     for (int64_t i = 0; i < keys; ++i) {
       const double weight = std::exp(logits[i] - base);
       sum += weight;
-      add_multiple(weight, rows.key_at(key + i, p.v), p.dim_v, sums);
+      const double* const v = rows.key_anywhere(key + i, p.v);
+      if (v != nullptr) add_multiple(weight, v, p.dim_v, sums);
     }
   }
   const double sink = sink_of(p.sinks, rows.head(row));
@@ -145,7 +158,6 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
     sum += std::exp(sink - maximum);
   }
   // Logits that are all -inf leave sum 0, and 0 / 0 is the NaN that softmax gives.
-  const bool sees_keys = rows.first(row) < end;
   double* const out = static_cast<double*>(p.out.data) + rows.offset(row, p.out.strides);
   for (int64_t i = 0; i < p.dim_v; ++i) out[i] = sees_keys ? sums[i] * rescale / sum : 0.0;
   if (p.lse == nullptr) return;
@@ -272,17 +284,20 @@ void end_keys(const AttentionBackwardProblem& p, const AttentionBackwardStep& st
   }
 }
 
-void write_dsink(const AttentionBackwardProblem& p, int64_t head) {
+double add_dsink(const AttentionBackwardProblem& p, int64_t head, double sum) {
   const auto row_of = [head](const auto& view, int64_t batch, int64_t query) {
     return static_cast<const double*>(view.data) + batch * view.strides.batch +
            query * view.strides.seq + head * view.strides.head;
   };
-  const double dsink = sink_gradient<double>(
-      p, head, sink_of(p.sinks, head),
+  return sink_gradient<double>(
+      p, head, sink_of(p.sinks, head), sum,
       [&](int64_t query) { return first_key(p, query) < end_key(p, query); },
       [&](int64_t batch, int64_t query) {
         return dot(row_of(p.dout, batch, query), row_of(p.out, batch, query), p.dim_v);
       });
+}
+
+void write_dsink(const AttentionBackwardProblem& p, int64_t head, double dsink) {
   const int64_t to = head * p.dsinks.stride;
   if (p.dsinks.dtype == Dtype::kFloat32) {
     write(static_cast<float*>(p.dsinks.data) + to, &dsink, 1.0, 1, p.accumulate);
@@ -321,6 +336,7 @@ const AttentionBackwardKernel kFp64AttentionBackward = {
     add_rows,
     add_dq,
     end_keys,
+    add_dsink,
     write_dsink,
 };
 

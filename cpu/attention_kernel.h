@@ -17,7 +17,21 @@ struct AttentionTile {
   int64_t kv_head;
   int64_t first_row;
   int64_t rows;
+  const struct KeyPages* pages = nullptr;  // of a problem whose k and v are pages; batch is then 0
 };
+
+// The pages of one sequence: key j is row (first + j) % page_size of the page that number
+// (first + j) / page_size of the table says. Pages of other numbers than 0 to count - 1 are hidden.
+struct KeyPages {
+  const int32_t* table;
+  int64_t step;  // from number to number, elements
+  int64_t count;
+  int64_t page_size;
+  int64_t first;
+};
+
+// What is read in the place of a hidden row: zeros, as many as the widest row has bytes.
+extern const unsigned char kHiddenRow[kMaxHeadDim * sizeof(float)];
 
 // The kernels of one instruction set for one dtype.
 struct AttentionKernel {

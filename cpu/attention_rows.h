@@ -58,6 +58,19 @@ struct RowScores {
       : scores(scratch.take(rows * kScoreStride)), rescale(scratch.take(rows)) {}
 };
 
+// Where the rows of K and V of a step lie, of keys in pages.
+struct PageRows {
+  const void** k = nullptr;  // [kMaxTileK], kHiddenRow of a hidden one
+  const void** v = nullptr;
+
+  PageRows(ScratchCursor& scratch, const AttentionProblem& p) {
+    if (!p.sequences.paged) return;
+    constexpr int64_t kFloats = kMaxTileK * static_cast<int64_t>(sizeof(void*) / sizeof(float));
+    k = reinterpret_cast<const void**>(scratch.take(kFloats));
+    v = reinterpret_cast<const void**>(scratch.take(kFloats));
+  }
+};
+
 // Where the rows of a tile are, and what they see.
 class TileRows {
  protected:
@@ -107,7 +120,7 @@ class AttentionRows : protected TileRows {
 
  protected:
   AttentionRows(const AttentionProblem& problem, const AttentionTile& tile, const RowState& state,
-                const RowScores& scores)
+                const RowScores& scores, const PageRows& page_rows)
       : TileRows(problem, tile),
         tile_k_(keys_per_step(problem, kPack)),
         words_(problem.dim / kPack),
@@ -117,7 +130,43 @@ class AttentionRows : protected TileRows {
         k_(static_cast<const Element*>(p_.k.data) + offset_of_keys(p_.k.strides)),
         v_(static_cast<const Element*>(p_.v.data) + offset_of_keys(p_.v.strides)),
         state_(state),
-        scores_(scores) {}
+        scores_(scores),
+        page_rows_(page_rows) {}
+
+  // Finds the rows of the part `keys` of the step that begins with `key`, if they are in pages.
+  FLASHMOE_NOINLINE void find_rows(int64_t key, KeyRange keys) {
+    if (tile_.pages == nullptr) return;
+    const KeyPages& pages = *tile_.pages;
+    const int64_t first = pages.first + key + keys.begin;
+    int64_t page = first / pages.page_size;
+    int64_t slot = first % pages.page_size;
+    step_has_hidden_ = false;
+    for (int64_t i = keys.begin; i < keys.end; ++page, slot = 0) {
+      const int64_t end = smaller(keys.end, i + pages.page_size - slot);
+      const int64_t number = pages.table[page * pages.step];
+      if (number < 0 || number >= pages.count) {
+        for (; i < end; ++i) page_rows_.k[i] = page_rows_.v[i] = kHiddenRow;
+        step_has_hidden_ = has_hidden_ = true;
+        continue;
+      }
+      const Element* const k = k_ + number * p_.k.strides.batch + slot * p_.k.strides.seq;
+      const Element* const v = v_ + number * p_.v.strides.batch + slot * p_.v.strides.seq;
+      for (int64_t j = 0; i < end; ++i, ++j) {
+        page_rows_.k[i] = k + j * p_.k.strides.seq;
+        page_rows_.v[i] = v + j * p_.v.strides.seq;
+      }
+    }
+  }
+
+  // Rows of key i of the step that begins with `key`.
+  FLASHMOE_INLINE const Element* key_row(int64_t key, int64_t i) const {
+    if (tile_.pages != nullptr) return static_cast<const Element*>(page_rows_.k[i]);
+    return k_ + (key + i) * p_.k.strides.seq;
+  }
+  FLASHMOE_INLINE const Element* value_row(int64_t key, int64_t i) const {
+    if (tile_.pages != nullptr) return static_cast<const Element*>(page_rows_.v[i]);
+    return v_ + (key + i) * p_.v.strides.seq;
+  }
 
   void clear_state() {
     const int64_t rows = groups_ * kGroupRows;
@@ -157,6 +206,11 @@ class AttentionRows : protected TileRows {
       for (int64_t hidden = begin; hidden < row_keys.begin; hidden += kLanes) {
         const Vector now = Simd::load(scores + hidden);
         Simd::store(scores + hidden, Simd::first_or(lowest, row_keys.begin - hidden, now));
+      }
+      if (step_has_hidden_) {
+        for (int64_t key = row_keys.begin; key < row_keys.end; ++key) {
+          if (page_rows_.k[key] == kHiddenRow) scores[key] = -kInfinity;
+        }
       }
     }
     Vector highest = lowest;
@@ -214,8 +268,21 @@ class AttentionRows : protected TileRows {
     return Simd::sum_of(Simd::load_first(static_cast<const Element*>(p_.sinks.data) + at, 1));
   }
 
+  bool sees_keys_of(int64_t row) const {
+    const int64_t end = end_key(row);
+    int64_t key = first_key(row);
+    if (!has_hidden_) return key < end;
+    const KeyPages& pages = *tile_.pages;
+    while (key < end) {
+      const int64_t number = pages.table[(pages.first + key) / pages.page_size * pages.step];
+      if (number >= 0 && number < pages.count) return true;
+      key += pages.page_size - (pages.first + key) % pages.page_size;
+    }
+    return false;
+  }
+
   void finish_row(int64_t row) {
-    const bool sees_keys = first_key(row) < end_key(row);
+    const bool sees_keys = sees_keys_of(row);
     const float sink = sink_of(row);
     float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
     float log_max = state_.maxima[row] * logit_scale_;
@@ -246,8 +313,11 @@ class AttentionRows : protected TileRows {
   const int64_t groups_;
   const int64_t dim_v_panels_;
   const float logit_scale_;  // logits are this times scores
-  const Element* const k_;   // key 0
+  const Element* const k_;   // key 0, of keys in pages row 0 of page 0
   const Element* const v_;
   const RowState state_;
   const RowScores scores_;
+  const PageRows page_rows_;
+  bool step_has_hidden_ = false;
+  bool has_hidden_ = false;  // some step had
 };

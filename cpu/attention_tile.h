@@ -28,13 +28,15 @@ struct TileScratch {
   float* v;  // [dim_v panels][tile_k / pack][kPanel]
   RowState state;
   RowScores scores;
+  PageRows page_rows;
 
   TileScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_q, int pack)
       : q(scratch.take(tile_q * (p.dim / pack) + kLanes)),
         k(scratch.take(keys_per_step(p, pack) * (p.dim / pack))),
         v(scratch.take(keys_per_step(p, pack) / pack * round_up(p.dim_v, kPanel))),
         state(scratch, p, tile_q),
-        scores(scratch, kGroupRows) {}
+        scores(scratch, kGroupRows),
+        page_rows(scratch, p) {}
 };
 
 template <typename Product>
@@ -46,7 +48,7 @@ class TileComputer : AttentionRows<Product> {
 
   TileComputer(const AttentionProblem& problem, const AttentionTile& tile,
                const TileScratch& scratch)
-      : Base(problem, tile, scratch.state, scratch.scores), s_(scratch) {}
+      : Base(problem, tile, scratch.state, scratch.scores, scratch.page_rows), s_(scratch) {}
 
   void compute() {
     pack_queries();
@@ -56,6 +58,7 @@ class TileComputer : AttentionRows<Product> {
     for (int64_t key = tile_begin / tile_k_ * tile_k_; key < tile_end; key += tile_k_) {
       const int64_t begin = clamp(tile_begin - key, 0, tile_k_) / kPanel * kPanel;
       const int64_t keys = smaller(tile_k_, tile_end - key);
+      this->find_rows(key, {begin, keys});
       pack_keys(key, begin, keys);
       pack_values(key, begin, keys);
       for (int64_t group = 0; group < groups_; ++group) step_group(group, key, keys);
@@ -66,12 +69,10 @@ class TileComputer : AttentionRows<Product> {
  private:
   using Base::dim_v_panels_;
   using Base::groups_;
-  using Base::k_;
   using Base::p_;
   using Base::scores_;
   using Base::tile_;
   using Base::tile_k_;
-  using Base::v_;
   using Base::words_;
   using typename Base::KeyRange;
 
@@ -84,14 +85,13 @@ class TileComputer : AttentionRows<Product> {
 
   // Packs keys `begin` (a multiple of kPanel) to `keys` of the step that begins with `key`.
   void pack_keys(int64_t key, int64_t begin, int64_t keys) {
-    pack_transposed<Product, kPanel>([&](int64_t i) { return k_ + (key + i) * p_.k.strides.seq; },
-                                     begin, keys, p_.dim, s_.k);
+    pack_transposed<Product, kPanel>([&](int64_t i) { return this->key_row(key, i); }, begin, keys,
+                                     p_.dim, s_.k);
   }
 
   void pack_values(int64_t key, int64_t begin, int64_t keys) {
-    values_finite_ =
-        pack_across<Product>([&](int64_t i) { return v_ + (key + i) * p_.v.strides.seq; }, begin,
-                             keys, p_.dim_v, tile_k_ / kPack * kPanel, s_.v);
+    values_finite_ = pack_across<Product>([&](int64_t i) { return this->value_row(key, i); }, begin,
+                                          keys, p_.dim_v, tile_k_ / kPack * kPanel, s_.v);
   }
 
   void step_group(int64_t group, int64_t key, int64_t keys) {

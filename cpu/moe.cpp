@@ -36,4 +36,12 @@ const MoeForwardFamily kCpuMoeForward = {"cpu", FLASHMOE_DEVICE_CPU, cpu::plan_f
 const GroupedProductFamily kCpuGroupedProduct = {
     "cpu", FLASHMOE_DEVICE_CPU, cpu::plan_grouped_product, cpu::launch_grouped_product};
 
+const MoeRouteBackwardFamily kCpuMoeRouteBackward = {
+    "cpu", FLASHMOE_DEVICE_CPU, cpu::plan_route_backward, cpu::launch_route_backward};
+const MoeBackwardFamily kCpuMoeBackward = {"cpu", FLASHMOE_DEVICE_CPU, cpu::plan_backward,
+                                           cpu::launch_backward};
+const GroupedProductBackwardFamily kCpuGroupedProductBackward = {
+    "cpu", FLASHMOE_DEVICE_CPU, cpu::plan_grouped_product_backward,
+    cpu::launch_grouped_product_backward};
+
 }  // namespace flashmoe

@@ -21,6 +21,17 @@ flashmoe_status plan_grouped_product(const GroupedProductProblem& problem, Plan*
                                      const Reason& reason);
 flashmoe_status launch_grouped_product(const GroupedProductProblem& problem, const Plan& plan,
                                        void* workspace, void* stream);
+flashmoe_status plan_route_backward(const MoeRouteBackwardProblem& problem, Plan* plan,
+                                    const Reason& reason);
+flashmoe_status launch_route_backward(const MoeRouteBackwardProblem& problem, const Plan& plan,
+                                      void* workspace, void* stream);
+flashmoe_status plan_backward(const MoeBackwardProblem& problem, Plan* plan, const Reason& reason);
+flashmoe_status launch_backward(const MoeBackwardProblem& problem, const Plan& plan,
+                                void* workspace, void* stream);
+flashmoe_status plan_grouped_product_backward(const GroupedProductBackwardProblem& problem,
+                                              Plan* plan, const Reason& reason);
+flashmoe_status launch_grouped_product_backward(const GroupedProductBackwardProblem& problem,
+                                                const Plan& plan, void* workspace, void* stream);
 
 inline int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 

@@ -30,10 +30,12 @@ constexpr float kQ[6] = {1.0f,           0x1.01950ap-1f,  0x1.d53cb4p-4f,
                          0x1.ed53a8p-7f, 0x1.32e67ap-10f, 0x1.3d5b36p-15f};
 }  // namespace erf_fit
 
+// +-1 beyond kClamp: an ulp less would leave an ulp of a large negative z in z (1 + erf) / 2.
 FLASHMOE_INLINE Vector erf_of(Vector x) {
   using namespace erf_fit;
-  x = Simd::min(Simd::broadcast(kClamp), Simd::max(Simd::broadcast(-kClamp), x));
-  const Vector u = Simd::multiply(x, x);
+  const Vector one = Simd::broadcast(1.0f);
+  const Vector cut = Simd::min(Simd::broadcast(kClamp), Simd::max(Simd::broadcast(-kClamp), x));
+  const Vector u = Simd::multiply(cut, cut);
   Vector p = Simd::broadcast(kP[5]);
   Vector q = Simd::broadcast(kQ[5]);
 #pragma GCC unroll 5
@@ -41,16 +43,10 @@ FLASHMOE_INLINE Vector erf_of(Vector x) {
     p = Simd::multiply_add(p, u, Simd::broadcast(kP[i]));
     q = Simd::multiply_add(q, u, Simd::broadcast(kQ[i]));
   }
-  return Simd::divide(Simd::multiply(x, p), q);
-}
-
-// z (1 + x) / 2 of an x in [-1, 1] that is an ulp from its limits there: else a large negative z
-// would keep an ulp of itself.
-FLASHMOE_INLINE Vector half_of_one_plus(Vector x, Vector z) {
-  x = Simd::multiply(x, Simd::broadcast(1.0f + 0x1p-22f));
-  x = Simd::min(Simd::broadcast(1.0f), Simd::max(Simd::broadcast(-1.0f), x));
-  const Vector half = Simd::multiply(z, Simd::broadcast(0.5f));
-  return Simd::multiply(half, Simd::add(x, Simd::broadcast(1.0f)));
+  constexpr float kFar = 1e7f;  // the least number beyond kClamp is 2.4e-7 from it
+  const Vector beyond = Simd::multiply(Simd::subtract(x, cut), Simd::broadcast(kFar));
+  const Vector sum = Simd::add(Simd::divide(Simd::multiply(cut, p), q), beyond);
+  return Simd::min(one, Simd::max(Simd::subtract(Simd::zero(), one), sum));
 }
 
 FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
@@ -59,14 +55,18 @@ FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
       return Simd::multiply(z, sigmoid_of(Simd::multiply(z, Simd::broadcast(activation.alpha))));
     case FLASHMOE_ACTIVATION_GELU: {
       constexpr float kSqrtHalf = 0.707106781f;
-      return half_of_one_plus(erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf))), z);
+      const Vector half = Simd::multiply(z, Simd::broadcast(0.5f));
+      return Simd::multiply_add(half, erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf))), half);
     }
+    // z (1 + tanh(x)) / 2 = z sigmoid(2 x): a small sum of 1 and tanh would have lost its digits.
     case FLASHMOE_ACTIVATION_GELU_TANH: {
-      constexpr float kSqrtTwoOverPi = 0.797884561f;
+      constexpr float kTwoSqrtTwoOverPi = 1.595769122f;
       constexpr float kCubic = 0.044715f;
+      constexpr float kLeast = -20.0f;  // it is 0 from there on, the sigmoid not quite
       const Vector u = Simd::multiply(z, z);
       const Vector inner = Simd::multiply_add(Simd::multiply(u, z), Simd::broadcast(kCubic), z);
-      return half_of_one_plus(tanh_of(Simd::multiply(inner, Simd::broadcast(kSqrtTwoOverPi))), z);
+      return Simd::multiply(Simd::max(Simd::broadcast(kLeast), z),
+                            sigmoid_of(Simd::multiply(inner, Simd::broadcast(kTwoSqrtTwoOverPi))));
     }
     case FLASHMOE_ACTIVATION_RELU: return Simd::max(Simd::zero(), z);
     case FLASHMOE_ACTIVATION_RELU2: {
@@ -77,10 +77,82 @@ FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
   return z;
 }
 
+// act(z), and its slope there.
+struct Activated {
+  Vector value;
+  Vector slope;
+};
+
+// Beyond +-kFlat slopes are those of a straight line, and what is multiplied by what has vanished
+// must not overflow.
+FLASHMOE_INLINE Activated activate_with_slope(const MoeActivation& activation, Vector z) {
+  constexpr float kFlat = 100.0f;
+  const Vector one = Simd::broadcast(1.0f);
+  const auto cut_to = [](float most, Vector x) {
+    return Simd::min(Simd::broadcast(most), Simd::max(Simd::broadcast(-most), x));
+  };
+  switch (activation.function) {
+    case FLASHMOE_ACTIVATION_SILU: {  // s + alpha z s (1 - s)
+      const Vector x = Simd::multiply(z, Simd::broadcast(activation.alpha));
+      const Vector s = sigmoid_of(x);
+      const Vector rest = Simd::multiply(cut_to(kFlat, x), Simd::subtract(one, s));
+      return {Simd::multiply(z, s), Simd::multiply_add(s, rest, s)};
+    }
+    case FLASHMOE_ACTIVATION_GELU: {  // Phi(z) + z phi(z)
+      constexpr float kSqrtHalf = 0.707106781f;
+      constexpr float kDensity = 0.398942280f;  // 1 / sqrt(2 pi)
+      constexpr float kFar = 20.0f;             // phi is 0 there
+      const Vector half = Simd::broadcast(0.5f);
+      const Vector half_z = Simd::multiply(z, half);
+      const Vector erf = erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf)));
+      const Vector near = cut_to(kFar, z);
+      const Vector power =
+          exp_of(Simd::multiply(Simd::multiply(near, near), Simd::broadcast(-0.5f)));
+      const Vector density = Simd::multiply(Simd::multiply(near, power), Simd::broadcast(kDensity));
+      return {Simd::multiply_add(half_z, erf, half_z),
+              Simd::add(Simd::multiply_add(half, erf, half), density)};
+    }
+    case FLASHMOE_ACTIVATION_GELU_TANH: {  // S + z S (1 - S) (2 x)'
+      constexpr float kTwoSqrtTwoOverPi = 1.595769122f;
+      constexpr float kCubic = 0.044715f;
+      constexpr float kFar = 20.0f;
+      const Vector near = cut_to(kFar, z);
+      const Vector u = Simd::multiply(near, near);
+      const Vector inner =
+          Simd::multiply_add(Simd::multiply(u, near), Simd::broadcast(kCubic), near);
+      const Vector s = sigmoid_of(Simd::multiply(inner, Simd::broadcast(kTwoSqrtTwoOverPi)));
+      const Vector steep =
+          Simd::multiply(Simd::multiply_add(u, Simd::broadcast(3.0f * kCubic), one),
+                         Simd::multiply(near, Simd::broadcast(kTwoSqrtTwoOverPi)));
+      const Vector rest = Simd::multiply(steep, Simd::subtract(one, s));
+      return {Simd::multiply(Simd::max(Simd::broadcast(-kFar), z), s),
+              Simd::multiply_add(s, rest, s)};
+    }
+    case FLASHMOE_ACTIVATION_RELU: {
+      const Vector slope = Simd::min(one, Simd::max(one, z));  // 1, or a NaN
+      return {Simd::max(Simd::zero(), z), Simd::zero_where_at_most(z, Simd::zero(), slope)};
+    }
+    case FLASHMOE_ACTIVATION_RELU2: {
+      const Vector positive = Simd::max(Simd::zero(), z);
+      return {Simd::multiply(positive, positive), Simd::add(positive, positive)};
+    }
+  }
+  return {z, one};
+}
+
 // u, or g and u, cut to the limit; NaN stays.
 FLASHMOE_INLINE Vector cut_above(const MoeActivation& activation, Vector x) {
   return Simd::min(Simd::broadcast(activation.limit), x);
 }
 FLASHMOE_INLINE Vector cut(const MoeActivation& activation, Vector x) {
   return Simd::max(Simd::broadcast(-activation.limit), cut_above(activation, x));
+}
+
+// What comes back through a cut: nothing from beyond the limit.
+FLASHMOE_INLINE Vector through_cut_above(const MoeActivation& activation, Vector x, Vector dx) {
+  return Simd::zero_where_greater(x, Simd::broadcast(activation.limit), dx);
+}
+FLASHMOE_INLINE Vector through_cut(const MoeActivation& activation, Vector x, Vector dx) {
+  return Simd::zero_where_greater(Simd::broadcast(-activation.limit), x,
+                                  through_cut_above(activation, x, dx));
 }

@@ -24,6 +24,7 @@ struct Simd : avx512::Simd {
 #include "cpu/moe_sums.h"
 #include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
+#include "cpu/moe_gradient_rows.h"
 #include "cpu/moe_amx.h"
 // clang-format on
 

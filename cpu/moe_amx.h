@@ -16,7 +16,7 @@
 //
 // Every sum runs in the order of depth, whatever the number of rows and columns.
 //
-// Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a
+// Included after cpu/moe_gradient_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a
 // tile.
 
 // Of a product, of which a tile is a part: by rows no more rows than are packed over all of a depth
@@ -61,7 +61,7 @@ class TiledRows {
     for (int64_t column = 0; column < tile_.columns; column += columns) {
       MoeTile chunk = tile_;
       chunk.columns = smaller(columns, tile_.columns - column);
-      chunk.out = static_cast<Bf16*>(tile_.out) + column;
+      chunk.out = static_cast<char*>(tile_.out) + column * (tile_.out_is_fp32 ? 4 : 2);
       for (int m = 0; m < tile_.matrices; ++m) {
         MoeWeights& w = chunk.weights[m];
         w.data = static_cast<const Bf16*>(w.data) + column * w.row_stride;
@@ -414,5 +414,10 @@ constexpr MoeKernel tiled_kernel(const char* isa) {
           0,
           TileScratch::kBytes,
           multiply_in_tiles,
-          add_rows<Bf16>};
+          add_rows<Bf16>,
+          differentiate_row<Bf16>,
+          {kOuterRows, kOuterColumns},
+          add_outer_products<Bf16PairProduct>,
+          sum_rows<Bf16>,
+          dot_of};
 }

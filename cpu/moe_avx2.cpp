@@ -16,6 +16,7 @@ namespace avx2 {
 #include "cpu/moe_sums.h"
 #include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
+#include "cpu/moe_gradient_rows.h"
 #include "cpu/moe_product.h"
 // clang-format on
 

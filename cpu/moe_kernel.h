@@ -44,18 +44,71 @@ struct MoeTile {
   const MoeActivation* activation;  // nullptr: none
   void* out;                        // row r is r * out_stride elements further
   int64_t out_stride;
-  void* before[2];  // what the activation is applied to, likewise; nullptr: not wanted
+  bool out_is_fp32;  // whatever x is
+  bool adds;         // to what is there
+  void* before[2];   // what the activation is applied to, likewise; nullptr: not wanted
   int64_t before_stride;
 };
 
 // One token's sum: out = sum of weights[k] * y[k] over the k whose y[k] is not nullptr, in order;
-// without `weights` they are 1.
+// without `weights` they are 1. Elements are x's, or fp32.
 struct MoeSum {
   const void* y[kMaxTopK];
   const float* weights;
   int32_t top_k;
   int64_t hidden;
   void* out;
+  bool y_is_fp32;
+  bool out_is_fp32;
+  bool adds;  // to what is there
+};
+
+// The gradient of what the activation of one row was applied to, and the activation itself:
+//
+//   a_out = weight * a,  dz = weight * da/dz * da     with a = act(g) * (u + up_offset), or act(u)
+//
+// and scaled_dz = scale * dz. Beyond the limit dz is 0.
+struct MoeActivationGradient {
+  const void* before[2];  // [inner] g and u; without a gate u and nullptr
+  const float* da;        // [inner]; nullptr: dz is not wanted
+  float weight;
+  float scale;
+  const MoeActivation* activation;
+  int64_t inner;
+  void* a_out;      // [inner] or nullptr
+  void* dz;         // that of g at dz_places[0] + i * dz_step, of u at dz_places[1] + ...
+  void* scaled_dz;  // likewise, or nullptr
+  int64_t dz_places[2];
+  int64_t dz_step;  // 1 or 2
+};
+
+// A tile of the sum of outer products of rows:
+//
+//   out[m][n] = sum over r of a[r][m] * b[r][n]
+struct MoeOuterProducts {
+  const void* const* a;  // [rows] pointers to rows of contiguous elements
+  const void* const* b;
+  int64_t rows;
+  int64_t a_first;  // the elements of a row that the tile is of, `m` from here on
+  int64_t b_first;
+  int64_t m;
+  int64_t n;
+  void* out;  // row m is m * out_stride elements further
+  int64_t out_stride;
+  bool out_is_fp32;  // else of a's dtype
+  bool adds;         // to what is there
+};
+
+// out[i] = sum over r of scale[r] * a[r][first + i].
+struct MoeRowSums {
+  const void* const* a;  // [rows] pointers to rows of contiguous elements
+  const float* scale;    // [rows]; nullptr: 1
+  int64_t rows;
+  int64_t first;
+  int64_t columns;
+  void* out;
+  bool out_is_fp32;
+  bool adds;
 };
 
 // A tile at its largest.
@@ -75,6 +128,13 @@ struct MoeKernel {
   // `scratch` is 64-byte aligned. Writes out and before, and nothing else.
   void (*multiply)(const MoeTile& tile, void* scratch);
   void (*add)(const MoeSum& sum);
+  // Returns the sum of da * a.
+  float (*differentiate)(const MoeActivationGradient& row);
+  MoeTileSize outer;  // the largest m and n
+  void (*add_outer)(const MoeOuterProducts& tile, void* scratch);
+  void (*add_rows)(const MoeRowSums& sums);
+  // The sum of a[i] * b[i], each of its dtype.
+  float (*dot)(const void* a, Dtype a_dtype, const void* b, Dtype b_dtype, int64_t n);
 };
 
 // One per instruction set, indexed by Dtype.

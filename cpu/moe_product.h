@@ -11,7 +11,7 @@
 // Sums are fp32, one for each row and column, added up in the order of depth; what is added first
 // in registers depends on the number of rows of the tile only in that few and many are two orders.
 //
-// Included after cpu/moe_few_rows.h.
+// Included after cpu/moe_gradient_rows.h.
 
 template <typename Product>
 class ManyRows : MoeTileSums<typename Product::Element> {
@@ -251,5 +251,10 @@ constexpr MoeKernel moe_kernel(const char* isa) {
           kMostFewRows,
           MoeScratch::kBytes,
           multiply_tile<Product>,
-          add_rows<typename Product::Element>};
+          add_rows<typename Product::Element>,
+          differentiate_row<typename Product::Element>,
+          {kOuterRows, kOuterColumns},
+          add_outer_products<Product>,
+          sum_rows<typename Product::Element>,
+          dot_of};
 }

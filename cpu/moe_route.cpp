@@ -11,6 +11,7 @@
 
 #include "core/launch.h"
 #include "cpu/moe.h"
+#include "cpu/numbers.h"
 #include "cpu/thread_pool.h"
 
 namespace flashmoe::cpu {
@@ -25,38 +26,6 @@ constexpr float kLowest = -std::numeric_limits<float>::infinity();
 int64_t chunks_of(const Problem& p) {
   const int64_t chunks = ceil_divide(p.tokens, kChunkTokens);
   return chunks < 1 ? 1 : chunks > kMostChunks ? kMostChunks : chunks;
-}
-
-float from_bits(uint32_t bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-float from_half(uint16_t half) {
-  constexpr uint32_t kRebias = 127 - 15;
-  const uint32_t sign = (half & 0x8000u) << 16;
-  const uint32_t exponent = (half >> 10) & 0x1fu;
-  const uint32_t mantissa = half & 0x3ffu;
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign != 0 ? -magnitude : magnitude;
-  }
-  const uint32_t wide = exponent == 0x1fu ? 0xffu : exponent + kRebias;
-  return from_bits(sign | wide << 23 | mantissa << 13);
-}
-
-// `count` elements of any dtype as fp32.
-void widen(const void* from, Dtype dtype, int64_t first, int64_t count, float* to) {
-  if (dtype == Dtype::kFloat32) {
-    __builtin_memcpy(to, static_cast<const float*>(from) + first,
-                     static_cast<size_t>(count) * sizeof(float));
-    return;
-  }
-  const uint16_t* halves = static_cast<const uint16_t*>(from) + first;
-  for (int64_t i = 0; i < count; ++i) {
-    to[i] = dtype == Dtype::kBFloat16 ? from_bits(uint32_t{halves[i]} << 16) : from_half(halves[i]);
-  }
 }
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }

@@ -14,6 +14,7 @@ namespace scalar {
 #include "cpu/moe_sums.h"
 #include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
+#include "cpu/moe_gradient_rows.h"
 #include "cpu/moe_product.h"
 // clang-format on
 

@@ -17,6 +17,20 @@ FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, i
   return Simd::zero();
 }
 
+// Stores n lanes at an element of an output, or adds them to it.
+template <typename Element>
+FLASHMOE_INLINE void store_or_add(void* out, int64_t place, bool out_is_fp32, bool adds, Vector x,
+                                  int64_t n) {
+  const auto store = [=](auto* to) {
+    Simd::store_first(to, adds ? Simd::add(Simd::load_first(to, n), x) : x, n);
+  };
+  if (out_is_fp32) {
+    store(static_cast<float*>(out) + place);
+  } else {
+    store(static_cast<Element*>(out) + place);
+  }
+}
+
 // Whether a matrix lies so that its depth is contiguous; or all of the tile's do.
 FLASHMOE_INLINE bool lies_by_rows(const MoeTile& tile, int m) {
   return tile.weights[m].column_stride == 1;
@@ -111,8 +125,8 @@ class MoeTileSums {
         Simd::store_first(before + r * tile_.before_stride + column, z[m], n);
       }
     }
-    Element* out = static_cast<Element*>(tile_.out) + r * tile_.out_stride + column;
-    Simd::store_first(out, apply(z), n);
+    const int64_t place = r * tile_.out_stride + column;
+    store_or_add<Element>(tile_.out, place, tile_.out_is_fp32, tile_.adds, apply(z), n);
   }
 
   Vector apply(const Vector (&z)[2]) const {
@@ -126,15 +140,26 @@ class MoeTileSums {
 
 template <typename Element>
 void add_rows(const MoeSum& sum) {
-  for (int64_t i = 0; i < sum.hidden; i += kLanes) {
-    Vector total = Simd::zero();
-    for (int32_t k = 0; k < sum.top_k; ++k) {
-      if (sum.y[k] == nullptr) continue;
-      const Vector y = Simd::load_first(static_cast<const Element*>(sum.y[k]) + i, sum.hidden - i);
-      total = sum.weights == nullptr
-                  ? Simd::add(total, y)
-                  : Simd::multiply_add(Simd::broadcast(sum.weights[k]), y, total);
+  const auto add = [&sum](const auto* const* rows) {
+    for (int64_t i = 0; i < sum.hidden; i += kLanes) {
+      Vector total = Simd::zero();
+      for (int32_t k = 0; k < sum.top_k; ++k) {
+        if (rows[k] == nullptr) continue;
+        const Vector y = Simd::load_first(rows[k] + i, sum.hidden - i);
+        total = sum.weights == nullptr
+                    ? Simd::add(total, y)
+                    : Simd::multiply_add(Simd::broadcast(sum.weights[k]), y, total);
+      }
+      store_or_add<Element>(sum.out, i, sum.out_is_fp32, sum.adds, total, sum.hidden - i);
     }
-    Simd::store_first(static_cast<Element*>(sum.out) + i, total, sum.hidden - i);
-  }
+  };
+  const auto add_of = [&](auto zero) {
+    const decltype(zero)* rows[kMaxTopK];
+    for (int32_t k = 0; k < sum.top_k; ++k) {
+      rows[k] = static_cast<const decltype(zero)*>(sum.y[k]);
+    }
+    add(rows);
+  };
+  if (sum.y_is_fp32) return add_of(float{});
+  add_of(Element{});
 }

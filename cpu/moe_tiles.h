@@ -65,6 +65,9 @@ class ExpertTiles {
   // Rows 0 to counts[e] - 1 of each, as far as there are so many.
   void from_counts(const int32_t* counts, int64_t rows);
 
+  int64_t begin(int32_t expert) const { return begin_[expert]; }
+  int64_t end(int32_t expert) const { return end_[expert]; }
+
   // The rows that some expert has, where they follow each other.
   int64_t first_row() const { return begin_[0]; }
   int64_t end_row() const { return end_[experts_ - 1]; }

@@ -33,6 +33,13 @@ struct Simd {
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
 
+  // x, but 0 where a > b, or where a <= b. A NaN is neither.
+  static Vector zero_where_greater(Vector a, Vector b, Vector x) {
+    return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NGT_UQ), x);
+  }
+  static Vector zero_where_at_most(Vector a, Vector b, Vector x) {
+    return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ), x);
+  }
   static float sum_of(Vector x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

@@ -37,6 +37,13 @@ struct Simd {
   // The second where one is a NaN.
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+  // x, but 0 where a > b, or where a <= b. A NaN is neither.
+  static Vector zero_where_greater(Vector a, Vector b, Vector x) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NGT_UQ), x);
+  }
+  static Vector zero_where_at_most(Vector a, Vector b, Vector x) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ), x);
+  }
   static float sum_of(Vector x) { return _mm512_reduce_add_ps(x); }
   static float max_of(Vector x) { return _mm512_reduce_max_ps(x); }
 

@@ -34,6 +34,13 @@ struct Simd {
   // The second where one is a NaN.
   static Vector max(Vector a, Vector b) { return select(a > b, a, b); }
   static Vector min(Vector a, Vector b) { return select(a < b, a, b); }
+  // x, but 0 where a > b, or where a <= b. A NaN is neither.
+  static Vector zero_where_greater(Vector a, Vector b, Vector x) {
+    return select(a > b, Vector{}, x);
+  }
+  static Vector zero_where_at_most(Vector a, Vector b, Vector x) {
+    return select(a <= b, Vector{}, x);
+  }
   static float sum_of(Vector x) { return (x[0] + x[2]) + (x[1] + x[3]); }
   static float max_of(Vector x) {
     const float a = x[0] > x[2] ? x[0] : x[2];

@@ -28,6 +28,12 @@ struct Divisor {
     const uint32_t n = static_cast<uint32_t>(number);
     return static_cast<int>(multiplier == 0 ? n : __umulhi(n, multiplier) >> shift);
   }
+#else  // for tests of what kernels do with it
+  int quotient(int number) const {
+    const uint32_t n = static_cast<uint32_t>(number);
+    if (multiplier == 0) return number;
+    return static_cast<int>(static_cast<uint32_t>(uint64_t{n} * multiplier >> 32) >> shift);
+  }
 #endif
 };
 

@@ -55,6 +55,20 @@ class Tensor(c.Structure):
     ]
 
 
+SEQUENCE_TENSORS = (
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin", "batch_index", "page_table"
+)  # fmt: skip
+
+
+class AttentionSequences(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        *((name, c.POINTER(Tensor)) for name in SEQUENCE_TENSORS),
+        ("max_seqlen_q", c.c_int64),
+        ("max_seqlen_k", c.c_int64),
+    ]
+
+
 class AttentionForwardParams(c.Structure):
     _fields_ = [
         ("struct_size", c.c_size_t),
@@ -75,7 +89,7 @@ class AttentionForwardParams(c.Structure):
         ("q_scale", c.POINTER(Tensor)),
         ("k_scale", c.POINTER(Tensor)),
         ("v_scale", c.POINTER(Tensor)),
-        ("sequences", c.c_void_p),
+        ("sequences", c.POINTER(AttentionSequences)),
         ("sinks", c.POINTER(Tensor)),
     ]
 
@@ -104,6 +118,7 @@ class AttentionBackwardParams(c.Structure):
         ("window_left", c.c_int64),
         ("window_right", c.c_int64),
         ("kernel", c.c_char_p),
+        ("sequences", c.POINTER(AttentionSequences)),
     ]
 
 
@@ -267,6 +282,7 @@ def load_fresh(**environment: str) -> c.CDLL:
 def tensor(array: np.ndarray) -> Tensor:
     """A view of `array`, strides and all."""
     code, bits = (4, 16) if array.dtype == BF16 else (2, 8 * array.dtype.itemsize)
+    code = 0 if array.dtype.kind == "i" else code
     made = Tensor()
     made.shape = (c.c_int64 * array.ndim)(*array.shape)
     made.strides = (c.c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
@@ -304,6 +320,15 @@ def set_window(
     params.window_right = right or 0
 
 
+def sequences(tables: Mapping[str, Any]) -> AttentionSequences:
+    """Tensors and bounds by their names in the C ABI."""
+    made = AttentionSequences(struct_size=c.sizeof(AttentionSequences))
+    made.keep = {name: tensor(x) for name, x in tables.items() if isinstance(x, np.ndarray)}
+    for name, given in tables.items():
+        setattr(made, name, c.pointer(made.keep[name]) if name in made.keep else given)
+    return made
+
+
 def attention_params(
     q: np.ndarray,
     k: np.ndarray,
@@ -317,6 +342,7 @@ def attention_params(
     scale: float = 0.0,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
+    tables: Mapping[str, Any] | None = None,
     kernel: bytes | None = None,
 ) -> AttentionForwardParams:
     views = {"q": tensor(q), "k": tensor(k), "v": tensor(v), "out": tensor(out)}
@@ -334,6 +360,9 @@ def attention_params(
     params.softcap = softcap or 0.0
     params.kernel = kernel
     params.keep = views
+    if tables is not None:
+        params.keep_sequences = sequences(tables)
+        params.sequences = c.pointer(params.keep_sequences)
     return params
 
 
@@ -430,6 +459,7 @@ def attention_backward_params(
     scale: float = 0.0,
     softcap: float | None = None,
     accumulate: bool = False,
+    tables: Mapping[str, Any] | None = None,
     kernel: bytes | None = None,
 ) -> AttentionBackwardParams:
     """`tensors` by their names in the C ABI; None are absent."""
@@ -448,6 +478,9 @@ def attention_backward_params(
     params.softcap = softcap or 0.0
     params.accumulate = accumulate
     params.kernel = kernel
+    if tables is not None:
+        params.keep_sequences = sequences(tables)
+        params.sequences = c.pointer(params.keep_sequences)
     return params
 
 

@@ -85,10 +85,81 @@ class ProductParams(c.Structure):
     ]
 
 
+GRADIENTS = (
+    "dx", "dw_gate_up", "dw_up", "dw_down", "db_gate_up", "db_up", "db_down", "dweights"
+)  # fmt: skip
+
+
+class BackwardParams(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("dout", TensorPointer),
+        ("x", TensorPointer),
+        ("w_gate_up", TensorPointer),
+        ("w_up", TensorPointer),
+        ("w_down", TensorPointer),
+        ("b_gate_up", TensorPointer),
+        ("b_up", TensorPointer),
+        ("b_down", TensorPointer),
+        ("weights", TensorPointer),
+        ("offsets", TensorPointer),
+        ("pairs", TensorPointer),
+        ("slots", TensorPointer),
+        ("pre_activation", TensorPointer),
+        *((name, TensorPointer) for name in GRADIENTS),
+        ("gate", c.c_int32),
+        ("activation", c.c_int32),
+        ("alpha", c.c_float),
+        ("limit", c.c_float),
+        ("up_offset", c.c_float),
+        ("weight_on_input", c.c_int32),
+        ("accumulate", c.c_int32),
+        ("reserved", c.c_uint32),
+        ("kernel", c.c_char_p),
+    ]
+
+
+class ProductBackwardParams(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("dout", TensorPointer),
+        ("x", TensorPointer),
+        ("w", TensorPointer),
+        ("offsets", TensorPointer),
+        ("counts", TensorPointer),
+        ("dx", TensorPointer),
+        ("dw", TensorPointer),
+        ("dbias", TensorPointer),
+        ("accumulate", c.c_int32),
+        ("reserved", c.c_uint32),
+        ("kernel", c.c_char_p),
+    ]
+
+
+class RouteBackwardParams(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("dweights", TensorPointer),
+        ("ids", TensorPointer),
+        ("logits", TensorPointer),
+        ("given_weights", TensorPointer),
+        ("dlse", TensorPointer),
+        ("dlogits", TensorPointer),
+        ("dgiven_weights", TensorPointer),
+        ("scoring", c.c_int32),
+        ("renormalize", c.c_int32),
+        ("scale", c.c_float),
+        ("accumulate", c.c_int32),
+    ]
+
+
 FUNCTIONS = {
     RouteParams: "flashmoe_moe_route",
     ForwardParams: "flashmoe_moe_forward",
     ProductParams: "flashmoe_grouped_product",
+    BackwardParams: "flashmoe_moe_backward",
+    ProductBackwardParams: "flashmoe_grouped_product_backward",
+    RouteBackwardParams: "flashmoe_moe_route_backward",
 }
 
 

@@ -38,11 +38,17 @@ class Kernel(NamedTuple):
         return self.tuning.startswith("Capped")
 
     @property
+    def ragged(self) -> bool:
+        """Whether it serves ragged, padded and paged batches and no others."""
+        return "Ragged" in self.tuning
+
+    @property
     def table_name(self) -> str:
         """The library's name for the kernel of these dimensions with the table's tuning."""
         name = f"attention_forward_{stem(self.family)}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
         if self.family == "sm89_few_rows":
             return f"{name}_r{self.tuning}"
+        name = f"{name}_ragged" if self.ragged else name
         return f"{name}_softcap" if self.capped else name
 
 

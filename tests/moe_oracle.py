@@ -177,7 +177,7 @@ class _Torch:
         return getattr(self.xp, dtype.name)
 
 
-_NUMPY = _Numpy()
+NUMPY = _Numpy()
 _torch_on = functools.cache(_Torch)
 
 
@@ -185,7 +185,7 @@ def _library_of(values: Any) -> Any:
     """Who computes what begins with these values."""
     if type(values).__module__.partition(".")[0] == "torch":
         return _torch_on(values.device)
-    return _NUMPY
+    return NUMPY
 
 
 # ---- routing -------------------------------------------------------------------------------------
@@ -307,13 +307,13 @@ def closest_choices(
     bias = None if selection_bias is None else to_numpy(selection_bias)
     if num_groups == 1 and (scoring != "sigmoid" or bias is None):
         return np.inf
-    choice = _sigmoid(_NUMPY, z) + (0 if bias is None else bias)
+    choice = _sigmoid(NUMPY, z) + (0 if bias is None else bias)
     rows = [choice]
     if num_groups > 1:
         # A sum of two depends on which two, so that equal sums of different ones are open.
         clean = np.where(np.isnan(choice), -np.inf, choice)
         rows.append(
-            _NUMPY.two_greatest(clean.reshape(len(z), num_groups, z.shape[1] // num_groups)).sum(2)
+            NUMPY.two_greatest(clean.reshape(len(z), num_groups, z.shape[1] // num_groups)).sum(2)
         )
     least = np.inf
     for row in (r for values in rows for r in values):

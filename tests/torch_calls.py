@@ -49,6 +49,18 @@ def _qkv_and_sinks(tokens: int, device: str, dtype: torch.dtype) -> Any:
     return *_qkv(tokens, device, dtype), normal((4,), device, torch.float32, 3)
 
 
+def _partials(tokens: int, device: str, dtype: torch.dtype) -> Any:
+    outs = normal((3, 2, tokens, 4, 16), device, dtype)
+    return outs, normal((3, 2, 4, tokens), device, torch.float32, 1)
+
+
+def _two_partials(tokens: int, device: str, dtype: torch.dtype) -> Any:
+    """In the other layout, the first of fp32 as what was merged before."""
+    outs, lses = _partials(tokens, device, dtype)
+    first, second = (x.transpose(1, 2) for x in outs[:2])
+    return first.float(), lses[0], second, lses[1]
+
+
 def _logits(tokens: int, device: str, dtype: torch.dtype) -> Any:
     return (normal((tokens, EXPERTS), device, torch.float32),)
 
@@ -114,6 +126,7 @@ def _routing(*parts: Any) -> fm.MoeRouting:
 def calls(module: Any) -> tuple[Call, ...]:
     """Of the functions of flashmoe_science, or of flashmoe_science.torch."""
     attend, route, given = module.flash_attention, module.moe_route, module.moe_route_given
+    merge = module.merge_states
     forward, product, fused = module.moe_forward, module.grouped_product, module.fused_moe
     oss = {"gate": "interleaved", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
     return (
@@ -130,6 +143,14 @@ def calls(module: Any) -> tuple[Call, ...]:
                 return_lse=True,
             ),
             "attention_with_lse", lambda *a: _qkv(*a, heads_first=True),
+        ),
+        Call("merge", lambda outs, lses: merge(outs, lses), "merge_states", _partials),
+        Call(
+            "merge-of-two-with-lse",
+            lambda a, lse_a, b, lse_b: merge(
+                (a, b), [lse_a, lse_b], layout="bhsd", dtype=torch.float16, return_lse=True
+            ),
+            "merge_states_with_lse", _two_partials,
         ),
         Call("route", lambda z: tuple(route(z, TOP_K, renormalize=True))[:5], "moe_route", _logits),
         Call(

@@ -11,9 +11,30 @@ int64_t visible_keys(const AttentionProblem& p, int64_t query) {
   return std::max<int64_t>(0, end - first);
 }
 
+// A dense problem of as many sequences, of queries and keys that the rows of the tensors suffice
+// for.
+AttentionProblem alike(const AttentionProblem& p) {
+  const SequenceTables& tables = p.sequences;
+  const int64_t batch = std::max<int64_t>(p.batch, 1);
+  const auto share = [batch](int64_t rows) { return (rows + batch - 1) / batch; };
+  AttentionProblem dense = p;
+  dense.sequences = {};
+  if (tables.cu_seqlens_q.data != nullptr) {
+    dense.seq_q = std::min(p.seq_q, share(tables.rows_q));
+  }
+  if (tables.cu_seqlens_k.data != nullptr) {
+    dense.seq_k = std::min(p.seq_k, share(tables.rows_k));
+  } else if (tables.paged) {
+    dense.seq_k = std::min(p.seq_k, share(tables.batch_k) * tables.rows_k);
+  }
+  set_bounds(tables.mask, &dense);
+  return dense;
+}
+
 }  // namespace
 
 Work work_of(const AttentionProblem& p) {
+  if (p.sequences.given) return work_of(alike(p));
   Work work;
   work.heads_kv = static_cast<double>(p.batch * p.heads_kv);
   work.heads_q = static_cast<double>(p.batch * p.heads_q);

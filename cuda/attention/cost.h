@@ -28,7 +28,18 @@ inline int64_t key_bytes(const AttentionProblem& p) {
   return p.dim * dtype_bytes(p.k.dtype) + p.dim_v * dtype_bytes(p.v.dtype);
 }
 
+// Of ragged, padded and paged batches: as if all sequences were alike, and shared what rows there
+// are (their lengths are not known).
 Work work_of(const AttentionProblem& problem);
+
+// The same where the queries of so many heads, one each, are the rows of a tile.
+inline Work with_packed_heads(Work work, int64_t heads) {
+  if (heads > 1) {
+    work.heads_q /= static_cast<double>(heads);
+    work.seq_q = static_cast<double>(heads);
+  }
+  return work;
+}
 
 // Times in microseconds, rates per microsecond, of one multiprocessor where not said otherwise. On
 // compute capability 9.0 they are fitted to measurements on an H200

@@ -7,18 +7,42 @@
 #include <cstring>
 
 #include "core/ops/attention/problem.h"
+#include "core/status.h"
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/launch.h"
 #include "cuda/tile/score_options.h"
+#include "cuda/tile/sequence_tables.h"
 
 namespace flashmoe {
 
 inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
 
+// Of a family whose kernels do not read tables: what it says of ragged, padded and paged batches.
+inline flashmoe_status refuse_sequences(const AttentionProblem& problem, const Reason& reason) {
+  if (!problem.sequences.given) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                       "ragged, padded and paged batches, whose tables its kernels do not read");
+}
+
+// Of a family whose kernels do: extents that these do not count.
+inline flashmoe_status check_sequences_fit(const AttentionProblem& problem, const Reason& reason) {
+  const SequenceTables& tables = problem.sequences;
+  if (!tables.given) return FLASHMOE_OK;
+  const int64_t pages = tables.paged ? tables.page_count : 1;
+  if (problem.batch <= kMostTableRows && tables.rows_q <= kMostTableRows &&
+      tables.rows_k <= kMostTableRows &&
+      (tables.rows_k == 0 || pages <= kMostTableRows / tables.rows_k)) {
+    return FLASHMOE_OK;
+  }
+  return reason.refuse(
+      FLASHMOE_ERROR_UNSUPPORTED, "%s",
+      "more than 2^29 rows of q or k, or of the pages of a sequence, or sequences");
+}
+
 // What the parameters of every family have in common.
 template <class Params>
-void fill_common(const AttentionProblem& p, Params* params) {
+void fill_tensors_and_score(const AttentionProblem& p, Params* params) {
   AttentionTensors& tensors = params->tensors;
   tensors.lse = static_cast<float*>(p.lse);
   tensors.lse_strides = p.lse_strides;
@@ -32,8 +56,14 @@ void fill_common(const AttentionProblem& p, Params* params) {
   tensors.out_strides = p.out.strides;
   tensors.dim = static_cast<int32_t>(p.dim);
   tensors.dim_v = static_cast<int32_t>(p.dim_v);
-  params->seq_k = static_cast<int32_t>(p.seq_k);
   params->score = score_options(p);
+}
+
+// The same of a dense batch.
+template <class Params>
+void fill_common(const AttentionProblem& p, Params* params) {
+  fill_tensors_and_score(p, params);
+  params->seq_k = static_cast<int32_t>(p.seq_k);
 }
 
 // The parameters of kernels whose tiles are of one query head, in the order of an L2 swizzle

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include "cuda/attention/tensors.h"
 #include "cuda/numeric/dtype.cuh"
@@ -29,12 +30,18 @@ __device__ __forceinline__ int64_t row_offset(const RowStrides& strides, const M
   return row.batch * strides.batch + row.head * strides.head + row.query * strides.seq;
 }
 
+// Keys whose rows are evenly apart in the row's batch. Others say where a key's rows are, by k(key)
+// and v(key): nullptr for a key that is hidden.
+struct EvenKeys {};
+
 // Computes a row and writes its output and log-sum-exp; a whole warp. `writes(column)` says which
 // columns are to be written; the log-sum-exp goes with column 0.
-template <class Element, int kDimV, class Writes>
+template <class Element, int kDimV, class Writes, class Keys = EvenKeys>
 __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tensors,
                                                     const ScoreOptions& options,
-                                                    const MaskedRow& row, const Writes& writes) {
+                                                    const MaskedRow& row, const Writes& writes,
+                                                    const Keys& keys = {}) {
+  constexpr bool kEven = std::is_same_v<Keys, EvenKeys>;
   using Numeric = numeric::ElementTraits<Element>;
   constexpr int kLanes = kThreadsPerWarp;
   constexpr int kColumnsPerLane = ceil_div(kDimV, kLanes);
@@ -54,6 +61,7 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
   float acc[kColumnsPerLane] = {};
   float sum = 0.0f;
   float top = -FLT_MAX;
+  bool any_seen = false;  // of keys of which some may be hidden
   // 2^((score - other) * scale_log2). Halves, since the difference of two finite scores may
   // overflow.
   const auto power = [&](float score, float other) {
@@ -63,12 +71,24 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
   for (int first = row.keys.first; first < end_key; first += kLanes) {
     const int key = first + lane;
     float score = -INFINITY;
-    if (key < end_key) {
-      score = 0.0f;
-      for (int d = 0; d < dim; ++d) {
-        score += Numeric::to_float(q[d]) * Numeric::to_float(k[key * k_stride + d]);
+    if constexpr (kEven) {
+      if (key < end_key) {
+        score = 0.0f;
+        for (int d = 0; d < dim; ++d) {
+          score += Numeric::to_float(q[d]) * Numeric::to_float(k[key * k_stride + d]);
+        }
+        if (options.capped()) options.cap(score);
       }
-      if (options.capped()) options.cap(score);
+    } else {
+      const uint16_t* const k_row = key < end_key ? keys.k(key) : nullptr;
+      if (k_row != nullptr) {
+        score = 0.0f;
+        for (int d = 0; d < dim; ++d) {
+          score += Numeric::to_float(q[d]) * Numeric::to_float(k_row[d]);
+        }
+        if (options.capped()) options.cap(score);
+      }
+      any_seen = __any_sync(kFullWarp, k_row != nullptr) || any_seen;
     }
     float highest = fmaxf(score, top);
 #pragma unroll
@@ -83,18 +103,27 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
     for (int c = 0; c < kColumnsPerLane; ++c) acc[c] *= factor;
     for (int i = 0; i < kLanes && first + i < end_key; ++i) {
       const float p_i = __shfl_sync(kFullWarp, p, i);
+      const uint16_t* v_row = nullptr;
+      if constexpr (!kEven) {
+        v_row = keys.v(first + i);
+        if (v_row == nullptr) continue;
+      }
 #pragma unroll
       for (int c = 0; c < kColumnsPerLane; ++c) {
         const int column = c * kLanes + lane;
         if (column < dim_v) {
-          acc[c] += p_i * Numeric::to_float(v[(first + i) * v_stride + column]);
+          if constexpr (kEven) {
+            acc[c] += p_i * Numeric::to_float(v[(first + i) * v_stride + column]);
+          } else {
+            acc[c] += p_i * Numeric::to_float(v_row[column]);
+          }
         }
       }
     }
   }
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
-  const bool sees_keys = row.keys.first < end_key;
+  const bool sees_keys = kEven ? row.keys.first < end_key : any_seen;
   const RowEnd end = end_row_of_scores<Element>(options, row.head, sees_keys, top, sum);
 #pragma unroll
   for (int c = 0; c < kColumnsPerLane; ++c) {

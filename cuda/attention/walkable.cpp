@@ -30,11 +30,12 @@ flashmoe_status check_walkable(bool walkable, flashmoe_device device, const Reas
 }  // namespace
 
 flashmoe_status check_walkable(const AttentionProblem& p, const Reason& reason) {
+  const TensorRows rows = tensor_rows(p);
   const bool empty = p.batch == 0 || p.seq_q == 0;  // and strides are 0 then
-  const bool walkable =
-      empty ||
-      (can_walk(p.q, p.batch, p.seq_q, p.heads_q) && can_walk(p.k, p.batch, p.seq_k, p.heads_kv) &&
-       can_walk(p.v, p.batch, p.seq_k, p.heads_kv) && can_walk(p.out, p.batch, p.seq_q, p.heads_q));
+  const bool walkable = empty || (can_walk(p.q, rows.batch_q, rows.rows_q, p.heads_q) &&
+                                  can_walk(p.k, rows.batch_k, rows.rows_k, p.heads_kv) &&
+                                  can_walk(p.v, rows.batch_k, rows.rows_k, p.heads_kv) &&
+                                  can_walk(p.out, rows.batch_q, rows.rows_q, p.heads_q));
   return check_walkable(walkable, p.device, reason);
 }
 
@@ -53,6 +54,13 @@ flashmoe_status check_walkable(const AttentionBackwardProblem& p, const Reason& 
        can_walk_if_there(p.k, p.seq_k, p.heads_kv) && can_walk_if_there(p.v, p.seq_k, p.heads_kv) &&
        can_store(p.dk, p.seq_k, p.heads_kv) && can_store(p.dv, p.seq_k, p.heads_kv));
   return check_walkable(walkable, p.device, reason);
+}
+
+TensorRows tensor_rows(const AttentionProblem& p) {
+  const SequenceTables& tables = p.sequences;
+  if (!tables.given) return {p.batch, p.seq_q, p.batch, p.seq_k};
+  const bool packed = tables.cu_seqlens_q.data != nullptr;
+  return {packed ? 1 : p.batch, tables.rows_q, tables.batch_k, tables.rows_k};
 }
 
 MapShape rows_map(const RowStrides& strides, int64_t dim, int64_t seq, int64_t heads, int64_t batch,

@@ -10,6 +10,15 @@
 
 namespace flashmoe {
 
+// First and second extents of the tensors of a problem, those of q and out and those of k and v.
+struct TensorRows {
+  int64_t batch_q;
+  int64_t rows_q;
+  int64_t batch_k;
+  int64_t rows_k;
+};
+TensorRows tensor_rows(const AttentionProblem& problem);
+
 // Whether the copy engine can walk the views of a problem, and the driver can tell it of them.
 flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& reason);
 // The same of the views of a backward problem that are there. Not of out, nor of gradients that are

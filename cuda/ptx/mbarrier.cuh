@@ -28,6 +28,12 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
                : "memory");
 }
 
+// The second half of that alone, for who arrives later.
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // True in one lane of the warp, all of which call it.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

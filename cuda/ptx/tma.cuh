@@ -1,7 +1,9 @@
 // The copy engine (TMA): boxes of a tensor of rank 4 or 5 between global and shared memory, one
 // thread issuing. Coordinates are in elements, innermost dimension first. Elements outside the
 // tensor are zero when read and left alone when written. The tensor map lies in kernel parameters,
-// 64-byte aligned; boxes with 128-byte rows and swizzle begin on multiples of 1024 bytes. sm_90.
+// 64-byte aligned; boxes with 128-byte rows and swizzle begin on multiples of 128 bytes, and where
+// a chunk of 16 bytes goes in its row follows from the address alone, as if boxes were parts of one
+// that begins on a multiple of 1024. sm_90.
 #pragma once
 
 #include <cstdint>
@@ -94,6 +96,15 @@ __device__ __forceinline__ void tma_store(const void* map, uint32_t source, int 
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
           map),
       "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(source)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const void* map, uint32_t source, int c0, int c1, int c2,
+                                          int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::
+          "l"(map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(source)
       : "memory");
 }
 

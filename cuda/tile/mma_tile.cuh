@@ -85,6 +85,26 @@ class TileLoader {
     }
   }
 
+  // The same of rows anywhere: row_of(row) is where a row of the tile is, or nullptr for one that
+  // is to become zero. All are asked for before the first is copied, since they may be looked up.
+  // The loader's own matrix plays no part.
+  template <class RowOf>
+  __device__ __forceinline__ void load_rows(uint32_t offset, int dim, const RowOf& row_of) const {
+    const uint32_t tile = address_ + offset;
+    const bool in_row = chunk() * kElementsPerChunk < dim;
+    const uint16_t* sources[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      sources[i] = copies(i) && in_row ? row_of(row() + i * kRowsPerPass) : nullptr;
+    }
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const bool valid = sources[i] != nullptr;
+      const uint16_t* const source = valid ? sources[i] + chunk() * kElementsPerChunk : sources[i];
+      if (copies(i)) ptx::cp_async_16_or_zero(pass_address(tile, i), source, valid);
+    }
+  }
+
  private:
   static constexpr int next_power_of_two(int n) {
     int power = 1;

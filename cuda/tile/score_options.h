@@ -29,7 +29,9 @@ enum class Softcap { kExact, kBrief };
 
 struct ScoreOptions {
   // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys.
-  // An absent bound lies beyond all of them; row + offset + 1 fits.
+  // An absent bound lies beyond all of them; row + offset + 1 fits. Of ragged, padded and paged
+  // batches each sequence's diagonal is still to be added to i (cuda/tile/sequence_tables.h), and
+  // the three numbers behind the offsets say what may be.
   int32_t left_offset;
   int32_t right_offset;
   int32_t masked;         // some row does not see every key
@@ -81,6 +83,21 @@ struct ScoreOptions {
 inline constexpr int32_t kNoLeftOffset = -(1 << 30);
 inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
 
+// Offsets from the diagonal of a sequence, which no length of the call tells.
+inline void set_offsets_of_sequences(const AttentionMask& mask, ScoreOptions* score) {
+  const bool left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0;
+  const bool right =
+      mask.causal != FLASHMOE_CAUSAL_NONE || (mask.window & FLASHMOE_WINDOW_RIGHT) != 0;
+  // Windows beyond all keys hide none.
+  const int64_t window_left = std::min<int64_t>(mask.window_left, -int64_t{kNoLeftOffset});
+  const int64_t window_right = std::min<int64_t>(mask.window_right, kNoRightOffset);
+  score->left_offset = left ? static_cast<int32_t>(-window_left) : kNoLeftOffset;
+  score->right_offset = right ? static_cast<int32_t>(window_right) : kNoRightOffset;
+  score->masked = left || right ? 1 : 0;
+  score->bounded_right = right ? 1 : 0;
+  score->blind_rows = 1;
+}
+
 // The scale is finite: it may be as large as fp32 holds.
 inline ScoreOptions score_options(const AttentionProblem& p) {
   constexpr double kLog2E = 1.4426950408889634;
@@ -96,6 +113,7 @@ inline ScoreOptions score_options(const AttentionProblem& p) {
                          : 0;
   score.scale_log2 =
       static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
+  if (p.sequences.given) set_offsets_of_sequences(p.sequences.mask, &score);
   score.cap_ratio = p.cap_ratio;
   score.sinks = p.sinks.data;
   score.sink_stride = p.sinks.stride;

@@ -200,7 +200,9 @@ typedef struct flashmoe_tensor {
 #define FLASHMOE_MAX_LAUNCHES 16
 
 /* One launch. On the CPU, grid[0] counts independent tiles and block[0] the threads that share
- * them. */
+ * them; of attention whose lengths are in tensors, grid[0] counts pairs of a sequence and a KV
+ * head, which are cut into tiles of at most tile_m rows when the lengths are read, and block[0] the
+ * most threads. */
 typedef struct flashmoe_launch {
   char kernel[64]; /* "attention_forward_sm89_bf16_d128_dv128" */
   flashmoe_device device;
@@ -233,7 +235,7 @@ typedef struct flashmoe_plan {
   double microseconds; /* the family's estimate, by which it is chosen; 0: it has none */
   double flops;        /* of the products, a multiply-add counting as two: of attention, pairs that
                              causal or the window hides do not count; of experts, as if every pair had
-                             one here */
+                             one here; 0 where lengths are in tensors, which plans do not read */
   double bytes;        /* of the tensors that the call reads and writes, each counted once */
   uint64_t workspace_bytes;
   int32_t launch_count;
@@ -303,21 +305,84 @@ typedef enum flashmoe_window {
   FLASHMOE_WINDOW_RIGHT = 2 /* j <= i + A + window_right */
 } flashmoe_window;
 
-/* Lengths, offsets and page tables of ragged, padded and paged batches: device tensors that every
- * attention operation shares. No operation of this version takes them: they are refused. */
+/* ------------------------------------------------------------------------------------------------
+ * Attention, ragged, padded and paged batches
+ *
+ * Where the queries and the keys of each sequence are.
+ *
+ * Every tensor is int32, of any stride, and on the device of q; NULL is absent, and zeros all over
+ * are a dense batch. Lengths, offsets and page numbers are read when the call computes, never by a
+ * plan. Whatever they say, no byte outside of the tensors is read or written: what is out of range
+ * counts as no query and no key.
+ *
+ * Sequence b of `batch` has these queries:
+ *
+ *   without cu_seqlens_q  rows of q[b]; batch is q's
+ *   cu_seqlens_q          rows cu_seqlens_q[b] to before cu_seqlens_q[b + 1] of q[0]. q and out are
+ *                         then [1, total_q, heads_q, ...], lse is [1, heads_q, total_q], and batch
+ *                         is one less than the numbers of cu_seqlens_q. Offsets count as 0 to
+ *                         total_q where they are beyond, and a sequence that ends before it begins
+ *                         as empty. Of rows that two sequences have either's result is written.
+ *   seqused_q             the first seqused_q[b] of those, as far as they are there
+ *
+ * The rows of q, out and lse that no sequence has are neither read nor written.
+ *
+ * And these keys, which with their values are one behind the other:
+ *
+ *   without the others    rows of k[b] and v[b]
+ *   batch_index           rows of k[batch_index[b]]; k and v have any batch
+ *   cu_seqlens_k          rows cu_seqlens_k[b] to before cu_seqlens_k[b + 1] of k[0], as above; k
+ *                         and v are [1, total_k, heads_kv, ...]
+ *   page_table            k and v are [pages of all, page_size, heads_kv, ...] of any page size (in
+ *                         layout BHSD [pages of all, heads_kv, page_size, ...]; either order in
+ *                         memory is one of strides): row j is j % page_size of the page
+ *                         page_table[b][j / page_size]. Sequences may share pages. Rows of pages
+ *                         that there are not (a page number below 0 or beyond the last) are hidden
+ *                         from every query, and keep their place among the keys.
+ *   seqused_k             the first seqused_k[b] of those rows, as far as they are there
+ *   k_begin               without the first k_begin[b] of what is left: padding on the left, or a
+ *                         prefix to be skipped
+ *
+ * Of batch_index, cu_seqlens_k and page_table at most one is given.
+ *
+ * With n queries and m keys, counted from 0, query i of a sequence stands at its key i + A, where A
+ * is 0 for FLASHMOE_CAUSAL_TOP_LEFT and m - n otherwise. Each sequence has the bits of a dense call
+ * of its queries and keys alone; on a GPU, of one by the same schedule.
+ *
+ * max_seqlen_q and max_seqlen_k bound n and m; more are cut off at the end. 0 stands for what the
+ * tensors have room for. Loose bounds cost little, and the bits do not depend on them.
+ *
+ * Tables are read on the tensors' device, when the call computes: a GPU's plans and captured graphs
+ * serve any lengths.
+ *
+ * Backward takes the tables of the forward call, but for batch_index and page_table: keys that
+ * sequences may share have no gradients. Each sequence has the bits of a dense call, and dsinks are
+ * summed in the order of the sequences. In dq, dk and dv all rows are written: where no sequence
+ * has them they are 0, or with accumulate as they were. Of rows that two sequences have, as of
+ * offsets that decrease, the gradients are of either or of both. In this version the CPU computes
+ * the backward of such calls, and no GPU.
+ * ---------------------------------------------------------------------------------------------- */
+
+/* Lengths, offsets and page tables of ragged, padded and paged batches. */
 typedef struct flashmoe_attention_sequences {
   size_t struct_size;
-  const flashmoe_tensor*
-      cu_seqlens_q; /* [batch + 1] int32: row b has q's rows [b] to [b + 1] - 1 */
-  const flashmoe_tensor* cu_seqlens_k; /* [batch + 1] int32: the same of k and v */
-  const flashmoe_tensor* seqused_q;    /* [batch] int32: queries of a row of the batch */
-  const flashmoe_tensor* seqused_k;    /* [batch] int32: keys of a row of the batch */
-  const flashmoe_tensor* k_begin;      /* [batch] int32: its first key */
-  const flashmoe_tensor* batch_index;  /* [batch] int32: the row of k and v that it reads */
-  const flashmoe_tensor* page_table;   /* [batch, pages] int32: pages of k and v */
-  int64_t max_seqlen_q;                /* bounds, which may be loose; 0: those of the tensors */
-  int64_t max_seqlen_k;
+  const flashmoe_tensor* cu_seqlens_q; /* [batch + 1] */
+  const flashmoe_tensor* cu_seqlens_k; /* [batch + 1] */
+  const flashmoe_tensor* seqused_q;    /* [batch] */
+  const flashmoe_tensor* seqused_k;    /* [batch] */
+  const flashmoe_tensor* k_begin;      /* [batch] */
+  const flashmoe_tensor* batch_index;  /* [batch] */
+  const flashmoe_tensor* page_table;   /* [batch, pages of a sequence] */
+  int64_t max_seqlen_q;                /* 0 or more */
+  int64_t max_seqlen_k;                /* 0 or more */
 } flashmoe_attention_sequences;
+
+static inline flashmoe_attention_sequences flashmoe_attention_sequences_init(void) {
+  flashmoe_attention_sequences sequences;
+  memset(&sequences, 0, sizeof sequences);
+  sequences.struct_size = sizeof sequences;
+  return sequences;
+}
 
 typedef struct flashmoe_attention_forward_params {
   size_t struct_size;
@@ -443,6 +508,7 @@ typedef struct flashmoe_attention_backward_params {
   int64_t window_right;
   const char*
       kernel; /* as of the forward call: a family, or a kernel's full name; NULL: the best */
+  const flashmoe_attention_sequences* sequences; /* as of the forward call; NULL: a dense batch */
 } flashmoe_attention_backward_params;
 
 static inline flashmoe_attention_backward_params flashmoe_attention_backward_params_init(void) {
@@ -473,6 +539,201 @@ FLASHMOE_API flashmoe_status flashmoe_attention_backward_workspace_size(
 FLASHMOE_API flashmoe_status
 flashmoe_attention_backward(const flashmoe_attention_backward_params* params, void* workspace,
                             size_t workspace_size, void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Merging partial results of attention
+ *
+ * Attention over keys that lie apart, from what attention over each part of them gave: prefixes
+ * that requests share, pages of another level, the shards of a ring, the splits of a long sequence.
+ * With partials out_i and lse_i, for each row and head
+ *
+ *   lse = log sum_i exp(lse_i)                                              (natural logarithm)
+ *   out = sum_i exp(lse_i - lse) out_i
+ *
+ * in the order of the partials, first of all prior_out: the same inputs give the same bits on every
+ * run and with any number of threads. Sums are accumulated in fp32, of fp64 in fp64, and every
+ * partial is read once.
+ *
+ *   outs       [partials, batch, seq, heads, dim_v]  fp16, bf16, fp32, fp64; or of rank 4, without
+ *                                                    the first axis: one partial
+ *   lses       [partials, batch, heads, seq]         fp32, with outs of fp64 fp64; any strides; of
+ *                                                    rank 3 with outs of rank 4
+ *   prior_out  [batch, seq, heads, dim_v]            one more partial, before the others: fp16,
+ * bf16 or fp32; with outs of fp64 fp64. NULL: none prior_lse  [batch, heads, seq] as lses; NULL
+ * without prior_out out        [batch, seq, heads, dim_v]            fp16, bf16 or fp32, whichever
+ * the partials are; with outs of fp64 fp64 lse        [batch, heads, seq]                   as
+ * lses; NULL if not wanted
+ *
+ * in layout BSHD; in layout BHSD seq and heads of outs, prior_out and out are exchanged. dim_v is a
+ * multiple of 8, and every other extent may be 0: of no partial, out is 0 and lse -inf. In outs,
+ * prior_out and out the last stride is 1 and every row begins on a 16-byte boundary. Partials that
+ * are slices of one array, to which calls of attention write, are outs without a copy; of two in
+ * memory apart one is prior_out and the other outs of rank 4.
+ *
+ * In place: out may be prior_out, of the same memory, shape, strides and dtype, and lse prior_lse;
+ * so a ring adds to what it has. No other output may overlap an input.
+ *
+ * A partial whose lse is -inf, of a row that saw no key there, has weight 0, and its out is not
+ * read: a NaN in it does not reach the result. Where all are so, out is 0 and lse -inf. Partials
+ * whose lse is +inf share the row equally and leave weight 0 to the others, as attention's sink of
+ * +inf does; lse is then +inf. An lse of NaN makes the row's out and lse NaN. Otherwise IEEE
+ * arithmetic goes its way: a NaN in a partial's out reaches that row however small its weight.
+ *
+ * A sink is to be counted once: give sinks to the call of one partial alone, whose lse counts it;
+ * or merge a partial of its own, with out 0 and the sink as its lse.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_merge_states_params {
+  size_t struct_size;
+  const flashmoe_tensor* outs;
+  const flashmoe_tensor* lses;
+  const flashmoe_tensor* prior_out; /* NULL: none */
+  const flashmoe_tensor* prior_lse;
+  const flashmoe_tensor* out;
+  const flashmoe_tensor* lse; /* NULL: not wanted */
+  const char* kernel;         /* as of flashmoe_attention_forward */
+  int32_t layout;             /* flashmoe_layout */
+  uint32_t reserved;          /* 0 */
+} flashmoe_merge_states_params;
+
+static inline flashmoe_merge_states_params flashmoe_merge_states_params_init(void) {
+  flashmoe_merge_states_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_merge_states would do with these arguments; launches nothing,
+ * reads no tensor data. Errors: those of flashmoe_merge_states, but for its memory. */
+FLASHMOE_API flashmoe_status flashmoe_merge_states_plan(const flashmoe_merge_states_params* params,
+                                                        flashmoe_plan* plan);
+
+/* Bytes of workspace the call needs: none in this version. */
+FLASHMOE_API flashmoe_status
+flashmoe_merge_states_workspace_size(const flashmoe_merge_states_params* params, size_t* bytes);
+
+/* Computes out and, if given, lse. workspace and stream: as of flashmoe_attention_forward. This
+ * version computes it on the CPU: tensors on a GPU are refused with UNSUPPORTED.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
+ * OUT_OF_MEMORY. */
+FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_params* params,
+                                                   void* workspace, size_t workspace_size,
+                                                   void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Appending to a cache of keys and values
+ *
+ * Writes new keys and values to rows of a cache, which attention reads by its sequences, and
+ * rotates keys and queries on the way (rotary position embeddings): each row is read once and
+ * written once.
+ *
+ *   k        [batch, seq, heads_kv, dim]      new keys: fp16, bf16, fp32, fp64
+ *   v        [batch, seq, heads_kv, dim_v]    new values, of k's dtype
+ *   k_cache  [rows of a batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
+ *                                             heads_kv, dim]; of k's dtype. Rows that no new key
+ *                                             goes to stay as they are.
+ *   v_cache  as k_cache                       with dim_v
+ *
+ * in layout BSHD; in layout BHSD the second and third extents are exchanged, in pages too. dim and
+ * dim_v are multiples of 8 up to 1024, and every other extent may be 0. The last stride is 1 and
+ * every row begins on a 16-byte boundary. Sequence b has the new rows of k[b], or with
+ *
+ *   cu_seqlens     [batch + 1]     those from cu_seqlens[b] to before cu_seqlens[b + 1] of k[0]; k
+ *                                  is then [1, total, heads_kv, dim]
+ *   seqused        [batch]         of these the first seqused[b]
+ *
+ * The i-th of them becomes row cache_seqlens[b] + i of its keys, which are
+ *
+ *   without the others    the rows of k_cache[b]
+ *   batch_index [batch]   the rows of k_cache[batch_index[b]]
+ *   page_table [batch, pages of a sequence]
+ *                         those of the pages that page_table[b] names, one behind the other
+ *
+ *   cache_seqlens  [batch]         how many keys of each sequence the cache has already; NULL: none
+ *
+ * Or, without any of these,
+ *
+ *   slots [batch, seq]    row i of k[b] becomes row slots[b][i] % page_size of the page
+ *                         slots[b][i] / page_size, and with a number below 0 none
+ *
+ * Rotation: with rotary_cos and rotary_sin the first rotary_dim numbers of each head of a key at
+ * position p are turned, pairs (x, y) of them to
+ *
+ *   (x cos[p][i] - y sin[p][i], y cos[p][i] + x sin[p][i])
+ *
+ * in fp32, of fp64 in fp64. Pair i is numbers i and i + rotary_dim / 2 (FLASHMOE_ROTARY_NEOX), or
+ * 2 i and 2 i + 1 (FLASHMOE_ROTARY_INTERLEAVED). The other numbers stay.
+ *
+ *   rotary_cos [positions, rotary_dim / 2]   of k's dtype or fp32, of fp64 fp64; the last stride 1
+ *   rotary_sin as rotary_cos
+ *   positions [batch, seq]                   where each row of k, and of q, stands; NULL: the i-th
+ *                                            at cache_seqlens[b] + i. Needed with slots.
+ *   q         [batch, seq_q, heads_q, dim]   is rotated in the same call, of any heads_q; with
+ *                                            cu_seqlens or positions seq_q is seq. NULL: none
+ *   q_out     as q                           which it may be: of the same memory, shape and strides
+ *   q_stays   1: all of a sequence's queries stand where its first does
+ *
+ * Tables are int32, slots and positions int32 or int64, of any stride. They are read when the call
+ * computes, and no number leads outside of a tensor: a row is not written whose place the cache
+ * does not have, or whose position rotary_cos does not have, and of a sequence of negative
+ * cache_seqlens none. What a row holds that two new ones go to is undefined.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef enum flashmoe_rotary {
+  FLASHMOE_ROTARY_NEOX = 0,
+  FLASHMOE_ROTARY_INTERLEAVED = 1
+} flashmoe_rotary;
+
+typedef struct flashmoe_kv_append_params {
+  size_t struct_size;
+  const flashmoe_tensor* k;
+  const flashmoe_tensor* v;
+  const flashmoe_tensor* k_cache;
+  const flashmoe_tensor* v_cache;
+  const flashmoe_tensor* slots; /* NULL, as all below: without */
+  const flashmoe_tensor* cache_seqlens;
+  const flashmoe_tensor* cu_seqlens;
+  const flashmoe_tensor* seqused;
+  const flashmoe_tensor* batch_index;
+  const flashmoe_tensor* page_table;
+  const flashmoe_tensor* positions;
+  const flashmoe_tensor* rotary_cos;
+  const flashmoe_tensor* rotary_sin;
+  const flashmoe_tensor* q;
+  const flashmoe_tensor* q_out;
+  const char* kernel; /* as of flashmoe_attention_forward */
+  int32_t layout;     /* flashmoe_layout */
+  int32_t rotary;     /* flashmoe_rotary; read with rotary_cos */
+  int32_t q_stays;    /* 0 or 1 */
+  uint32_t reserved;  /* 0 */
+} flashmoe_kv_append_params;
+
+static inline flashmoe_kv_append_params flashmoe_kv_append_params_init(void) {
+  flashmoe_kv_append_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_kv_append would do with these arguments; launches nothing, reads
+ * no tensor data. Errors: those of flashmoe_kv_append, but for its memory. */
+FLASHMOE_API flashmoe_status flashmoe_kv_append_plan(const flashmoe_kv_append_params* params,
+                                                     flashmoe_plan* plan);
+
+/* Bytes of workspace the call needs: none in this version. */
+FLASHMOE_API flashmoe_status
+flashmoe_kv_append_workspace_size(const flashmoe_kv_append_params* params, size_t* bytes);
+
+/* Writes to k_cache, v_cache and, if given, q_out. workspace and stream: as of
+ * flashmoe_attention_forward. This version computes it on the CPU: tensors on a GPU are refused
+ * with UNSUPPORTED.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
+ * OUT_OF_MEMORY. */
+FLASHMOE_API flashmoe_status flashmoe_kv_append(const flashmoe_kv_append_params* params,
+                                                void* workspace, size_t workspace_size,
+                                                void* stream);
 
 /* Initialisers of the structs that calls fill. */
 static inline flashmoe_build_info flashmoe_build_info_init(void) {

@@ -10,11 +10,11 @@
 //   flashmoe::Workspace workspace;         // keep it for the next call
 //   flashmoe::run(call, workspace);
 //
-// A call is a plain struct of views and options: AttentionForward, AttentionBackward, MoeRoute,
-// MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI says it, in
-// flashmoe.h and moe.h; a field that is left alone is "none" or the default. Every call has the
-// same four functions: plan, workspace_size, run with memory of the caller's, run with a workspace
-// that grows by itself.
+// A call is a plain struct of views and options: AttentionForward, AttentionBackward, MergeStates,
+// MoeRoute, MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI
+// says it, in flashmoe.h and moe.h; a field that is left alone is "none" or the default. Every call
+// has the same four functions: plan, workspace_size, run with memory of the caller's, run with a
+// workspace that grows by itself.
 //
 // Errors: the functions return Result<T>. With exceptions that is T, and a failure throws Error,
 // whose what() is the library's sentence. With FLASHMOE_NO_EXCEPTIONS defined (it is where the
@@ -389,6 +389,12 @@ using ConstTensorView = BasicTensorView<const void>;
 // Order of the axes of q, k, v and out: [batch, seq, heads, dim] or [batch, heads, seq, dim].
 enum class Layout : int32_t { bshd = FLASHMOE_LAYOUT_BSHD, bhsd = FLASHMOE_LAYOUT_BHSD };
 
+// Which numbers of a head are pairs: the two halves, or neighbours.
+enum class Rotary : int32_t {
+  neox = FLASHMOE_ROTARY_NEOX,
+  interleaved = FLASHMOE_ROTARY_INTERLEAVED
+};
+
 // Which keys j a query i sees: all, j <= i + seq_k - seq_q, or j <= i.
 enum class Causal : int32_t {
   none = FLASHMOE_CAUSAL_NONE,
@@ -420,6 +426,19 @@ enum class Activation : int32_t {
   relu2 = FLASHMOE_ACTIVATION_RELU2
 };
 
+// Ragged, padded and paged batches: flashmoe_attention_sequences. All int32.
+struct AttentionSequences {
+  ConstTensorView cu_seqlens_q;  // [batch + 1]
+  ConstTensorView cu_seqlens_k;  // [batch + 1]
+  ConstTensorView seqused_q;     // [batch]
+  ConstTensorView seqused_k;     // [batch]
+  ConstTensorView k_begin;       // [batch]
+  ConstTensorView batch_index;   // [batch]
+  ConstTensorView page_table;    // [batch, pages of a sequence]
+  int64_t max_seqlen_q = 0;      // bounds; 0: what the tensors have room for
+  int64_t max_seqlen_k = 0;
+};
+
 // Attention, forward: flashmoe_attention_forward.
 struct AttentionForward {
   ConstTensorView q;  // [batch, seq_q, heads_q, dim], in layout bshd
@@ -429,12 +448,13 @@ struct AttentionForward {
   TensorView lse;     // [batch, heads_q, seq_q] fp32, of fp64 fp64; absent: not wanted
   Layout layout = Layout::bshd;
   Causal causal = Causal::none;
-  float scale = 0;                      // 0: 1 / sqrt(dim)
-  float softcap = 0;                    // 0: none
-  std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
-  std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
-  const char* kernel = nullptr;         // nullptr: the best here
-  ConstTensorView sinks;                // [heads_q] fp32 or q's dtype; absent: none
+  float scale = 0;                              // 0: 1 / sqrt(dim)
+  float softcap = 0;                            // 0: none
+  std::optional<int64_t> window_left;           // keys before the query's; absent: no bound
+  std::optional<int64_t> window_right;          // keys behind the query's; absent: no bound
+  const char* kernel = nullptr;                 // nullptr: the best here
+  ConstTensorView sinks;                        // [heads_q] fp32 or q's dtype; absent: none
+  std::optional<AttentionSequences> sequences;  // absent: a dense batch
 };
 
 // Attention, backward: flashmoe_attention_backward. Of dq, dk, dv and dsinks one at least.
@@ -453,12 +473,48 @@ struct AttentionBackward {
   TensorView dsinks;      // as sinks, or fp32; absent: not wanted
   Layout layout = Layout::bshd;
   Causal causal = Causal::none;
-  float scale = 0;                      // 0: 1 / sqrt(dim)
-  float softcap = 0;                    // 0: none
-  std::optional<int64_t> window_left;   // keys before the query's; absent: no bound
-  std::optional<int64_t> window_right;  // keys behind the query's; absent: no bound
-  bool accumulate = false;              // add to the gradients
-  const char* kernel = nullptr;         // nullptr: the best here
+  float scale = 0;                              // 0: 1 / sqrt(dim)
+  float softcap = 0;                            // 0: none
+  std::optional<int64_t> window_left;           // keys before the query's; absent: no bound
+  std::optional<int64_t> window_right;          // keys behind the query's; absent: no bound
+  bool accumulate = false;                      // add to the gradients
+  const char* kernel = nullptr;                 // nullptr: the best here
+  std::optional<AttentionSequences> sequences;  // absent: a dense batch
+};
+
+// The merge of partial results of attention: flashmoe_merge_states.
+struct MergeStates {
+  ConstTensorView outs;  // [partials, batch, seq, heads, dim_v], in layout bshd, or one of rank 4
+  ConstTensorView lses;  // [partials, batch, heads, seq] fp32, of fp64 fp64, or of rank 3
+  ConstTensorView prior_out;  // [batch, seq, heads, dim_v]: one more, before them; absent: none
+  ConstTensorView prior_lse;  // [batch, heads, seq]
+  TensorView out;             // [batch, seq, heads, dim_v]; may be prior_out
+  TensorView lse;             // [batch, heads, seq]; may be prior_lse; absent: not wanted
+  Layout layout = Layout::bshd;
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
+// New keys and values into a cache, rotated on the way: flashmoe_kv_append.
+struct KvAppend {
+  ConstTensorView k;              // [batch, seq, heads_kv, dim], in layout bshd
+  ConstTensorView v;              // [batch, seq, heads_kv, dim_v]
+  TensorView k_cache;             // [batch or pages, rows, heads_kv, dim]
+  TensorView v_cache;             // [batch or pages, rows, heads_kv, dim_v]
+  ConstTensorView slots;          // [batch, seq] int32, int64; absent, as all below: without
+  ConstTensorView cache_seqlens;  // [batch] int32
+  ConstTensorView cu_seqlens;     // [batch + 1] int32
+  ConstTensorView seqused;        // [batch] int32
+  ConstTensorView batch_index;    // [batch] int32
+  ConstTensorView page_table;     // [batch, pages of a sequence] int32
+  ConstTensorView positions;      // [batch, seq] int32, int64
+  ConstTensorView rotary_cos;     // [positions, rotary_dim / 2]
+  ConstTensorView rotary_sin;
+  ConstTensorView q;  // [batch, seq_q, heads_q, dim]
+  TensorView q_out;   // as q, which it may be
+  Rotary rotary = Rotary::neox;
+  bool q_stays = false;  // all queries of a sequence stand where its first does
+  Layout layout = Layout::bshd;
+  const char* kernel = nullptr;  // nullptr: the best here
 };
 
 // Routing of T tokens to K of E experts each: flashmoe_moe_route.
@@ -545,6 +601,68 @@ struct GroupedProduct {
   const char* kernel = nullptr;
 };
 
+// The gradients of a layer: flashmoe_moe_backward.
+struct MoeBackward {
+  ConstTensorView dout;  // [T, H]
+  ConstTensorView x;     // as in MoeForward, from here on
+  ConstTensorView w_gate_up;
+  ConstTensorView w_up;
+  ConstTensorView w_down;
+  ConstTensorView b_gate_up;
+  ConstTensorView b_up;
+  ConstTensorView b_down;
+  ConstTensorView weights;
+  ConstTensorView offsets;
+  ConstTensorView pairs;
+  ConstTensorView slots;
+  ConstTensorView pre_activation;  // that of MoeForward; absent: computed again
+  TensorView dx;                   // as what they are of; absent: not wanted
+  TensorView dw_gate_up;
+  TensorView dw_up;
+  TensorView dw_down;
+  TensorView db_gate_up;
+  TensorView db_up;
+  TensorView db_down;
+  TensorView dweights;
+  Gate gate = Gate::gate_up;
+  Activation activation = Activation::silu;
+  float alpha = 0;  // 0: 1
+  float limit = 0;  // 0: none
+  float up_offset = 0;
+  bool weight_on_input = false;
+  bool accumulate = false;       // add to what the outputs hold
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
+// The gradients of a routing: flashmoe_moe_route_backward.
+struct MoeRouteBackward {
+  ConstTensorView dweights;       // [T, K] fp32
+  ConstTensorView ids;            // as MoeRoute wrote them
+  ConstTensorView logits;         // [T, E]; absent with given_weights
+  ConstTensorView given_weights;  // [T, K]
+  ConstTensorView dlse;           // [T] fp32; absent: none
+  TensorView dlogits;             // as logits
+  TensorView dgiven_weights;      // as given_weights
+  Scoring scoring = Scoring::softmax;
+  bool renormalize = false;
+  float scale = 0;  // 0: 1
+  bool accumulate = false;
+};
+
+// The gradients of products: flashmoe_grouped_product_backward.
+struct GroupedProductBackward {
+  ConstTensorView dout;     // as out of GroupedProduct
+  ConstTensorView x;        // absent without dw
+  ConstTensorView w;        // absent without dx
+  ConstTensorView offsets;  // [E + 1] int32
+  ConstTensorView counts;   // [E] int32
+  TensorView dx;            // as x; absent: not wanted, like the next two
+  TensorView dw;            // as w
+  TensorView dbias;         // [E, N]
+  bool accumulate = false;
+  const char* kernel = nullptr;
+};
+
 namespace detail {
 
 // A view as the C ABI takes it: a pointer that is null where the view is absent.
@@ -582,6 +700,30 @@ void set_scores(const Call& call, Params* params) noexcept {
   params->kernel = call.kernel;
 }
 
+struct BoundSequences {
+  Argument cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table;
+  flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
+
+  explicit BoundSequences(const AttentionSequences& given) noexcept
+      : cu_seqlens_q(given.cu_seqlens_q),
+        cu_seqlens_k(given.cu_seqlens_k),
+        seqused_q(given.seqused_q),
+        seqused_k(given.seqused_k),
+        k_begin(given.k_begin),
+        batch_index(given.batch_index),
+        page_table(given.page_table) {
+    params.cu_seqlens_q = cu_seqlens_q;
+    params.cu_seqlens_k = cu_seqlens_k;
+    params.seqused_q = seqused_q;
+    params.seqused_k = seqused_k;
+    params.k_begin = k_begin;
+    params.batch_index = batch_index;
+    params.page_table = page_table;
+    params.max_seqlen_q = given.max_seqlen_q;
+    params.max_seqlen_k = given.max_seqlen_k;
+  }
+};
+
 template <>
 struct Bound<AttentionForward> {
   static constexpr auto plan = flashmoe_attention_forward_plan;
@@ -589,10 +731,19 @@ struct Bound<AttentionForward> {
   static constexpr auto run = flashmoe_attention_forward;
 
   Argument q, k, v, sinks, out, lse;
+  BoundSequences sequences;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
 
   explicit Bound(const AttentionForward& call) noexcept
-      : q(call.q), k(call.k), v(call.v), sinks(call.sinks), out(call.out), lse(call.lse) {
+      : q(call.q),
+        k(call.k),
+        v(call.v),
+        sinks(call.sinks),
+        out(call.out),
+        lse(call.lse),
+        sequences(call.sequences ? BoundSequences(*call.sequences)
+                                 : BoundSequences(AttentionSequences())) {
+    if (call.sequences) params.sequences = &sequences.params;
     params.q = q;
     params.k = k;
     params.v = v;
@@ -610,6 +761,7 @@ struct Bound<AttentionBackward> {
   static constexpr auto run = flashmoe_attention_backward;
 
   Argument dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
+  BoundSequences sequences;
   flashmoe_attention_backward_params params = flashmoe_attention_backward_params_init();
 
   explicit Bound(const AttentionBackward& call) noexcept
@@ -624,7 +776,10 @@ struct Bound<AttentionBackward> {
         dq(call.dq),
         dk(call.dk),
         dv(call.dv),
-        dsinks(call.dsinks) {
+        dsinks(call.dsinks),
+        sequences(call.sequences ? BoundSequences(*call.sequences)
+                                 : BoundSequences(AttentionSequences())) {
+    if (call.sequences) params.sequences = &sequences.params;
     params.dout = dout;
     params.q = q;
     params.k = k;
@@ -639,6 +794,81 @@ struct Bound<AttentionBackward> {
     params.dsinks = dsinks;
     params.accumulate = call.accumulate ? 1 : 0;
     set_scores(call, &params);
+  }
+};
+
+template <>
+struct Bound<MergeStates> {
+  static constexpr auto plan = flashmoe_merge_states_plan;
+  static constexpr auto workspace_size = flashmoe_merge_states_workspace_size;
+  static constexpr auto run = flashmoe_merge_states;
+
+  Argument outs, lses, prior_out, prior_lse, out, lse;
+  flashmoe_merge_states_params params = flashmoe_merge_states_params_init();
+
+  explicit Bound(const MergeStates& call) noexcept
+      : outs(call.outs),
+        lses(call.lses),
+        prior_out(call.prior_out),
+        prior_lse(call.prior_lse),
+        out(call.out),
+        lse(call.lse) {
+    params.outs = outs;
+    params.lses = lses;
+    params.prior_out = prior_out;
+    params.prior_lse = prior_lse;
+    params.out = out;
+    params.lse = lse;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<KvAppend> {
+  static constexpr auto plan = flashmoe_kv_append_plan;
+  static constexpr auto workspace_size = flashmoe_kv_append_workspace_size;
+  static constexpr auto run = flashmoe_kv_append;
+
+  Argument k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index;
+  Argument page_table, positions, rotary_cos, rotary_sin, q, q_out;
+  flashmoe_kv_append_params params = flashmoe_kv_append_params_init();
+
+  explicit Bound(const KvAppend& call) noexcept
+      : k(call.k),
+        v(call.v),
+        k_cache(call.k_cache),
+        v_cache(call.v_cache),
+        slots(call.slots),
+        cache_seqlens(call.cache_seqlens),
+        cu_seqlens(call.cu_seqlens),
+        seqused(call.seqused),
+        batch_index(call.batch_index),
+        page_table(call.page_table),
+        positions(call.positions),
+        rotary_cos(call.rotary_cos),
+        rotary_sin(call.rotary_sin),
+        q(call.q),
+        q_out(call.q_out) {
+    params.k = k;
+    params.v = v;
+    params.k_cache = k_cache;
+    params.v_cache = v_cache;
+    params.slots = slots;
+    params.cache_seqlens = cache_seqlens;
+    params.cu_seqlens = cu_seqlens;
+    params.seqused = seqused;
+    params.batch_index = batch_index;
+    params.page_table = page_table;
+    params.positions = positions;
+    params.rotary_cos = rotary_cos;
+    params.rotary_sin = rotary_sin;
+    params.q = q;
+    params.q_out = q_out;
+    params.rotary = static_cast<int32_t>(call.rotary);
+    params.q_stays = call.q_stays ? 1 : 0;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.kernel = call.kernel;
   }
 };
 
@@ -807,6 +1037,132 @@ struct Bound<GroupedProduct> {
   }
 };
 
+template <>
+struct Bound<MoeBackward> {
+  static constexpr auto plan = flashmoe_moe_backward_plan;
+  static constexpr auto workspace_size = flashmoe_moe_backward_workspace_size;
+  static constexpr auto run = flashmoe_moe_backward;
+
+  Argument dout, x, w_gate_up, w_up, w_down, b_gate_up, b_up, b_down, weights, offsets, pairs,
+      slots, pre_activation, dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights;
+  flashmoe_moe_backward_params params = flashmoe_moe_backward_params_init();
+
+  explicit Bound(const MoeBackward& call) noexcept
+      : dout(call.dout),
+        x(call.x),
+        w_gate_up(call.w_gate_up),
+        w_up(call.w_up),
+        w_down(call.w_down),
+        b_gate_up(call.b_gate_up),
+        b_up(call.b_up),
+        b_down(call.b_down),
+        weights(call.weights),
+        offsets(call.offsets),
+        pairs(call.pairs),
+        slots(call.slots),
+        pre_activation(call.pre_activation),
+        dx(call.dx),
+        dw_gate_up(call.dw_gate_up),
+        dw_up(call.dw_up),
+        dw_down(call.dw_down),
+        db_gate_up(call.db_gate_up),
+        db_up(call.db_up),
+        db_down(call.db_down),
+        dweights(call.dweights) {
+    params.dout = dout;
+    params.x = x;
+    params.w_gate_up = w_gate_up;
+    params.w_up = w_up;
+    params.w_down = w_down;
+    params.b_gate_up = b_gate_up;
+    params.b_up = b_up;
+    params.b_down = b_down;
+    params.weights = weights;
+    params.offsets = offsets;
+    params.pairs = pairs;
+    params.slots = slots;
+    params.pre_activation = pre_activation;
+    params.dx = dx;
+    params.dw_gate_up = dw_gate_up;
+    params.dw_up = dw_up;
+    params.dw_down = dw_down;
+    params.db_gate_up = db_gate_up;
+    params.db_up = db_up;
+    params.db_down = db_down;
+    params.dweights = dweights;
+    params.gate = static_cast<int32_t>(call.gate);
+    params.activation = static_cast<int32_t>(call.activation);
+    params.alpha = call.alpha;
+    params.limit = call.limit;
+    params.up_offset = call.up_offset;
+    params.weight_on_input = call.weight_on_input ? 1 : 0;
+    params.accumulate = call.accumulate ? 1 : 0;
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<MoeRouteBackward> {
+  static constexpr auto plan = flashmoe_moe_route_backward_plan;
+  static constexpr auto workspace_size = flashmoe_moe_route_backward_workspace_size;
+  static constexpr auto run = flashmoe_moe_route_backward;
+
+  Argument dweights, ids, logits, given_weights, dlse, dlogits, dgiven_weights;
+  flashmoe_moe_route_backward_params params = flashmoe_moe_route_backward_params_init();
+
+  explicit Bound(const MoeRouteBackward& call) noexcept
+      : dweights(call.dweights),
+        ids(call.ids),
+        logits(call.logits),
+        given_weights(call.given_weights),
+        dlse(call.dlse),
+        dlogits(call.dlogits),
+        dgiven_weights(call.dgiven_weights) {
+    params.dweights = dweights;
+    params.ids = ids;
+    params.logits = logits;
+    params.given_weights = given_weights;
+    params.dlse = dlse;
+    params.dlogits = dlogits;
+    params.dgiven_weights = dgiven_weights;
+    params.scoring = static_cast<int32_t>(call.scoring);
+    params.renormalize = call.renormalize ? 1 : 0;
+    params.scale = call.scale;
+    params.accumulate = call.accumulate ? 1 : 0;
+  }
+};
+
+template <>
+struct Bound<GroupedProductBackward> {
+  static constexpr auto plan = flashmoe_grouped_product_backward_plan;
+  static constexpr auto workspace_size = flashmoe_grouped_product_backward_workspace_size;
+  static constexpr auto run = flashmoe_grouped_product_backward;
+
+  Argument dout, x, w, offsets, counts, dx, dw, dbias;
+  flashmoe_grouped_product_backward_params params = flashmoe_grouped_product_backward_params_init();
+
+  explicit Bound(const GroupedProductBackward& call) noexcept
+      : dout(call.dout),
+        x(call.x),
+        w(call.w),
+        offsets(call.offsets),
+        counts(call.counts),
+        dx(call.dx),
+        dw(call.dw),
+        dbias(call.dbias) {
+    params.dout = dout;
+    params.x = x;
+    params.w = w;
+    params.offsets = offsets;
+    params.counts = counts;
+    params.dx = dx;
+    params.dw = dw;
+    params.dbias = dbias;
+    params.accumulate = call.accumulate ? 1 : 0;
+    params.kernel = call.kernel;
+  }
+};
+
 }  // namespace detail
 
 // How a call would be computed. Launches nothing and reads no tensor data.
@@ -947,6 +1303,13 @@ class BasicRouting {
   }
   // Lets a layer read what was written.
   void attach(MoeForward& call) const noexcept {
+    call.weights = weights_;
+    call.offsets = offsets_;
+    call.pairs = pairs_;
+    call.slots = slots_;
+  }
+  // Lets its gradients read it.
+  void attach(MoeBackward& call) const noexcept {
     call.weights = weights_;
     call.offsets = offsets_;
     call.pairs = pairs_;

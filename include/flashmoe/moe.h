@@ -7,6 +7,9 @@
  *   flashmoe_fused_moe      x and a router's weights, or logits -> out: all of it
  *   flashmoe_grouped_product   the products alone (grouped GEMM), for rows that are sorted already
  *
+ * and the gradients of three of them: flashmoe_moe_backward, flashmoe_moe_route_backward and
+ * flashmoe_grouped_product_backward. flashmoe_fused_moe's are those of its three parts.
+ *
  * Words: a *pair* is one token with one of its experts, numbered t * K + k. A *slot* is a place in
  * the order by expert: the pairs of expert 0 first, then those of expert 1, and so on; within an
  * expert by their number.
@@ -297,6 +300,173 @@ flashmoe_fused_moe_workspace_size(const flashmoe_fused_moe_params* params, size_
 FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params* params,
                                                 void* workspace, size_t workspace_size,
                                                 void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Layer, backward
+ *
+ * The gradients of flashmoe_moe_forward, from dout [T, H], in x's dtype, and what the forward was
+ * given. In this version the CPU computes them; tensors on a GPU are UNSUPPORTED.
+ *
+ *   dx          [T, H]            rows as those of x
+ *   dw_...      shape of the weights; layout, strides and alignment are their own, and like the
+ *               weights' either the last stride or the one before it is 1
+ *   db_...      [E, rows of that matrix], last stride 1; wanted or not as the caller likes, whether
+ *               or not the forward had that bias
+ *   dweights    [T, K] fp32, contiguous: of the routing's weights; 0 of a pair without a slot
+ *
+ * Any of them may be NULL: it is not wanted, and what only it needs is not computed. One at least
+ * is required. They are fp32 or of x's dtype. With `accumulate` they are added to, in fp32, and
+ * else written: an expert without rows has gradients of 0. So two calls, one for dx and dweights
+ * and one for the rest, do what one does, to the same bits, but for what both compute.
+ *
+ * pre_activation is what the forward returned, or NULL: then it is computed again, to the same
+ * bits.
+ *
+ * Beyond `limit` g and u have gradients of 0; at it they have their own. RELU has the slope 0 at 0.
+ * Products are accumulated in fp32. What lies between them, the gradient of what act was applied to
+ * and the rows of dx before their sum over k, is kept in x's dtype. The same inputs give the same
+ * bits on every run and with any number of threads. A NaN of a token reaches its own dx and
+ * dweights and the dw and db of its experts, and nothing else. Whatever the routing holds, nothing
+ * outside the tensors is read or written; a slot counts where `slots` and `pairs` agree on it.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_moe_backward_params {
+  size_t struct_size;
+  const flashmoe_tensor* dout;
+  const flashmoe_tensor* x; /* from here on as in flashmoe_moe_forward */
+  const flashmoe_tensor* w_gate_up;
+  const flashmoe_tensor* w_up;
+  const flashmoe_tensor* w_down;
+  const flashmoe_tensor* b_gate_up;
+  const flashmoe_tensor* b_up;
+  const flashmoe_tensor* b_down;
+  const flashmoe_tensor* weights;
+  const flashmoe_tensor* offsets;
+  const flashmoe_tensor* pairs;
+  const flashmoe_tensor* slots;
+  const flashmoe_tensor* pre_activation; /* NULL: computed again */
+  const flashmoe_tensor* dx;             /* out, from here on */
+  const flashmoe_tensor* dw_gate_up;
+  const flashmoe_tensor* dw_up; /* NULL unless SEPARATE, as is db_up */
+  const flashmoe_tensor* dw_down;
+  const flashmoe_tensor* db_gate_up;
+  const flashmoe_tensor* db_up;
+  const flashmoe_tensor* db_down;
+  const flashmoe_tensor* dweights;
+  int32_t gate;       /* flashmoe_moe_gate */
+  int32_t activation; /* flashmoe_activation */
+  float alpha;        /* as in flashmoe_moe_forward */
+  float limit;
+  float up_offset;
+  int32_t weight_on_input; /* 0 or 1 */
+  int32_t accumulate;      /* 1: add to what the outputs hold */
+  uint32_t reserved;       /* 0 */
+  const char* kernel;      /* NULL: the best here. Else a kernel family */
+} flashmoe_moe_backward_params;
+
+static inline flashmoe_moe_backward_params flashmoe_moe_backward_params_init(void) {
+  flashmoe_moe_backward_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+FLASHMOE_API flashmoe_status flashmoe_moe_backward_plan(const flashmoe_moe_backward_params* params,
+                                                        flashmoe_plan* plan);
+FLASHMOE_API flashmoe_status
+flashmoe_moe_backward_workspace_size(const flashmoe_moe_backward_params* params, size_t* bytes);
+
+/* Computes the gradients. workspace, stream and errors as in flashmoe_moe_route. */
+FLASHMOE_API flashmoe_status flashmoe_moe_backward(const flashmoe_moe_backward_params* params,
+                                                   void* workspace, size_t workspace_size,
+                                                   void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Grouped product, backward
+ *
+ *   dx[r]     = w[e]^T dout[r]                        for every row r of every expert e
+ *   dw[e]     = sum over its rows of dout[r] x[r]^T   [E, N, K]
+ *   dbias[e]  = sum over its rows of dout[r]          [E, N]
+ *
+ * x, w, offsets and counts are those of flashmoe_grouped_product, dout is shaped as its out, and
+ * dx, dw and dbias as x, w and bias. Outputs may be NULL, are of a dtype and are added to as in
+ * flashmoe_moe_backward, and where they are, too. x may be NULL without dw, w without dx; then the
+ * other tells K. Rows that no expert has get dx = 0.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_grouped_product_backward_params {
+  size_t struct_size;
+  const flashmoe_tensor* dout;
+  const flashmoe_tensor* x;
+  const flashmoe_tensor* w;
+  const flashmoe_tensor* offsets;
+  const flashmoe_tensor* counts;
+  const flashmoe_tensor* dx; /* out, from here on */
+  const flashmoe_tensor* dw;
+  const flashmoe_tensor* dbias;
+  int32_t accumulate; /* 1: add to what the outputs hold */
+  uint32_t reserved;  /* 0 */
+  const char* kernel;
+} flashmoe_grouped_product_backward_params;
+
+static inline flashmoe_grouped_product_backward_params
+flashmoe_grouped_product_backward_params_init(void) {
+  flashmoe_grouped_product_backward_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+FLASHMOE_API flashmoe_status flashmoe_grouped_product_backward_plan(
+    const flashmoe_grouped_product_backward_params* params, flashmoe_plan* plan);
+FLASHMOE_API flashmoe_status flashmoe_grouped_product_backward_workspace_size(
+    const flashmoe_grouped_product_backward_params* params, size_t* bytes);
+FLASHMOE_API flashmoe_status
+flashmoe_grouped_product_backward(const flashmoe_grouped_product_backward_params* params,
+                                  void* workspace, size_t workspace_size, void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Routing, backward
+ *
+ * The gradients of flashmoe_moe_route's weights, and of its lse, by what it was given: of logits,
+ * or of given weights. The choice of experts has no gradient. In this version the CPU computes
+ * them.
+ *
+ * With `accumulate` they are added to what the output holds: the gradient of an auxiliary loss by
+ * the same logits, for one. An id that is no expert has no gradient of its own; its given weight
+ * takes part in the sum of `renormalize`, and has that sum's. A sum of 0, by which nothing is
+ * divided, has none.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_moe_route_backward_params {
+  size_t struct_size;
+  const flashmoe_tensor* dweights; /* [T, K] fp32, contiguous */
+  const flashmoe_tensor* ids;      /* [T, K] int32: those that the routing wrote */
+  const flashmoe_tensor* logits;   /* [T, E] as in flashmoe_moe_route; NULL: weights were given */
+  const flashmoe_tensor* given_weights;  /* [T, K] as there; NULL with logits */
+  const flashmoe_tensor* dlse;           /* [T] fp32, contiguous: gradient of lse; NULL: none */
+  const flashmoe_tensor* dlogits;        /* out [T, E] fp32 or the logits' dtype, last stride 1 */
+  const flashmoe_tensor* dgiven_weights; /* out [T, K] fp32 or their dtype, last stride 1 */
+  int32_t scoring;                       /* as in flashmoe_moe_route */
+  int32_t renormalize;
+  float scale;
+  int32_t accumulate; /* 1: add to what the output holds */
+} flashmoe_moe_route_backward_params;
+
+static inline flashmoe_moe_route_backward_params flashmoe_moe_route_backward_params_init(void) {
+  flashmoe_moe_route_backward_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+FLASHMOE_API flashmoe_status flashmoe_moe_route_backward_plan(
+    const flashmoe_moe_route_backward_params* params, flashmoe_plan* plan);
+FLASHMOE_API flashmoe_status flashmoe_moe_route_backward_workspace_size(
+    const flashmoe_moe_route_backward_params* params, size_t* bytes);
+FLASHMOE_API flashmoe_status
+flashmoe_moe_route_backward(const flashmoe_moe_route_backward_params* params, void* workspace,
+                            size_t workspace_size, void* stream);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashmoe_science._core import cuda_device_count, get_num_threads, set_num_threads
+    from flashmoe_science.append import kv_append, kv_append_plan
     from flashmoe_science.attention import (
         AttentionGradients,
         flash_attention,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         last_launches,
         set_log,
     )
+    from flashmoe_science.merge import merge_states, merge_states_plan
     from flashmoe_science.moe import (
         MoeRouting,
         fused_moe,
@@ -47,6 +49,15 @@ if TYPE_CHECKING:
         moe_forward,
         moe_route,
         moe_route_given,
+    )
+    from flashmoe_science.moe_gradients import (
+        FusedMoeGradients,
+        MoeGradients,
+        ProductGradients,
+        fused_moe_backward,
+        grouped_product_backward,
+        moe_backward,
+        moe_route_backward,
     )
     from flashmoe_science.moe_plans import (
         MoeLaunch,
@@ -78,14 +89,17 @@ __all__ = [
     "DeviceError",
     "DeviceInfo",
     "FlashMoEError",
+    "FusedMoeGradients",
     "InternalError",
     "InvalidArgumentError",
     "Launch",
+    "MoeGradients",
     "MoeLaunch",
     "MoePlan",
     "MoeRouting",
     "OutOfMemoryError",
     "Plan",
+    "ProductGradients",
     "UnsupportedError",
     "__version__",
     "attention_backward_plan",
@@ -100,16 +114,24 @@ __all__ = [
     "flash_attention_forward",
     "flash_attention_warp_specialized",
     "fused_moe",
+    "fused_moe_backward",
     "fused_moe_plan",
     "get_num_threads",
     "grouped_product",
+    "grouped_product_backward",
     "grouped_product_plan",
+    "kv_append",
+    "kv_append_plan",
     "last_launch",
     "last_launches",
+    "merge_states",
+    "merge_states_plan",
+    "moe_backward",
     "moe_forward",
     "moe_plan",
     "moe_plan_for",
     "moe_route",
+    "moe_route_backward",
     "moe_route_given",
     "moe_route_plan",
     "moe_route_plan_for",
@@ -143,6 +165,8 @@ _MODULES = {
         "last_launches",
         "set_log",
     ),
+    "flashmoe_science.append": ("kv_append", "kv_append_plan"),
+    "flashmoe_science.merge": ("merge_states", "merge_states_plan"),
     "flashmoe_science.moe": (
         "MoeRouting",
         "fused_moe",
@@ -150,6 +174,15 @@ _MODULES = {
         "moe_forward",
         "moe_route",
         "moe_route_given",
+    ),
+    "flashmoe_science.moe_gradients": (
+        "FusedMoeGradients",
+        "MoeGradients",
+        "ProductGradients",
+        "fused_moe_backward",
+        "grouped_product_backward",
+        "moe_backward",
+        "moe_route_backward",
     ),
     "flashmoe_science.moe_plans": (
         "MoeLaunch",

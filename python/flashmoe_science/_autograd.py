@@ -17,7 +17,7 @@ import torch
 from flashmoe_science import _core
 from flashmoe_science._dispatch import is_transformed
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
-from flashmoe_science.attention import flash_attention_backward
+from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES, flash_attention_backward
 from flashmoe_science.errors import FlashMoEError, InvalidArgumentError, UnsupportedError
 
 _Tensors = tuple[Any, ...]
@@ -43,6 +43,11 @@ _LACKING = (
     "{0}: requires grad, but no kernel computes the gradients of this call ({1}); call under "
     "torch.no_grad() or pass {0}.detach()"
 )
+SHARED_KEYS = _LACKING.format(
+    "{0}",
+    "{1}: got one, accepted is None: keys that sequences may share have no gradients in this "
+    "version",
+)
 _MOST_KEPT = 1024
 _kept_reasons: dict[Any, str] = {}  # by problem: asking takes longer than a call may
 
@@ -65,22 +70,50 @@ def described(
     return tuple(shape), numbers, where, strides
 
 
-def lacks_gradients(tensors: dict[str, Any], options: dict[str, Any]) -> str:
+def split(sequences: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The tables and the bounds of ragged, padded and paged batches; none of those of a dense
+    one."""
+    if sequences is None or all(x is None for x in sequences):
+        return {}, ()
+    bounds = (None if x is None else operator.index(x) for x in sequences[-2:])
+    return dict(zip(SEQUENCES[:-2], sequences[:-2], strict=True)), tuple(bounds)
+
+
+def joined(tables: Sequence[Any], bounds: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What was split."""
+    return (*tables, *bounds) or None
+
+
+def _facts(tensor: Any) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+
+
+def lacks_gradients(
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    tables: dict[str, Any] | None = None,
+    bounds: tuple[Any, ...] = (),
+) -> str:
     """Why the library cannot give the gradients that torch records of q, k, v and sinks, "" when it
     can. Of a call that is wrong "" too, for that has a sentence of its own."""
-    of = [None if x is None else (x.shape, x.dtype, x.device, x.stride()) for x in tensors.values()]
+    of = [_facts(x) for x in tensors.values()]
+    sequences = {name: _facts(x) for name, x in (tables or {}).items()}
     wanted = tuple(x is not None and x.requires_grad for x in tensors.values())
-    key = (*of, wanted, _core.pack_options("attention_backward", options))
+    packed = _core.pack_options("attention_backward", options)
+    key = (*of, wanted, packed, *sequences.values(), *bounds)
     reason = _kept_reasons.get(key)
     if reason is None:
-        reason = _why_not(of, options | {"wanted": wanted})
+        further = dict(zip(SEQUENCES[-2:], bounds, strict=False))
+        reason = _why_not(of, options | {"wanted": wanted} | further, sequences)
         if len(_kept_reasons) >= _MOST_KEPT:
             _kept_reasons.clear()
         _kept_reasons[key] = reason
     return reason and _LACKING.format(list(tensors)[wanted.index(True)], reason)
 
 
-def _why_not(tensors: Sequence[Any], options: dict[str, Any]) -> str:
+def _why_not(
+    tensors: Sequence[Any], options: dict[str, Any], tables: dict[str, Any] | None = None
+) -> str:
     """What the library says against the backward of q, k, v and sinks, each as `described` takes
     it."""
     q, k, v, sinks = tensors
@@ -95,6 +128,8 @@ def _why_not(tensors: Sequence[Any], options: dict[str, Any]) -> str:
         "lse": described((shape[0], *rows), sums, device),
         "sinks": None if sinks is None else described(*sinks),
     }  # fmt: skip
+    for name, table in (tables or {}).items():
+        given[name] = None if table is None else described(*table)
     try:
         _core.plan("attention_backward", given, options)
     except UnsupportedError as error:
@@ -236,6 +271,7 @@ def is_handled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any = N
 def flash_attention(
     q: Any, k: Any, v: Any, causal: Any, window: Any, scale: Any, softcap: Any, sinks: Any,
     layout: Any, return_lse: Any, out: Any, lse: Any, kernel: Any, stream: Any,
+    sequences: Any = None,
 ) -> Any:  # fmt: skip
     """flash_attention, called by the native one, to which what is_handled goes back as what is not:
     cast, and without grad mode."""
@@ -244,31 +280,36 @@ def flash_attention(
     options = (causal, window, scale, softcap)
     if not is_recorded(*tensors.values()):
         return _core.flash_attention(
-            q, k, v, *options, sinks, layout, return_lse, out, lse, kernel, stream
+            q, k, v, *options, sinks, layout, return_lse, out, lse, kernel, stream, sequences
         )
     for name, given in (("out", out), ("lse", lse), ("stream", stream)):
         if given is not None:
             raise InvalidArgumentError(_GIVEN.format(name))
     of_scores = {"layout": layout, "causal": causal, "window": window, "scale": scale,
                  "softcap": softcap}  # fmt: skip
-    reason = lacks_gradients(tensors, of_scores)
+    tables, bounds = split(sequences)
+    reason = lacks_gradients(tensors, of_scores, tables, bounds)
     if reason:
         raise UnsupportedError(reason)
 
-    def compute(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    def compute(q: Any, k: Any, v: Any, sinks: Any, *tables: Any) -> Any:
         return _core.flash_attention(
-            q, k, v, *options, sinks, layout, True, None, None, kernel, None
+            q, k, v, *options, sinks, layout, True, None, None, kernel, None, joined(tables, bounds)
         )
 
     def differentiate(*arguments: Any) -> Any:
-        return once(functools.partial(of_wanted, arguments[-1]), *arguments[:-1])
+        made = once(functools.partial(of_wanted, arguments[-1]), *arguments[:-1])
+        return *made, *(None for _ in tables)
 
     def of_wanted(
-        wanted: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any
+        wanted: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, *others: Any
     ) -> Any:
+        *tables, out, lse = others
+        sequences = joined(tables, bounds) or NO_SEQUENCES
         return flash_attention_backward(
-            readable(dout), q, k, v, out, lse, dlse=dlse, sinks=sinks, **of_scores, wanted=wanted
-        )
+            readable(dout), q, k, v, out, lse, dlse=dlse, sinks=sinks, **of_scores,
+            wanted=wanted[: len(tensors)], **dict(zip(SEQUENCES, sequences, strict=True)),
+        )  # fmt: skip
 
-    made = attend(compute, differentiate, tensors)
+    made = attend(compute, differentiate, tensors | tables)
     return tuple(made) if return_lse else made[0]

@@ -469,12 +469,30 @@ def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
     return made if made.flags.writeable else numpy.asarray(_Unlocked(made))
 
 
+def _tables_and_bounds(sequences: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of ragged, padded and paged batches that are given, by their names."""
+    from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES
+
+    tables = {
+        name: value
+        for name, value in zip(SEQUENCES, sequences or NO_SEQUENCES, strict=True)
+        if value is not None
+    }
+    bounds = {name: tables.pop(name) for name in SEQUENCES[-2:] if name in tables}
+    return tables, bounds
+
+
 def flash_attention(
-    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    outputs: dict[str, Any],
+    stream: Any,
+    sequences: Any = None,
 ) -> Any:
     """flash_attention, called by the native one: everything by its name, of outputs and of optional
-    tensors those that are given."""
-    given = tensors | outputs
+    tensors those that are given; but for `sequences`, which may be None."""
+    tables, bounds = _tables_and_bounds(sequences)
+    given = tensors | tables | outputs
     framework = common_framework(given)
     for name, tensor in outputs.items():
         framework.check_output(name, tensor, ATTENTION)
@@ -482,13 +500,13 @@ def flash_attention(
     if framework is JAX:
         from flashmoe_science import jax
 
-        return jax.flash_attention(tensors, options, outputs, stream)
+        return jax.flash_attention(tensors | tables, options | bounds, outputs, stream)
     if isinstance(framework, Torch):
         from flashmoe_science import _autograd
 
         if _autograd.is_handled(*tensors.values()):
-            given = dict.fromkeys(("sinks", "out", "lse")) | given
-            return _autograd.flash_attention(**given, **options, stream=stream)
+            given = dict.fromkeys(("sinks", "out", "lse")) | tensors | outputs
+            return _autograd.flash_attention(**given, **options, stream=stream, sequences=sequences)
 
     q = tensors["q"]
     device = framework.device(q)
@@ -512,21 +530,26 @@ def flash_attention(
         return framework.view(given[name], handle)
 
     views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
-    _core.call("attention_forward", views, options, allocate, handle)
+    _core.call("attention_forward", views, options | bounds, allocate, handle)
     framework.finish(*outputs.values())
     return (given["out"], given["lse"]) if return_lse else given["out"]
 
 
 def flash_attention_backward(
-    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    outputs: dict[str, Any],
+    stream: Any,
+    sequences: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """The same of flash_attention_backward, with `wanted` among the options."""
-    given = tensors | outputs
+    tables, bounds = _tables_and_bounds(sequences)
+    given = tensors | tables | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)
     if framework is JAX:
         from flashmoe_science import jax
 
-        return jax.flash_attention_backward(tensors, options, outputs, stream)
+        return jax.flash_attention_backward(tensors | tables, options | bounds, outputs, stream)
     for name, tensor in outputs.items():
         framework.check_output(name, tensor, ATTENTION_BACKWARD)
     like = {"dq": tensors["q"], "dk": tensors["k"], "dv": tensors["v"]}
@@ -556,6 +579,6 @@ def flash_attention_backward(
         return framework.view(given[name], handle)
 
     views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
-    _core.call("attention_backward", views, options, allocate, handle)
+    _core.call("attention_backward", views, options | bounds, allocate, handle)
     framework.finish(*outputs.values())
     return given.get("dq"), given.get("dk"), given.get("dv"), given.get("dsinks")

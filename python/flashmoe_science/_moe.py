@@ -16,10 +16,15 @@ from flashmoe_science._dtypes import CPU, CUDA, Device, parse_dtype
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
+    UnsupportedError,
 )
 from flashmoe_science.moe import MoeRouting
 
-WORDS = Words("the mixture of experts", "all tensors of a call", "out")
+WORDS = Words(
+    "the mixture of experts", "all tensors of a call", "out",
+    "records gradients of torch's inputs alone, with torch 2.10 or newer",
+)  # fmt: skip
+BACKWARD = Words("the backward of the mixture of experts", "all tensors of a call", "all gradients")
 
 _ROUTER_MULTIPLE = 8  # of experts, for the router's product
 _MAX_EXPERTS = 1024
@@ -38,8 +43,8 @@ class Jax(Framework):
 _JAX = Jax("jax")
 
 
-def _framework(tensors: dict[str, Any]) -> Framework:
-    framework = _dispatch.common_framework(tensors, WORDS)
+def _framework(tensors: dict[str, Any], words: Words = WORDS) -> Framework:
+    framework = _dispatch.common_framework(tensors, words)
     return _JAX if framework is _dispatch.JAX else framework
 
 
@@ -61,15 +66,19 @@ class _Calls:
     """Operations on the tensors of one call, all of one framework."""
 
     def __init__(
-        self, tensors: dict[str, Any], stream: Any, outputs: dict[str, Any] | None = None
+        self,
+        tensors: dict[str, Any],
+        stream: Any,
+        outputs: dict[str, Any] | None = None,
+        words: Words = WORDS,
     ) -> None:
         """Tensors by the names that messages give them. The first says where the call computes.
         Of outputs those that are None are not given."""
         outputs = _present(**(outputs or {}))
-        self.framework = _framework(tensors | outputs)
+        self.framework = _framework(tensors | outputs, words)
         self._outputs = tuple(outputs.values())
         for name, tensor in outputs.items():
-            self.framework.check_output(name, tensor, WORDS)
+            self.framework.check_output(name, tensor, words)
         self._first = next(iter(tensors.values()))
         device = self.framework.device(self._first)
         if self.framework is _JAX:
@@ -173,6 +182,75 @@ def grouped_product(tensors: dict[str, Any], options: dict[str, Any], out: Any, 
     outputs = _present(out=out)
     calls = _Calls(tensors, stream, outputs)
     return calls.run("grouped_product", tensors | outputs, options)["out"]
+
+
+# ---- gradients ---------------------------------------------------------------------------------
+
+
+def _differentiate(
+    operation: str,
+    tensors: dict[str, Any],
+    named: dict[str, Any],
+    options: dict[str, Any],
+    outputs: dict[str, Any],
+    stream: Any,
+) -> list[Any]:
+    """The outputs in their order, new where the library makes one. `named` are the tensors as
+    messages call them."""
+    given = _present(**outputs)
+    calls = _Calls(_present(**named), stream, given, BACKWARD)
+    if calls.framework is _JAX:
+        raise UnsupportedError(
+            f"{next(iter(named))}: got a JAX array, of which there are no gradients of the mixture "
+            "of experts in this version"
+        )
+    made = calls.run(operation, _present(**tensors) | given, options)
+    return [made.get(name) for name in outputs]
+
+
+def moe_backward(
+    tensors: dict[str, Any],
+    routing: Any,
+    options: dict[str, Any],
+    outputs: dict[str, Any],
+    stream: Any,
+) -> list[Any]:
+    parts = _parts("routing", routing)
+    parts = {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
+    named = tensors | {f"routing.{name}": part for name, part in parts.items()}
+    return _differentiate("moe_backward", tensors | parts, named, options, outputs, stream)
+
+
+def grouped_product_backward(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> list[Any]:
+    return _differentiate("grouped_product_backward", tensors, tensors, options, outputs, stream)
+
+
+def moe_route_backward(
+    tensors: dict[str, Any], routing: Any, options: dict[str, Any], out: Any, stream: Any
+) -> Any:
+    ids = _parts("routing", routing)["ids"]
+    of_logits = tensors["logits"] is not None or tensors["given_weights"] is None
+    name = "dlogits" if of_logits else "dgiven_weights"
+    named = tensors | {"routing.ids": ids}
+    named["weights"] = named.pop("given_weights")
+    if out is not None:
+        named["out"] = out
+    (made,) = _differentiate(
+        "moe_route_backward", tensors | {"ids": ids}, named, options, {name: out}, stream
+    )
+    return made if out is None else out
+
+
+def all_rows(like: Any) -> Any:
+    """Offsets by which a product of one expert has all rows of `like`, beside it."""
+    import numpy
+
+    framework = _framework({"tokens": like})
+    made = framework.empty(like, (2,), "int32")
+    made[0], made[1] = 0, numpy.iinfo(numpy.int32).max
+    return made
 
 
 # ---- fused_moe -----------------------------------------------------------------------------------

@@ -13,6 +13,14 @@ from flashmoe_science.errors import InvalidArgumentError, _TransformedError
 _T = TypeVar("_T")
 
 
+SEQUENCES = (
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin", "batch_index",
+    "page_table", "max_seqlen_q", "max_seqlen_k",
+)  # fmt: skip
+"""The arguments of ragged, padded and paged batches, in the order in which tuples have them."""
+NO_SEQUENCES = (None,) * len(SEQUENCES)
+
+
 class AttentionGradients(NamedTuple):
     """What flash_attention_backward returns: tensors, or None where one was not computed."""
 
@@ -47,6 +55,15 @@ def flash_attention(
     lse: _T | None = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: _T | None = None,
+    cu_seqlens_k: _T | None = None,
+    seqused_q: _T | None = None,
+    seqused_k: _T | None = None,
+    k_begin: _T | None = None,
+    batch_index: _T | None = None,
+    page_table: _T | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> _T: ...
 
 
@@ -67,6 +84,15 @@ def flash_attention(
     lse: _T | None = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: _T | None = None,
+    cu_seqlens_k: _T | None = None,
+    seqused_q: _T | None = None,
+    seqused_k: _T | None = None,
+    k_begin: _T | None = None,
+    batch_index: _T | None = None,
+    page_table: _T | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> tuple[_T, _T]: ...
 
 
@@ -86,6 +112,15 @@ def flash_attention(
     lse: Any = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    k_begin: Any = None,
+    batch_index: Any = None,
+    page_table: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Any:
     """Exact attention: out = softmax(scale * q k^T) v, by an online softmax over tiles.
 
@@ -127,6 +162,24 @@ def flash_attention(
             best.
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,
+            padded and paged batches; the last two have no gradients. int32, of the library and on
+            the device of q, any strides; what they say is described below.
+        max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; what is longer is cut
+            off at the end. None is what the tensors have room for.
+
+    Sequences of different lengths: sequence b has as its queries the rows of q[b], or with
+    cu_seqlens_q [batch + 1] those from cu_seqlens_q[b] to before cu_seqlens_q[b + 1] of a q of
+    [1, total_q, heads_q, dim], and of these with seqused_q [batch] the first seqused_q[b]. Its keys
+    are the rows of k[b]; or with batch_index [batch] of k[batch_index[b]]; or with cu_seqlens_k
+    [batch + 1] rows of a k of [1, total_k, heads_kv, dim]; or with page_table [batch, pages of a
+    sequence] those of the pages that it names one after the other, k being [pages of all,
+    page_size, heads_kv, dim] of any page size. Of these seqused_k [batch] keeps the first
+    seqused_k[b], and k_begin [batch] leaves out the first k_begin[b] of what is left. v is as k,
+    causal and window count by each sequence's own lengths, and each has the bits of a call of its
+    own. Rows of out and lse that no sequence has are not written: in new ones they may hold
+    anything. What is out of range counts as no query and no key, and nothing outside of the tensors
+    is read.
 
     Returns:
         out, or (out, lse) with return_lse. A query that sees no key gives out 0, and as
@@ -139,17 +192,22 @@ def flash_attention(
         RuntimeError: The device cannot be used, or CUDA reported an error.
         MemoryError: The host is out of memory.
     """
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     if not is_traced():
         try:
             return _core.flash_attention(
                 q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
-                kernel, stream,
+                kernel, stream, sequences,
             )  # fmt: skip
         except _TransformedError:  # which torch's operators take
             pass
     return operators().flash_attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
         layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
+        **dict(zip(SEQUENCES, sequences, strict=True)),
     )  # fmt: skip
 
 
@@ -176,6 +234,15 @@ def flash_attention_backward(
     dsinks: _T | None = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: _T | None = None,
+    cu_seqlens_k: _T | None = None,
+    seqused_q: _T | None = None,
+    seqused_k: _T | None = None,
+    k_begin: _T | None = None,
+    batch_index: _T | None = None,
+    page_table: _T | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> AttentionGradients:
     """The gradients of a loss by q, k, v and sinks, of those by flash_attention's out and lse.
 
@@ -198,24 +265,32 @@ def flash_attention_backward(
         dq, dk, dv, dsinks: Where to write the gradients of q, k, v and sinks, of their shape, and
             of their dtype or fp32. They may overlap no other tensor.
         kernel, stream: As of flash_attention.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, max_seqlen_q, max_seqlen_k: As of
+            flash_attention, on the CPU. Gradients of rows and keys that no sequence has are 0, and
+            stay what they are with accumulate.
+        batch_index, page_table: None: keys that sequences may share have no gradients.
 
     Returns:
         AttentionGradients (dq, dk, dv, dsinks), in place of those that are not computed None.
 
     Raises: What flash_attention raises. A message names the argument.
     """
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     if not is_traced():
         try:
             return _flash_attention_backward(  # type: ignore[no-any-return]
                 dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
             )  # fmt: skip
         except _TransformedError:  # as above
             pass
     made: AttentionGradients = operators().flash_attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, causal=causal, window=window, scale=scale,
         softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk, dv=dv,
-        dsinks=dsinks, kernel=kernel, stream=stream,
+        dsinks=dsinks, kernel=kernel, stream=stream, **dict(zip(SEQUENCES, sequences, strict=True)),
     )  # fmt: skip
     return made
 
@@ -223,11 +298,11 @@ def flash_attention_backward(
 def _flash_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, sinks: Any, causal: Any,
     window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, accumulate: Any, dq: Any,
-    dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any,
+    dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any, sequences: Any,
 ) -> Any:  # fmt: skip
     """Of tensors with memory."""
     made: Any = _core.flash_attention_backward(
         dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-        parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream,
+        parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
     )  # fmt: skip
     return AttentionGradients(*made)

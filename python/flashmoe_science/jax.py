@@ -27,6 +27,7 @@ import numpy as np
 
 from flashmoe_science import _core
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype, parse_dtype
+from flashmoe_science._jax_attention import dot_product_attention
 from flashmoe_science.errors import (
     ArgumentTypeError,
     DeviceError,
@@ -34,6 +35,8 @@ from flashmoe_science.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
+
+__all__ = ["dot_product_attention"]
 
 if jax.__version_info__ < (0, 6):  # shard_map knows no rule for jax.custom_batching before
     raise ArgumentTypeError(f"got a JAX array of JAX {jax.__version__}, accepted is 0.6 or newer")
@@ -60,6 +63,8 @@ def _device(name: str, tensors: Sequence[Any]) -> Device | None:
 _REFUSALS = {
     "attention backward": "a second derivative of attention is asked for, accepted are first ones; "
     "pass jax.lax.stop_gradient of the gradient",
+    "the merge of attention states": "a derivative of the merge of attention states is asked for, "
+    "but it has no backward pass yet; pass jax.lax.stop_gradient of its arguments",
     "the mixture of experts": "a derivative of the mixture of experts is asked for, but it has no "
     "backward pass yet; pass jax.lax.stop_gradient of its arguments",
 }
@@ -111,6 +116,7 @@ def _one_after_another(
 # ---- custom calls ----------------------------------------------------------------------------
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks")
+_BOUNDS = ("max_seqlen_q", "max_seqlen_k")  # of sequences, in the order in which a handler has them
 _INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
 _WORKSPACE_ALIGNMENT = 256  # bytes, more than XLA's
@@ -290,6 +296,15 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
             seq, heads = heads, seq
         sums = _FP64 if q.dtype == _FP64 else _FP32
         return made | ({"lse": ((batch, heads, seq), sums)} if options["return_lse"] else {})
+    if call.operation == "merge_states":
+        outs = tensors["outs"]
+        batch, seq, heads, dim = outs.shape[-4:]
+        of_out = options["dtype"] or tensors.get("prior_out", outs).dtype
+        made = {"out": ((batch, seq, heads, dim), jnp.dtype(of_out))}
+        if options["layout"] == "bhsd":
+            seq, heads = heads, seq
+        sums = _FP64 if outs.dtype == _FP64 else _FP32
+        return made | ({"lse": ((batch, heads, seq), sums)} if options["return_lse"] else {})
     if call.operation == "moe_route":
         if "given_ids" in tensors:
             (t, k), e = tensors["given_ids"].shape, options["num_experts"]
@@ -346,6 +361,10 @@ _WORDS = {"attention_forward": "attention", "attention_backward": "attention bac
 
 
 def _words(operation: str) -> str:
+    if operation == "merge_states":
+        return "the merge of attention states"
+    if operation == "kv_append":
+        return "appending to a cache"
     return _WORDS.get(operation, "the mixture of experts")
 
 
@@ -365,6 +384,9 @@ def _bind(call: _Call, *arrays: Any) -> dict[str, Any]:
         "outputs": "".join(f"{name} " for name in outputs),
         "options": _core.pack_options(call.operation, dict(call.options)),
     }
+    bounds = [dict(call.options).get(name) or 0 for name in _BOUNDS]
+    if any(bounds):
+        attributes["bounds"] = "".join(f"{bound} " for bound in bounds)
 
     def like(mark: Any) -> list[Any]:
         return [jnp.broadcast_to(mark.astype(dtype), shape) for shape, dtype in outputs.values()]
@@ -395,7 +417,9 @@ def _widened(
     ]
 
 
-_SEQUENCES = ("q", "k", "v", "dout", "out", "lse", "dlse")
+# What has a batch in front, and tables by which those of several calls cannot be one batch.
+_ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", "k_begin")
+_PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table")
 
 
 @functools.lru_cache(maxsize=256)
@@ -404,13 +428,15 @@ def _compiled(call: _Call) -> Any:
         """Sequences of an outer batch are sequences of one larger batch; dsinks is its sum."""
         if "sinks" in call.names and dict(call.options).get("wanted", ())[-1:] == (True,):
             return None
-        wide = _widened(call.names, _SEQUENCES, size, batched, arrays)
+        if any(name in _PLACES for name in call.names):
+            return None
+        wide = _widened(call.names, _ROWS, size, batched, arrays)
         if wide is None:
             return None
         apart = wide[0].shape[:2]
         made = compiled(
             *(
-                x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])) if name in _SEQUENCES else x
+                x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])) if name in _ROWS else x
                 for name, x in zip(call.names, wide, strict=True)
             )
         )
@@ -558,6 +584,15 @@ def flash_attention(
     """flash_attention, with everything by its name."""
     _refuse_outputs(outputs, stream)
     made = run("attention_forward", tensors, options)
+    return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
+
+
+def merge_states(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> Any:
+    """merge_states, with everything by its name."""
+    _refuse_outputs(outputs, stream)
+    made = run("merge_states", tensors, options)
     return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
 
 

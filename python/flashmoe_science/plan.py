@@ -15,7 +15,7 @@ from flashmoe_science._dtypes import (
     parse_extent,
     parse_flag,
 )
-from flashmoe_science.attention import parse_wanted
+from flashmoe_science.attention import SEQUENCES, parse_wanted
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
@@ -97,7 +97,8 @@ class Plan:
     """The family's estimate, by which it is chosen; 0: it has none."""
     flops: float
     """Of the products, a multiply-add counting as two: of attention, pairs the mask hides do not
-    count; of experts, as if every pair had one here."""
+    count; of experts, as if every pair had one here. 0 where lengths are in tensors, which plans do
+    not read."""
     bytes: float
     """Of the tensors that the call reads and writes, each counted once."""
     workspace_bytes: int
@@ -167,6 +168,13 @@ class AttentionPlan(Plan):
         return self._main.dim_v
 
 
+def _tables_and_bounds(sequences: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the arguments of ragged, padded and paged batches."""
+    named = dict(zip(SEQUENCES, sequences, strict=True))
+    bounds = {name: named.pop(name) for name in SEQUENCES[-2:]}
+    return named, bounds
+
+
 def attention_plan(
     q: Any,
     k: Any,
@@ -182,12 +190,26 @@ def attention_plan(
     out: Any = None,
     lse: Any = None,
     kernel: str | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    k_begin: Any = None,
+    batch_index: Any = None,
+    page_table: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> AttentionPlan:
     """What flash_attention would do with these arguments. Reads no data and launches nothing.
 
     Raises what flash_attention would raise for its arguments.
     """
-    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse}
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    tables, bounds = _tables_and_bounds(sequences)
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse} | tables
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
         "kernel": kernel, "return_lse": parse_flag("return_lse", return_lse),
@@ -200,8 +222,8 @@ def attention_plan(
         _dispatch.common_framework(inputs)
         from flashmoe_science import jax
 
-        return AttentionPlan.of(jax.plan("attention_forward", inputs, options))
-    return AttentionPlan.of(_core.plan("attention_forward", tensors, options))
+        return AttentionPlan.of(jax.plan("attention_forward", inputs, options | bounds))
+    return AttentionPlan.of(_core.plan("attention_forward", tensors, options | bounds))
 
 
 def attention_backward_plan(
@@ -226,22 +248,36 @@ def attention_backward_plan(
     dv: Any = None,
     dsinks: Any = None,
     kernel: str | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    k_begin: Any = None,
+    batch_index: Any = None,
+    page_table: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> AttentionPlan:
     """What flash_attention_backward would do with these arguments. Reads no data and launches
     nothing.
 
     Raises what flash_attention_backward would raise for its arguments.
     """
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    tables, bounds = _tables_and_bounds(sequences)
     tensors = {
         "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "sinks": sinks,
         "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
-    }  # fmt: skip
+    } | tables  # fmt: skip
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
         "wanted": parse_wanted(wanted), "accumulate": accumulate,
         "kernel": kernel,
     }  # fmt: skip
-    return AttentionPlan.of(_core.plan("attention_backward", tensors, options))
+    return AttentionPlan.of(_core.plan("attention_backward", tensors, options | bounds))
 
 
 Tensor = tuple[tuple[int, ...], Any, Any, None]  # shape, dtype, device, strides: contiguous

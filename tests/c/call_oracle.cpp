@@ -410,7 +410,9 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
   if (params.q_scale != nullptr) judgement.invalid("q_scale");
   if (params.k_scale != nullptr) judgement.invalid("k_scale");
   if (params.v_scale != nullptr) judgement.invalid("v_scale");
-  if (params.sequences != nullptr) judgement.invalid("sequences");
+  if (params.sequences != nullptr && params.sequences->struct_size != sizeof *params.sequences) {
+    judgement.invalid("flashmoe_attention_sequences.struct_size");
+  }
 
   const Rows rows = judge_rows_of_all(&judgement, params);
   if (rows.out.facts.readable) judge_distinct(&judgement, "out", rows.out.facts, 4);
@@ -441,9 +443,15 @@ Judgement judge(const flashmoe_attention_backward_params* params) {
     judgement.invalid("params");
     return judgement;
   }
-  if (params->struct_size != sizeof *params) {
+  constexpr size_t kOldest = offsetof(flashmoe_attention_backward_params, sequences);
+  if (params->struct_size < kOldest || params->struct_size > sizeof *params) {
     judgement.invalid("flashmoe_attention_backward_params.struct_size");
     return judgement;
+  }
+  flashmoe_attention_sequences* sequences = nullptr;
+  std::memcpy(&sequences, &params->sequences, params->struct_size - kOldest);
+  if (sequences != nullptr && sequences->struct_size != sizeof *sequences) {
+    judgement.invalid("flashmoe_attention_sequences.struct_size");
   }
   judge_options(&judgement, *params);
   if (params->accumulate != 0 && params->accumulate != 1) judgement.invalid("accumulate");

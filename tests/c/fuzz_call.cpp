@@ -188,6 +188,7 @@ const flashmoe_attention_backward_params* Call::given_backward() {
   b.scale = params.scale, b.softcap = params.softcap, b.kernel = params.kernel;
   b.window = params.window;
   b.window_left = params.window_left, b.window_right = params.window_right;
+  b.sequences = params.sequences;
   return &b;
 }
 

@@ -95,7 +95,8 @@ struct Call {
   flashmoe_attention_backward_params backward = flashmoe_attention_backward_params_init();
   bool null_params = false;
   Argument q, k, v, out, lse, sinks, dout, dlse, dq, dk, dv, dsinks;
-  flashmoe_attention_sequences sequences = {};
+  flashmoe_attention_sequences sequences =
+      {};  // of no size: see fuzz_sequences for those that have
   std::string kernel;
   std::string faults;
 

@@ -88,7 +88,7 @@ void reserved_set(Random* random, Call* call) {
   call->params.reserved = random->one_of({1u, 2u, 0x80000000u, 0xffffffffu});
 }
 
-// What no kernel of this version takes, whatever it says.
+// What no kernel of this version takes, whatever it says, and sequences of no size.
 void unserved(Random* random, Call* call) {
   const flashmoe_tensor* const given = &any_argument(random, call).tensor;
   switch (random->below(4)) {

@@ -209,6 +209,39 @@ void attention() {
   CHECK(test.out == out);
 }
 
+// The same keys in pages, of which the first of two sequences has all and the second has three.
+void sequences() {
+  AttentionCase test;
+  fm::AttentionForward dense = test.call();
+  fm::Workspace workspace;
+  done(fm::run(dense, workspace));
+  const std::vector<float> whole = test.out;
+  dense.k = dense.k.slice(1, 0, 3);
+  dense.v = dense.v.slice(1, 0, 3);
+  done(fm::run(dense, workspace));
+  std::vector<float> expected = test.out;
+  std::copy(whole.begin(), whole.begin() + 5 * 4 * 16, expected.begin());
+
+  const std::vector<int32_t> pages = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, -1, -1, -1, -1};
+  const std::vector<int32_t> lengths = {7, 3};
+  test.out.assign(test.out.size(), NAN);
+  fm::AttentionForward call = test.call();
+  call.k = fm::ConstTensorView(test.k.data(), {14, 1, 2, 16});
+  call.v = fm::ConstTensorView(test.v.data(), {14, 1, 2, 16});
+  fm::AttentionSequences given;
+  given.page_table = fm::ConstTensorView(pages.data(), {2, 7});
+  given.seqused_k = fm::ConstTensorView(lengths.data(), {2});
+  given.max_seqlen_k = 100;
+  call.sequences = given;
+  done(fm::run(call, workspace));
+  CHECK(test.out == expected);
+  CHECK(get(fm::plan(call)).flops == 0);
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "cu_seqlens_k: got one", [&] {
+    call.sequences->cu_seqlens_k = given.seqused_k;
+    return fm::plan(call);
+  });
+}
+
 // The gradients of a call are differences of the sum of its output.
 void attention_backward() {
   AttentionCase test;
@@ -256,6 +289,29 @@ void attention_backward() {
       CHECK(std::fabs(slope - static_cast<double>((*gradient)[i])) < 2e-3);
     }
   }
+
+  // Of two sequences, of which the second has two queries and three keys.
+  const std::vector<float> whole = dk;
+  const std::vector<int32_t> queries = {5, 2}, keys = {7, 3};
+  fm::AttentionSequences given;
+  given.seqused_q = fm::ConstTensorView(queries.data(), {2});
+  given.seqused_k = fm::ConstTensorView(keys.data(), {2});
+  forward.sequences = call.sequences = given;
+  done(fm::run(forward, workspace));
+  dq.assign(dq.size(), NAN), dk.assign(dk.size(), NAN), dv.assign(dv.size(), NAN);
+  done(fm::run(call, workspace));
+  CHECK(std::equal(dk.begin(), dk.begin() + 7 * 2 * 16, whole.begin()));
+  for (size_t i = (7 + 3) * 2 * 16; i < dk.size(); ++i) CHECK(dk[i] == 0 && dv[i] == 0);
+  for (size_t i = (5 + 2) * 4 * 16; i < dq.size(); ++i) CHECK(dq[i] == 0);
+  CHECK(dk[7 * 2 * 16] != 0 && dq[5 * 4 * 16] != 0);
+  fails(FLASHMOE_ERROR_UNSUPPORTED, "batch_index: got one", [&] {
+    call.sequences->batch_index = given.seqused_k;
+    return fm::plan(call);
+  });
+  forward.sequences = call.sequences = {};
+  done(fm::run(forward, workspace));
+  done(fm::run(call, workspace));
+  CHECK(dk == whole);
 
   const std::vector<float> once = dv;
   call.accumulate = true;
@@ -455,6 +511,96 @@ void experts() {
         [&] { return fm::run(route, workspace); });
 }
 
+// <dout, out> of a layer, whose gradients are those below.
+double loss_of(const fm::MoeForward& call, const std::vector<float>& dout, fm::Workspace& workspace,
+               const std::vector<float>& out) {
+  done(fm::run(call, workspace));
+  double loss = 0;
+  for (size_t i = 0; i < out.size(); ++i) loss += double{dout[i]} * double{out[i]};
+  return loss;
+}
+
+void gradients() {
+  Layer layer;
+  fm::Workspace workspace;
+  const fm::Routing routing = get(fm::Routing::create(kTokens, kTopK, kExperts));
+  fm::MoeRoute route;
+  route.logits = fm::ConstTensorView(layer.logits.data(), {kTokens, kExperts});
+  routing.attach(route);
+  done(fm::run(route, workspace));
+  fm::MoeForward call;
+  call.x = fm::ConstTensorView(layer.x.data(), {kTokens, kHidden});
+  call.w_gate_up = fm::ConstTensorView(layer.w_gate_up.data(), {kExperts, 2 * kInner, kHidden});
+  call.w_down =
+      fm::ConstTensorView(layer.w_down.data(), {kExperts, kInner, kHidden}).transpose(1, 2);
+  call.out = fm::TensorView(layer.out.data(), {kTokens, kHidden});
+  routing.attach(call);
+
+  const std::vector<float> dout = random(layer.out.size(), 21);
+  std::vector<float> dx(layer.x.size(), NAN), dw(layer.w_down.size(), NAN);
+  std::vector<float> dweights(size_t{kTokens} * kTopK, NAN);
+  fm::MoeBackward backward;
+  backward.dout = fm::ConstTensorView(dout.data(), {kTokens, kHidden});
+  backward.x = call.x;
+  backward.w_gate_up = call.w_gate_up;
+  backward.w_down = call.w_down;
+  routing.attach(backward);
+  backward.dx = fm::TensorView(dx.data(), {kTokens, kHidden});
+  backward.dw_down = fm::TensorView(dw.data(), {kExperts, kInner, kHidden}).transpose(1, 2);
+  backward.dweights = fm::TensorView(dweights.data(), {kTokens, kTopK});
+  CHECK(get(fm::plan(backward)).workspace_bytes == get(fm::workspace_size(backward)));
+  done(fm::run(backward, workspace));
+  // Along one direction each, by differences.
+  const auto check = [&](std::vector<float>& at, const std::vector<float>& gradient) {
+    const std::vector<float> direction = random(at.size(), 22), held = at;
+    constexpr float kStep = 1e-2f;
+    double ends[2], expected = 0;
+    for (int end = 0; end < 2; ++end) {
+      for (size_t i = 0; i < at.size(); ++i) {
+        at[i] = held[i] + (end == 0 ? -kStep : kStep) * direction[i];
+      }
+      ends[end] = loss_of(call, dout, workspace, layer.out);
+    }
+    at = held;
+    for (size_t i = 0; i < at.size(); ++i) expected += double{gradient[i]} * double{direction[i]};
+    const double got = (ends[1] - ends[0]) / (2 * double{kStep});
+    CHECK(std::fabs(got - expected) <= 1e-3 * (1 + std::fabs(expected)));
+  };
+  check(layer.x, dx);
+  check(layer.w_down, dw);
+
+  std::vector<float> dlogits(layer.logits.size(), NAN);
+  fm::MoeRouteBackward router;
+  router.dweights = fm::ConstTensorView(dweights.data(), {kTokens, kTopK});
+  router.ids = routing.ids();
+  router.logits = route.logits;
+  router.dlogits = fm::TensorView(dlogits.data(), {kTokens, kExperts});
+  done(fm::run(router, workspace));
+  for (size_t t = 0; t < kTokens; ++t) {  // of a softmax they sum to 0
+    double sum = 0;
+    for (size_t e = 0; e < kExperts; ++e) sum += double{dlogits[t * kExperts + e]};
+    CHECK(std::fabs(sum) <= 1e-5);
+  }
+
+  const int32_t rows[2] = {0, kTokens};
+  std::vector<float> drouter(size_t{8} * kHidden, NAN);
+  const std::vector<float> of_logits = random(size_t{kTokens} * 8, 23);
+  fm::GroupedProductBackward product;
+  product.dout = fm::ConstTensorView(of_logits.data(), {kTokens, 8});
+  product.x = call.x;
+  product.offsets = fm::ConstTensorView(rows, {2});
+  product.dw = fm::TensorView(drouter.data(), {1, 8, kHidden});
+  done(fm::run(product, workspace));
+  double expected = 0;
+  for (size_t t = 0; t < kTokens; ++t)
+    expected += double{of_logits[t * 8]} * double{layer.x[t * kHidden]};
+  CHECK(std::fabs(double{drouter[0]} - expected) <= 1e-4);
+
+  backward.dx = backward.dw_down = backward.dweights = {};
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "dx: got a null tensor",
+        [&] { return fm::run(backward, workspace); });
+}
+
 void given_experts_and_grouped_product() {
   const int32_t ids[2][1] = {{1}, {0}};
   const fm::Routing routing = get(fm::Routing::create(2, 1, 2));
@@ -488,6 +634,100 @@ void given_experts_and_grouped_product() {
   }
 }
 
+void merge_states() {
+  const std::vector<float> outs = random(2 * 3 * 8, 10), lses = {0.5f, -1, 2, 1, 0, -INFINITY};
+  std::vector<float> out(3 * 8, NAN), lse(3, NAN);
+  fm::MergeStates call;
+  call.outs = fm::ConstTensorView(outs.data(), {2, 1, 3, 1, 8});
+  call.lses = fm::ConstTensorView(lses.data(), {2, 1, 1, 3});
+  call.out = fm::TensorView(out.data(), {1, 3, 1, 8});
+  call.lse = fm::TensorView(lse.data(), {1, 1, 3});
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  CHECK(std::strstr(get(fm::plan(call)).launches[0].kernel, "merge_states_cpu") != nullptr);
+  CHECK(get(fm::workspace_size(call)) == 0);
+  for (size_t i = 0; i < 3; ++i) {
+    const double first = std::exp(double{lses[i]}), second = std::exp(double{lses[3 + i]});
+    CHECK(std::fabs(double{lse[i]} - std::log(first + second)) <= 1e-6);
+    for (size_t d = 0; d < 8; ++d) {
+      const double sum = first * double{outs[i * 8 + d]} + second * double{outs[24 + i * 8 + d]};
+      CHECK(std::fabs(double{out[i * 8 + d]} - sum / (first + second)) <= 1e-6);
+    }
+  }
+
+  // The second into the first, in place and in the other layout: with one head they are the same.
+  std::vector<float> prior(outs.begin(), outs.begin() + 24),
+      prior_lse(lses.begin(), lses.begin() + 3);
+  call.prior_out = fm::ConstTensorView(prior.data(), {1, 1, 3, 8});
+  call.prior_lse = fm::ConstTensorView(prior_lse.data(), {1, 1, 3});
+  call.outs = fm::ConstTensorView(outs.data() + 24, {1, 1, 3, 8});
+  call.lses = fm::ConstTensorView(lses.data() + 3, {1, 1, 3});
+  call.out = fm::TensorView(prior.data(), {1, 1, 3, 8});
+  call.lse = fm::TensorView(prior_lse.data(), {1, 1, 3});
+  call.layout = fm::Layout::bhsd;
+  done(fm::run(call, workspace));
+  CHECK(prior == out && prior_lse == lse);
+  call.kernel = "sm90";
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "kernel: got \"sm90\"",
+        [&] { return fm::run(call, workspace); });
+}
+
+void kv_append() {
+  const std::vector<float> k = random(2 * 16, 20), v = random(2 * 8, 21), q = random(2 * 16, 22);
+  const std::vector<float> cos = random(9 * 2, 23), sin = random(9 * 2, 24);
+  const int32_t lengths[] = {5, 0}, table[] = {2, 1, 3, 0};
+  const auto rotated = [&](const float* x, int32_t position, size_t i) {
+    const size_t at = static_cast<size_t>(position) * 2 + i % 4 / 2,
+                 other = i % 2 == 0 ? i + 1 : i - 1;
+    if (i >= 4) return x[i];
+    return x[i] * cos[at] + (i % 2 == 0 ? -1 : 1) * x[other] * sin[at];
+  };
+  std::vector<float> k_cache(4 * 4 * 16, -1), v_cache(4 * 4 * 8, -1), q_out(2 * 16, NAN);
+  fm::KvAppend call;
+  call.k = fm::ConstTensorView(k.data(), {2, 1, 1, 16});
+  call.v = fm::ConstTensorView(v.data(), {2, 1, 1, 8});
+  call.k_cache = fm::TensorView(k_cache.data(), {4, 4, 1, 16});
+  call.v_cache = fm::TensorView(v_cache.data(), {4, 4, 1, 8});
+  call.cache_seqlens = fm::ConstTensorView(lengths, {2});
+  call.page_table = fm::ConstTensorView(table, {2, 2});
+  call.rotary_cos = fm::ConstTensorView(cos.data(), {9, 2});
+  call.rotary_sin = fm::ConstTensorView(sin.data(), {9, 2});
+  call.rotary = fm::Rotary::interleaved;
+  call.q = fm::ConstTensorView(q.data(), {2, 1, 1, 16});
+  call.q_out = fm::TensorView(q_out.data(), {2, 1, 1, 16});
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  CHECK(std::strstr(get(fm::plan(call)).launches[0].kernel, "kv_append_cpu") != nullptr);
+  CHECK(get(fm::workspace_size(call)) == 0);
+  // Key 5 is in the second page of the first sequence, key 0 in the first one of the second.
+  const size_t rows[] = {1 * 4 + 1, 3 * 4 + 0};
+  for (size_t b = 0; b < 2; ++b) {
+    for (size_t i = 0; i < 16; ++i) {
+      const float want = rotated(&k[b * 16], lengths[b], i);
+      CHECK(std::fabs(k_cache[rows[b] * 16 + i] - want) <= 1e-5f);
+      CHECK(std::fabs(q_out[b * 16 + i] - rotated(&q[b * 16], lengths[b], i)) <= 1e-5f);
+      k_cache[rows[b] * 16 + i] = -1;
+    }
+    for (size_t i = 0; i < 8; ++i) CHECK(v_cache[rows[b] * 8 + i] == v[b * 8 + i]);
+  }
+  CHECK(k_cache == std::vector<float>(4 * 4 * 16, -1));
+
+  // The same rows by their slots, in the other layout: with one head they are the same.
+  std::vector<float> again(v_cache.size(), -1);
+  const int64_t slots[] = {5, 12}, positions[] = {5, 0};
+  call.cache_seqlens = call.page_table = fm::ConstTensorView();
+  call.slots = fm::ConstTensorView(slots, {2, 1});
+  call.positions = fm::ConstTensorView(positions, {2, 1});
+  call.k_cache = fm::TensorView(k_cache.data(), {4, 1, 4, 16});
+  call.v_cache = fm::TensorView(again.data(), {4, 1, 4, 8});
+  call.layout = fm::Layout::bhsd;
+  done(fm::run(call, workspace));
+  CHECK(again == v_cache);
+  call.q_stays = true;
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "q_stays: got 1",
+        [&] { return fm::run(call, workspace); });
+}
+
 void library() {
   CHECK(fm::version() == flashmoe_version());
   CHECK(std::strstr(get(fm::build_info()).kernel_families, "cpu") != nullptr);
@@ -503,6 +743,7 @@ void library() {
   };
   done(fm::set_log(FLASHMOE_LOG_INFO, append, &lines));
   attention();
+  sequences();
   attention_backward();
   done(fm::set_log(FLASHMOE_LOG_OFF));
   CHECK(lines.find("attention_forward_cpu") != std::string::npos);
@@ -513,10 +754,14 @@ void library() {
 void FLASHMOE_HPP_CHECKS() {
   views();
   attention();
+  sequences();
   adds_no_allocation();
   errors();
   memory();
   experts();
+  gradients();
   given_experts_and_grouped_product();
+  merge_states();
+  kv_append();
   library();
 }

@@ -191,8 +191,8 @@ void every_byte_counts(size_t addresses) {
 }
 
 void every_byte_of_a_problem_counts() {
-  every_byte_counts<AttentionProblem>(6);
-  every_byte_counts<AttentionBackwardProblem>(12);
+  every_byte_counts<AttentionProblem>(13);
+  every_byte_counts<AttentionBackwardProblem>(19);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
@@ -220,6 +220,8 @@ thread_local Launched launched;
 
 int64_t size_of(const AttentionProblem& p) { return p.seq_q + p.q.strides.seq; }
 int64_t size_of(const AttentionBackwardProblem& p) { return p.seq_q + p.q.strides.seq; }
+int64_t size_of(const KvAppendProblem& p) { return p.seq; }
+int64_t size_of(const MergeStatesProblem& p) { return p.seq; }
 int64_t size_of(const MoeRouteProblem& p) { return p.tokens; }
 int64_t size_of(const MoeForwardProblem& p) { return p.tokens; }
 int64_t size_of(const GroupedProductProblem& p) { return p.rows; }
@@ -283,6 +285,8 @@ const AttentionBackwardFamily kSm89AttentionBackward =
     family<AttentionBackwardProblem, kSm89, Kind::kMany>();
 const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
+const KvAppendFamily kCpuKvAppend = family<KvAppendProblem, kCpu, Kind::kHost>();
+const MergeStatesFamily kCpuMergeStates = family<MergeStatesProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
 const MoeForwardFamily kSm89FewTokensMoeForward =
@@ -295,6 +299,11 @@ const GroupedProductFamily kSm90GroupedProduct =
 const GroupedProductFamily kSm89GroupedProduct =
     family<GroupedProductProblem, kSm89, Kind::kMany>();
 const GroupedProductFamily kCpuGroupedProduct = family<GroupedProductProblem, kCpu, Kind::kHost>();
+// Of the CPU alone, whose plans are not kept.
+const MoeRouteBackwardFamily kCpuMoeRouteBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
+const MoeBackwardFamily kCpuMoeBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
+const GroupedProductBackwardFamily kCpuGroupedProductBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr,
+                                                                 nullptr};
 
 flashmoe_status cuda_all_rows(int32_t, const int32_t** offsets) {
   static const int32_t all_rows[] = {0, INT32_MAX};

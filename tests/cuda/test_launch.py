@@ -11,8 +11,8 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 # Of each family, by its folder, the kernels that the programs know.
 ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
-    "attention/sm89": ("fp16_d64_dv64",),
-    "attention/sm90": ("fp16_d64_dv64", "split_kv_fp16_d64_dv64"),
+    "attention/sm89": ("fp16_d64_dv64", "fp16_d64_dv64_ragged"),
+    "attention/sm90": ("fp16_d64_dv64", "fp16_d64_dv64_ragged", "split_kv_fp16_d64_dv64"),
     "attention/sm89_backward": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),
         *("bf16_d256_dv256", "bf16_d256_dv256_ada"),
@@ -33,7 +33,7 @@ ENTRIES = {
 }
 CORE = (
     *("checks", "choose", "dtype", "launch", "log", "operation", "overlap", "per_thread", "status"),
-    *("ops/attention/checks", "ops/attention/problem"),
+    *(f"ops/attention/{name}" for name in ("checks", "problem", "sequences")),
 )
 BASE = tuple(f"core/{name}.cpp" for name in ("dtype", "log", "per_thread", "status"))
 MOE_CORE = (*BASE, *(f"core/{name}.cpp" for name in ("checks", "launch")))
@@ -59,7 +59,7 @@ ATTENTION = (
     "core/ops/attention/forward.cpp",
     *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
-    *(f"cuda/attention/sm90/{name}.cpp" for name in ("stream_k", "whole_tiles")),
+    *(f"cuda/attention/sm90/{name}.cpp" for name in ("ragged", "stream_k", "whole_tiles")),
 )
 SOURCES = {
     "test_launch": ATTENTION,
@@ -73,10 +73,14 @@ SOURCES = {
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
     "test_cost": (
         *BASE,
+        "core/ops/attention/problem.cpp",
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/split_kv_cost")),
     ),
+    "test_ragged_order": BASE,
+    "test_sequence_tables": (*BASE, "core/ops/attention/problem.cpp"),
     "test_stream_k": (
         *BASE,
+        "core/ops/attention/problem.cpp",
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle")),
         *(f"cuda/attention/sm90/{name}.cpp" for name in ("split_kv_cost", "stream_k")),
     ),
@@ -170,6 +174,14 @@ def test_l2_swizzle(tmp_path: Path) -> None:
 
 def test_attention_choice(tmp_path: Path) -> None:
     checked([_compile("test_choice", tmp_path)])
+
+
+def test_ragged_order(tmp_path: Path) -> None:
+    checked([_compile("test_ragged_order", tmp_path)])
+
+
+def test_sequence_tables(tmp_path: Path) -> None:
+    checked([_compile("test_sequence_tables", tmp_path)])
 
 
 def test_cost(tmp_path: Path) -> None:

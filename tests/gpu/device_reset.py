@@ -110,7 +110,8 @@ def attend(driver: Driver, family: str) -> str:
     kernel = min(
         kernel
         for kernel in kernels.attention(family)
-        if (kernel.dtype, kernel.dim, kernel.dim_v) == ("bf16", dim, dim) and not kernel.capped
+        if (kernel.dtype, kernel.dim, kernel.dim_v) == ("bf16", dim, dim)
+        and not (kernel.capped or kernel.ragged)
     )
     return sanitize_attention.check_call(driver, kernel, dim, dim, ATTENTION[family])
 

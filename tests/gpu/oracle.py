@@ -226,7 +226,20 @@ def assert_accurate(
     options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
     options |= {"sinks": sinks, "layout": layout}
     ref = attention_float64(q, k, v, causal, **options)
-    got = heads_first(out, layout).double()
+    usual = plain(q, k, v, causal, **options).out
+    assert_near(heads_first(out, layout), lse, ref, usual, q.dtype, lse_slack)
+
+
+def assert_near(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    ref: Attention,
+    usual: torch.Tensor,
+    dtype: torch.dtype,
+    lse_slack: float = 0.0,
+) -> None:
+    """The same beside a reference and the plain computation that are there already."""
+    got, usual = out.double(), usual.double()
     assert got.shape == ref.out.shape
     if lse is not None:
         assert_lse(lse, ref.lse, lse_slack)
@@ -236,10 +249,9 @@ def assert_accurate(
     wild_alike = (got == ref.out) | (got.isnan() & ref.out.isnan())
     alike = torch.where(finite, torch.isfinite(got), wild_alike)
     assert alike.all(), _describe("out", got, ref.out, ~alike)
-    usual = plain(q, k, v, causal, **options).out.double()
     comparable = finite & torch.isfinite(usual)
     usual_error = _largest((usual - ref.out)[comparable])
-    allowed = 2 * usual_error + ulp(q.dtype, _largest(ref.out[finite]))
+    allowed = 2 * usual_error + ulp(dtype, _largest(ref.out[finite]))
     allowed += torch.finfo(torch.float32).smallest_normal  # kernels flush fp32's denormals
     wrong = finite & ((got - ref.out).abs() > allowed)
     assert not wrong.any(), (

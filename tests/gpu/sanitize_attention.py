@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -108,19 +108,117 @@ def check_call(
     return ran
 
 
+def _sequences(
+    kernel: Kernel, dim: int, dim_v: int, options: Options
+) -> tuple[dict[str, np.ndarray], list[tuple[np.ndarray, ...]]]:
+    """Queries one behind the other, and keys in pages: arrays of a call, and q, k and v of each
+    sequence. Free rows are NaN, and the table ends in pages that there are not."""
+    rng, dtype, size = np.random.default_rng(dim + options.seq_k), capi.DTYPES[kernel.dtype], 16
+    lengths = ((options.seq_q, options.seq_k), (0, 5), (1, 40))
+
+    def tensors(count: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
+        shapes = ((count, seq, options.heads_kv, last) for last in (dim, dim_v))
+        k, v = (capi.normal(rng, shape, dtype) for shape in shapes)
+        return k, v
+
+    ends = np.cumsum([0, *(n for n, _ in lengths)])
+    q = capi.normal(rng, (1, int(ends[-1]), options.heads_q, dim), dtype)
+    needed = [-(-n // size) for _, n in lengths]
+    pages = tensors(sum(needed) + 1, size)
+    table = np.full((len(lengths), max(needed) + 1), 2**31 - 1, np.int32)
+    places = iter(rng.permutation(sum(needed) + 1))
+    for x in pages:
+        x[...] = np.nan
+    parts = []
+    for b, (_, length) in enumerate(lengths):
+        parts.append((q[:, ends[b] : ends[b + 1]], *tensors(1, length)))
+        for page in range(needed[b]):
+            at = table[b, page] = next(places)
+            for x, part in zip(pages, parts[b][1:], strict=True):
+                rows = part[0, page * size : (page + 1) * size]
+                x[at, : len(rows)] = rows
+    arrays = {
+        "q": q, "k": pages[0], "v": pages[1],
+        "out": capi.aligned_empty((*q.shape[:3], dim_v), dtype),
+        "lse": np.full((1, options.heads_q, q.shape[1]), np.nan, np.float32),
+        "cu_seqlens_q": ends.astype(np.int32),
+        "seqused_k": np.array([n for _, n in lengths], np.int32), "page_table": table,
+    }  # fmt: skip
+    arrays["out"][...] = np.nan
+    return arrays, parts
+
+
+_TENSORS = ("q", "k", "v", "out", "lse")
+
+
+def _run_sequences(
+    driver: Driver, kernel: Kernel, arrays: dict[str, np.ndarray], **options: Any
+) -> str:
+    tables = {name: x for name, x in arrays.items() if name not in _TENSORS}
+    params = capi.attention_params(*(arrays[name] for name in _TENSORS), **options, tables=tables,
+                                   kernel=kernel.table_name.encode())  # fmt: skip
+    params.keep |= params.keep_sequences.keep
+    ran, *_ = sanitize.run(driver, arrays, ("out", "lse"), params, capi.attention_plan,
+                           "flashmoe_attention_forward")  # fmt: skip
+    return ran
+
+
+def check_sequences(
+    driver: Driver, kernel: Kernel, dim: int, dim_v: int, options: Options,
+    bad_key: int | None = None,
+) -> str:  # fmt: skip
+    """One ragged and paged call; the name of the kernel that ran."""
+    arrays, parts = _sequences(kernel, dim, dim_v, options)
+    mask = {"causal": options.causal, "window": options.window}
+    if bad_key is not None:
+        table, size = arrays["page_table"], arrays["v"].shape[1]
+        arrays["v"][table[0, bad_key // size], bad_key % size] = np.nan
+    ran = _run_sequences(driver, kernel, arrays, **mask, softcap=options.softcap)
+    ends = arrays["cu_seqlens_q"]
+    for b, (q, k, v) in enumerate(parts):
+        rows = slice(ends[b], ends[b + 1])
+        out, lse = arrays["out"][:, rows], arrays["lse"][:, :, rows]
+        if bad_key is None or b > 0:
+            reference.assert_accurate(out, lse, q, k, v, **mask, softcap=options.softcap)
+        else:
+            seen = reference.visible(q.shape[1], k.shape[1], **mask)[:, bad_key]
+            assert np.isnan(out[0, seen].astype(np.float32)).all()
+            assert np.isfinite(out[0, ~seen].astype(np.float32)).all()
+    return ran
+
+
+def check_hostile_sequences(driver: Driver, kernel: Kernel) -> str:
+    """Numbers that lead outside of everything, were they followed."""
+    arrays, _ = _sequences(kernel, kernel.dim, kernel.dim_v, _OPTIONS[0])
+    rng, most = np.random.default_rng(0), 2**31 - 1
+    for name in ("cu_seqlens_q", "seqused_k", "page_table"):
+        numbers = np.array([-most - 1, -1, 0, 3, 17, 200, most - 1, most], np.int32)
+        arrays[name] = rng.choice(numbers, arrays[name].shape)
+    arrays["k_begin"] = rng.choice(np.array([-most - 1, -1, 5, most], np.int32), 3)
+    for name in ("k", "v", "out"):  # what is within the tensors is numbers
+        arrays[name][...] = 0
+    options = _for_kernel(kernel, _OPTIONS[0])
+    ran = _run_sequences(driver, kernel, arrays, causal="bottom_right", softcap=options.softcap)
+    assert np.isfinite(arrays["out"].astype(np.float32)).all()
+    return ran
+
+
 def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int]) -> set[str]:
     seen = set()
     for kernel in sanitize.part_of(sorted(kernels.attention(family)), share):
+        check = check_sequences if kernel.ragged else check_call
         if small:
             options = _for_kernel(kernel, _SMALL[family])
-            seen.add(check_call(driver, kernel, kernel.dim, kernel.dim_v, options))
+            seen.add(check(driver, kernel, kernel.dim, kernel.dim_v, options))
             continue
         for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - 8, kernel.dim_v - 16)}:
             for options in _OPTIONS:
-                seen.add(check_call(driver, kernel, dim, dim_v, _for_kernel(kernel, options)))
+                seen.add(check(driver, kernel, dim, dim_v, _for_kernel(kernel, options)))
         # The rare path: a NaN of V that lies right of some rows of a tile and left of others.
-        seen.add(check_call(driver, kernel, kernel.dim, kernel.dim_v,
-                            _for_kernel(kernel, _RARE), bad_key=60))  # fmt: skip
+        seen.add(check(driver, kernel, kernel.dim, kernel.dim_v, _for_kernel(kernel, _RARE),
+                       bad_key=60))  # fmt: skip
+        if kernel.ragged:
+            seen.add(check_hostile_sequences(driver, kernel))
     return seen
 
 

@@ -157,8 +157,6 @@ def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int])
             less = (index + number) % 2
             seen |= check_call(driver, family, kernel, dim - 8 * less, dim_v - 16 * less,
                                _for_kernel(family, kernel, options))  # fmt: skip
-        if family == "sm90":
-            continue  # within a tile of its kernels NaN spreads
         # The rare path: a NaN of K that lies right of some rows of a tile and left of others.
         seen |= check_call(driver, family, kernel, dim, dim_v,
                            _for_kernel(family, kernel, _RARE), bad_key=60)  # fmt: skip

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import flashmoe_science  # noqa: E402
 from flashmoe_science import hf  # noqa: E402
-from flashmoe_science.hf import _experts, _report  # noqa: E402
+from flashmoe_science.hf import _experts, _masks, _report  # noqa: E402
 from flashmoe_science.hf._masks import note_of  # noqa: E402
 from hf_models import MODELS, SIZES, STOCK_ATTENTION, TOKENS, logits, make, said, with_ours  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
@@ -35,7 +35,7 @@ WINDOWS = {
     "gemma2": ({"sliding_window": 5}, 1),
     "gemma3_text": ({"sliding_window": 5}, 1),
 }
-PADDED = f"{STOCK_ATTENTION}there is padding"
+BETWEEN = f"{STOCK_ATTENTION}there is padding between tokens"
 STATIC = f"{STOCK_ATTENTION}a static cache has a mask for every token that follows the prompt"
 UNTOLD_WINDOW = f"{STOCK_ATTENTION}the model has its sliding window in masks alone"
 OTHER_MASK = f"{STOCK_ATTENTION}there is a mask of another kind than causal or a sliding window"
@@ -289,19 +289,154 @@ def test_a_chunk_of_a_prompt_sees_what_was_before(calls: Counter[str]) -> None:
     assert_rule(rest, logits(stock)[:, 6:], reference, torch.float32)
 
 
-def test_padding_goes_to_the_stock_attention_and_is_said_once(
+def masked(*hidden: tuple[int, int, int]) -> Any:
+    """A padding mask that hides of a row of TOKENS those from one to before another."""
+    mask = torch.ones_like(TOKENS)
+    for row, begin, end in hidden:
+        mask[row, begin:end] = 0
+    return mask
+
+
+def without_padding(model: Any, mask: Any) -> Any:
+    """The logits of the tokens that a mask leaves, of each row by itself."""
+    made = []
+    for tokens, seen in zip(TOKENS, mask.bool(), strict=True):
+        if seen.any():
+            places = seen.nonzero()[:, 0][None]  # a model counts padding, too
+            made.append(logits(model, input_ids=tokens[None, seen], position_ids=places)[0])
+    return torch.cat(made)
+
+
+# Which tokens are padding.
+PADDINGS = {
+    "left": masked((0, 0, 4)),
+    "right": masked((1, 7, 11)),
+    "of_each_another": masked((0, 0, 3), (1, 5, 11)),
+    "both_sides": masked((0, 0, 2), (0, 9, 11)),
+    "a_whole_row": masked((0, 0, 11)),
+}
+
+
+@pytest.mark.parametrize("mask", PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", *WINDOWS])
+def test_padding_on_either_side_is_ours(
+    kind: str, mask: Any, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    moe = kind in ("mixtral", "gpt_oss")
+    stock = make(kind, moe=moe, **WINDOWS.get(kind, ({}, 0))[0])
+    reference = without_padding(exact(stock), mask)
+    plain = logits(stock, attention_mask=mask)
+    seen = mask.bool()
+    torch.use_deterministic_algorithms(True)  # which has memory that is not written hold NaN
+    try:
+        ours = logits(with_ours(stock, moe=moe), attention_mask=mask)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_rule(ours[seen], plain[seen], reference, torch.float32)
+    assert ours.isfinite().all()
+    if mask is PADDINGS["right"]:  # rows of padding see the keys before them, too
+        torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+    assert (logits(stock) - plain)[seen].abs().max() > 1e-2 or mask[0].all() or not mask[0].any()
+    assert calls["flash_attention"] == 2
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", *WINDOWS])
+def test_generating_from_padded_prompts_gives_the_same_tokens(
+    kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    moe = kind in ("mixtral", "gpt_oss")
+    stock = make(kind, moe=moe, **WINDOWS.get(kind, ({}, 0))[0])
+    settings = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0,
+                "attention_mask": PADDINGS["left"]}  # fmt: skip
+    expected = stock.generate(TOKENS, **settings)
+    assert torch.equal(with_ours(stock, moe=moe).generate(TOKENS, **settings), expected)
+    assert calls["flash_attention"] == 2 * 9
+    assert said(caplog) == []
+    assert (hf.report().ours, hf.report().stock) == (2 * 9 * (1 + moe), 0)
+
+
+def test_behind_a_prompt_that_is_padded_on_the_right_there_is_padding_between_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The prompt is ours."""
+    stock = make("llama", moe=False)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0,
+                "attention_mask": PADDINGS["right"]}  # fmt: skip
+    expected = stock.generate(TOKENS, **settings)
+    assert torch.equal(with_ours(stock, moe=False).generate(TOKENS, **settings), expected)
+    assert said(caplog) == [BETWEEN]
+    assert (hf.report().ours, hf.report().stock) == (2, 2 * 4)
+
+
+# Several sequences in each row of TOKENS: where they begin.
+PACKED = {"alike": ((0, 4, 5), (0, 4, 5)), "apart": ((0, 6), (0, 1, 2, 8)), "one": ((0,), (0, 10))}
+
+
+def positions(begins: tuple[tuple[int, ...], ...]) -> Any:
+    return torch.stack([
+        torch.cat([torch.arange(b - a) for a, b in zip(row, (*row[1:], 11), strict=True)])
+        for row in begins
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("begins", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("kind", ["llama", *WINDOWS])  # gpt-oss makes no masks of positions
+def test_packed_rows_are_ours(
+    kind: str,
+    begins: tuple[tuple[int, ...], ...],
+    calls: Counter[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    moe = kind == "mixtral"
+    stock = make(kind, moe=moe, **WINDOWS.get(kind, ({}, 0))[0])
+    inputs = {"position_ids": positions(begins)}
+    with torch.no_grad():
+        answers = [
+            model(TOKENS, **inputs, use_cache=False).logits.double()
+            for model in (with_ours(stock, moe=moe), stock, exact(stock))
+        ]
+        alone = stock(TOKENS[1:, begins[1][-1] :]).logits.double()
+    assert_rule(*answers, torch.float32)
+    torch.testing.assert_close(answers[0][1:, begins[1][-1] :], alone, atol=1e-4, rtol=1e-4)
+    assert calls["flash_attention"] == 2 * len(TOKENS)  # of each row one
+    assert said(caplog) == []
+    assert hf.report().ours == 2 * (1 + moe)
+
+
+def test_masks_are_told_by_what_they_hide() -> None:
+    """Those of packed rows, from masks that are nearly such."""
+    packed = torch.block_diag(*(torch.ones(n, n) for n in (4, 1, 6))).tril().bool()[None, None]
+
+    def starts(mask: Any, window: int | None = None) -> Any:
+        found = _masks._packed(mask, window)
+        return found and [x.tolist() for x in found]
+
+    assert starts(packed) == [[0, 4, 5, 11]]
+    assert starts(packed.expand(2, 1, 11, 11)) == [[0, 4, 5, 11]] * 2
+    at = torch.arange(11)
+    near = at > at[:, None] - 3
+    assert starts(packed & near, 3) == [[0, 4, 5, 11]]
+    assert starts(packed & near) is None and starts(packed, 3) is None
+    for row, column in ((0, 1), (3, 0), (5, 4), (10, 10)):
+        other = packed.clone()
+        other[0, 0, row, column] ^= True
+        assert starts(other) is None
+    assert starts(packed[..., :10]) is None
+
+
+def test_padding_between_tokens_goes_to_the_stock_attention_and_is_said_once(
     calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     stock = make("mixtral")
-    mask = torch.ones_like(TOKENS)
-    mask[0, :4] = 0
+    mask = masked((0, 2, 5))
     reference = logits(exact(stock), attention_mask=mask)
     ours = logits(with_ours(stock), attention_mask=mask)
     seen = mask.bool()
     plain = logits(stock, attention_mask=mask)
     assert_rule(ours[seen], plain[seen], reference[seen], torch.float32)
     assert calls == {"moe_forward": 2}
-    assert said(caplog) == [PADDED]
+    assert said(caplog) == [BETWEEN]
     ours = logits(with_ours(stock), attention_mask=torch.ones_like(TOKENS))  # nothing is padded
     assert calls == {"flash_attention": 2, "moe_forward": 4}
 
@@ -334,7 +469,7 @@ def test_padding_is_not_said_of_a_mask_that_is_too_short() -> None:
     assert note_of(mask).reason == "the padding mask is shorter than the keys"
 
 
-def test_a_gradient_of_experts_goes_to_the_stock_implementation(
+def test_gradients_of_experts_are_ours(
     calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     stock = make("qwen3_moe")
@@ -344,9 +479,8 @@ def test_a_gradient_of_experts_goes_to_the_stock_implementation(
         model(TOKENS, labels=TOKENS).loss.backward()
         gradients.append(model.model.layers[0].mlp.experts.down_proj.grad)
     assert torch.allclose(*gradients, atol=1e-5)
-    assert calls == {"flash_attention": 2}
-    reason = "a gradient is asked for, and there is no backward pass yet"
-    assert said(caplog) == [f"experts by transformers' own implementation: {reason}"]
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
+    assert said(caplog) == []
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
@@ -397,8 +531,7 @@ def test_a_chunk_of_a_prompt_behind_a_sliding_window(kind: str, windows: list[An
 def test_generating_from_a_padded_batch(
     kind: str, cache: str, windows: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Layers with a window are ours as soon as it has left the padding behind."""
-    given, count = WINDOWS.get(kind, ({}, 0))
+    given, _ = WINDOWS.get(kind, ({}, 0))
     moe = kind == "mixtral"
     stock = make(kind, moe=moe, **given)
     mask = torch.ones_like(TOKENS)
@@ -409,8 +542,8 @@ def test_generating_from_a_padded_batch(
     ours = with_ours(stock, moe=moe)
     made = generated_logits(ours, attention_mask=mask, cache_implementation=cache)
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
-    assert windows == ([None] * (8 * count) if cache == "dynamic" else [])
-    assert said(caplog) == [PADDED] + [STATIC] * (cache == "static")
+    assert len(windows) == 2 * 9
+    assert said(caplog) == []
 
 
 @pytest.mark.parametrize("kind", ["llama", *WINDOWS])
@@ -418,15 +551,34 @@ def test_a_prompt_into_a_static_cache(
     kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of keys there are more than have been filled, of which ours sees none. What follows, token by
-    token, transformers makes masks for, since it may be compiled."""
+    token, transformers makes masks for, since it may be compiled; where it is not, it is ours."""
     given, _ = WINDOWS.get(kind, ({}, 0))
     moe = kind == "mixtral"
     stock = make(kind, moe=moe, **given)
     expected = generated_logits(stock)
     made = generated_logits(with_ours(stock, moe=moe), cache_implementation="static")
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
-    assert calls["flash_attention"] == 2
-    assert said(caplog) == [STATIC]
+    assert calls["flash_attention"] == 2 * 9
+    assert said(caplog) == []
+
+
+def test_a_mask_of_one_query_that_hides_more_stays_one() -> None:
+    """It is taken for causal by the numbers that it has."""
+    shape = {"batch_size": 2, "q_length": 1, "kv_length": 8, "local_size": 9, "device": "cpu"}
+    padding = torch.ones((2, 8), dtype=torch.long)
+    padding[0, 0] = 0
+    for function, reason in (
+        (lambda b, h, q, k: (k <= q) & (k > q - 9), ""),
+        (lambda b, h, q, k: (k <= q) & (k != 2), STATIC.removeprefix(STOCK_ATTENTION)),
+    ):
+        for given in (None, padding):
+            mask = _masks.attention_mask(
+                **shape, q_offset=torch.tensor(4), mask_function=function, attention_mask=given,
+                allow_is_causal_skip=False,
+            )  # fmt: skip
+            note = note_of(mask)
+            assert (note.reason, note.filled) == (reason, None if reason else 5)
+            assert (note.padding is None) == (given is None or reason != "")
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -579,7 +731,7 @@ def test_softcap(padded: bool, calls: Counter[str]) -> None:
     seen = mask.bool()
     ours, plain = logits(with_ours(stock, moe=False), **inputs), logits(stock, **inputs)
     assert_rule(ours[seen], plain[seen], reference[seen], torch.float32)
-    assert calls["flash_attention"] == (0 if padded else 2)
+    assert calls["flash_attention"] == 2
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -597,7 +749,7 @@ def test_an_encoder(padded: bool, calls: Counter[str]) -> None:
             for model in (ours, stock, exact(stock))
         ]
     assert_rule(*hidden, torch.float32)
-    assert calls["flash_attention"] == (0 if padded else 2)
+    assert calls["flash_attention"] == 2
 
 
 def test_a_trained_encoder(calls: Counter[str]) -> None:
@@ -671,7 +823,7 @@ def test_generating_from_an_encoder(padded: bool, calls: Counter[str]) -> None:
     made = [torch.stack(model.generate(inputs["input_ids"], **settings).logits)
             for model in (with_ours(stock, moe=False), stock)]  # fmt: skip
     torch.testing.assert_close(*made, atol=1e-5, rtol=1e-4)
-    assert calls["flash_attention"] == (6 if padded else 1 + 2 * 6)
+    assert calls["flash_attention"] == 1 + 2 * 6
 
 
 def test_a_bias_of_positions_goes_to_the_stock_attention(
@@ -860,7 +1012,6 @@ def test_the_documented_program_and_what_it_reports(calls: Counter[str]) -> None
     model = names["model"].eval()
     logits(model)
     assert calls == {"flash_attention": 2, "moe_forward": 2}
-    mask = torch.ones_like(TOKENS)
-    mask[0, :4] = 0
-    logits(model, attention_mask=mask)
+    logits(model, attention_mask=masked((0, 0, 4)))
+    logits(model, attention_mask=masked((0, 2, 5)))
     assert f"\n{hf.report()}\n" in text

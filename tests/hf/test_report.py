@@ -19,8 +19,7 @@ from flashmoe_science.hf import _report  # noqa: E402
 from hf_models import MODELS, SIZES, TOKENS, logits, make, said, with_ours  # noqa: E402
 
 PADDED = torch.ones_like(TOKENS)
-PADDED[0, :4] = 0
-NO_BACKWARD = "a gradient is asked for, and there is no backward pass yet"
+PADDED[0, 1:4] = 0  # which is not ours: there is a token before
 
 
 def test_every_layer_has_its_calls_and_reasons() -> None:
@@ -30,18 +29,18 @@ def test_every_layer_has_its_calls_and_reasons() -> None:
     logits(ours, attention_mask=PADDED)
     ours(TOKENS)
     report = hf.report()
-    reasons = {"there is padding": 1}
+    reasons = {"there is padding between tokens": 1}
     expected = [
         hf.Layer("MixtralForCausalLM", f"model.layers.{n}.{name}", operation, count, stock)
         for name, operation, count, stock in (
             ("self_attn", "attention", 3, reasons),
-            ("mlp.experts", "experts", 3, {NO_BACKWARD: 1}),
+            ("mlp.experts", "experts", 4, {}),
         )
         for n in range(2)
     ]
     key = lambda layer: (layer.operation, layer.name)  # noqa: E731
     assert sorted(report.layers, key=key) == sorted(expected, key=key)
-    assert (report.ours, report.stock) == (12, 4)
+    assert (report.ours, report.stock) == (14, 2)
     assert report.compiled == ()
     assert report.without_choice == ()
     document = json.loads(json.dumps(dataclasses.asdict(report)))
@@ -61,7 +60,7 @@ def test_a_report_is_text_for_people() -> None:
         "6 calls by FlashMoE, 2 by transformers\n"
         "  attention of MixtralForCausalLM: model.layers.*.self_attn (2 layers, each): "
         "1 by FlashMoE, 1 by transformers\n"
-        "    1 because there is padding\n"
+        "    1 because there is padding between tokens\n"
         "  experts of MixtralForCausalLM: model.layers.*.mlp.experts (2 layers, each): "
         "2 by FlashMoE, 0 by transformers"
     )
@@ -227,11 +226,17 @@ def test_strict_refuses_what_is_not(caplog: pytest.LogCaptureFixture) -> None:
     rest = "; registered as strict, FlashMoE leaves no call to transformers' own implementation"
     with pytest.raises(UnsupportedError) as caught:
         logits(ours, attention_mask=PADDED)
-    assert str(caught.value) == f"attention of MixtralAttention: there is padding{rest}"
+    assert (
+        str(caught.value) == f"attention of MixtralAttention: there is padding between tokens{rest}"
+    )
     ours.set_attn_implementation("sdpa")
+    function = torch.nn.Softplus()
+    for layer in ours.model.layers:
+        layer.mlp.experts.act_fn = function
     with pytest.raises(UnsupportedError) as caught:
         ours(TOKENS)
-    assert str(caught.value) == f"experts of MixtralExperts: {NO_BACKWARD}{rest}"
+    reason = "the activation is Softplus"
+    assert str(caught.value) == f"experts of MixtralExperts: {reason}{rest}"
     assert hf.report().stock == 0
     assert said(caplog) == []
     hf.register()

@@ -166,15 +166,52 @@ def test_checkpoints_recompute_the_same_bits(kind: str, use_reentrant: bool) -> 
     assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
 
 
-def test_padding_in_training_goes_to_the_stock_attention(caplog: pytest.LogCaptureFixture) -> None:
-    stock = make("llama", moe=False)
-    mask = torch.ones_like(TOKENS)
-    mask[0, 8:] = 0
-    inputs = {"attention_mask": mask, "labels": TOKENS.where(mask.bool(), -100)}
-    ours = gradients(by_ours(stock), **inputs)
-    for name, want in gradients(stock, **inputs).items():
+def assert_same_gradients(model: Any, **inputs: Any) -> None:
+    # Which has memory that is not written hold NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        ours = gradients(by_ours(model), **inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, want in gradients(model, **inputs).items():
         torch.testing.assert_close(ours[name], want, atol=1e-5, rtol=1e-4)
-    assert said(caplog) == [f"{STOCK_ATTENTION}there is padding"]
+
+
+@pytest.mark.parametrize("padded", [slice(8, None), slice(0, 3)], ids=["right", "left"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "bert"])
+def test_padded_batches_are_trained_by_ours(
+    kind: str, padded: slice, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, calls = MODELS[kind]
+    mask = torch.ones_like(TOKENS)
+    mask[0, padded] = 0
+    labels = TOKENS.where(mask.bool(), -100)
+    if kind != "bert":  # of a first token padding is no context: eager attention has it see all
+        labels[0, 3 if padded.start == 0 else 0] = -100
+    assert_same_gradients(made(), attention_mask=mask, labels=labels)
+    assert said(caplog) == []
+    assert (hf.report().ours, hf.report().stock) == (calls, 0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_packed_rows_are_trained_by_ours(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    made, calls = MODELS[kind]
+    at = torch.arange(11)
+    places = torch.stack([at.where(at < 4, at - 4), at.where(at < 9, at - 9)])
+    labels = TOKENS.where(places > 0, -100)
+    assert_same_gradients(made(), position_ids=places, labels=labels, use_cache=False)
+    assert said(caplog) == []
+    assert (hf.report().ours, hf.report().stock) == (calls, 0)
+
+
+def test_padding_between_tokens_is_trained_by_the_stock_attention(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[0, 4:6] = 0
+    labels = TOKENS.where(mask.bool(), -100)
+    assert_same_gradients(make("llama", moe=False), attention_mask=mask, labels=labels)
+    assert said(caplog) == [f"{STOCK_ATTENTION}there is padding between tokens"]
     assert (hf.report().ours, hf.report().stock) == (0, 2)
 
 
@@ -239,3 +276,26 @@ def test_a_compiled_model_trains_in_one_graph() -> None:
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad.double(), want[name], atol=1e-5, rtol=1e-4)
     assert [layer.ours > 0 for layer in hf.report().compiled] == [True]
+
+
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
+DEEPSEEK_V3 = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 40, "intermediate_size": 96, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_follow_the_stock_loss(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    stock = make(kind, **(DEEPSEEK_V3 if kind == "deepseek_v3" else {}))
+    ours = copy.deepcopy(stock)
+    ours.set_experts_implementation(hf.NAME)
+    hf.reset_report()
+    losses, expected = train(ours), train(stock)
+    assert expected[-1] < expected[0] - 0.1
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+    assert hf.report().stock == 0
+    assert hf.report().ours >= STEPS
+    assert said(caplog) == []

@@ -21,6 +21,9 @@ from flashmoe_science.flash_attn import (  # noqa: E402
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
 )
 
 OPTIONS = {
@@ -37,7 +40,13 @@ TENSORS = {
     "flash_attn_func": ["q", "k", "v"],
     "flash_attn_qkvpacked_func": ["qkv"],
     "flash_attn_kvpacked_func": ["q", "kv"],
-}
+    "flash_attn_varlen_func": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+                               "max_seqlen_k"],
+    "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen"],
+    "flash_attn_varlen_kvpacked_func": ["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+                                        "max_seqlen_k"],
+}  # fmt: skip
+FURTHER = {"flash_attn_varlen_func": {"block_table": None}}
 # What is said, and what it means as flash_attention and the reference have it.
 MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -71,15 +80,13 @@ def test_arguments_are_flash_attentions(name: str) -> None:
     required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]
     assert required == TENSORS[name]
     options = {n: p.default for n, p in parameters.items() if n not in required}
-    assert list(options.items()) == list(OPTIONS.items())
+    assert list(options.items()) == list((OPTIONS | FURTHER.get(name, {})).items())
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
 
-def test_what_is_not_there_is_no_name() -> None:
-    assert sorted(TENSORS) == flash_attn.__all__
-    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
-        with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
-            exec(f"from flashmoe_science.flash_attn import {name}")
+def test_what_there_is() -> None:
+    others = ["flash_attn_with_kvcache", "merge_attn_states"]
+    assert sorted([*TENSORS, *others]) == flash_attn.__all__
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -211,3 +218,246 @@ def test_what_is_not_there_is_refused_with_a_sentence() -> None:
         ValueError, match=r"^q: its head dimension is 12, accepted are multiples of 8"
     ):
         flash_attn_func(q[..., :12], k[..., :12], v[..., :12])
+
+
+# ---- variable lengths ----
+
+LENGTHS_Q, LENGTHS_K = (3, 0, 17, 1, 6), (9, 4, 29, 40, 0)
+BLOCK = 8
+
+
+def starts(lengths: tuple[int, ...]) -> Any:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def ragged(dtype: Any = torch.float32) -> list[Any]:
+    """q, k and v of all sequences, and their offsets."""
+    total_q, total_k = sum(LENGTHS_Q), sum(LENGTHS_K)
+    shapes = [(total_q, 4, 16), (total_k, 2, 16), (total_k, 2, 24)]
+    tensors = [normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+    return [*tensors, starts(LENGTHS_Q), starts(LENGTHS_K)]
+
+
+def of_each(function: Any, q: Any, k: Any, v: Any, **said: Any) -> tuple[Any, Any]:
+    """out and softmax_lse by a dense call of each sequence."""
+    parts = [x[None].split(n, 1) for x, n in ((q, LENGTHS_Q), (k, LENGTHS_K), (v, LENGTHS_K))]
+    made = [function(*given, **said, return_attn_probs=True) for given in zip(*parts, strict=True)]
+    return torch.cat([x[0][0] for x in made]), torch.cat([x[1][0] for x in made], 1)
+
+
+def blocks_of(x: Any) -> tuple[Any, Any]:
+    """Its sequences in blocks from anywhere, poisoned elsewhere, and the table."""
+    counts = [-(-n // BLOCK) for n in LENGTHS_K]
+    order = iter(torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(5)))
+    blocks = x.new_full((sum(counts) + 2, BLOCK, *x.shape[1:]), torch.nan)
+    table = torch.full((len(LENGTHS_K), max(counts)), -1, dtype=torch.int32)
+    for b, rows in enumerate(x.split(LENGTHS_K)):
+        for i, part in enumerate(rows.split(BLOCK) if len(rows) else ()):
+            table[b, i] = at = next(order)
+            blocks[at, : len(part)] = part
+    return blocks, table
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("said", "meant"), MEANINGS, ids=str)
+def test_each_sequence_has_the_bits_of_its_own_call(
+    said: dict[str, Any], meant: dict[str, Any], dtype: Any
+) -> None:
+    q, k, v, cu_q, cu_k = ragged(dtype)
+    out, lse, probabilities = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, max(LENGTHS_Q), max(LENGTHS_K), **said, return_attn_probs=True
+    )
+    want, want_lse = of_each(flash_attn_func, q, k, v, **said)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert (out.dtype, lse.dtype, probabilities.shape) == (dtype, torch.float32, (0,))
+    third = slice(3, 20), slice(13, 42)
+    parts = (x[None, rows] for x, rows in ((q, third[0]), (k, third[1]), (v, third[1])))
+    assert_accurate(out[None, third[0]], lse[None, :, third[0]], *parts, **meant)
+    loose = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1000, 10**6, **said)
+    assert torch.equal(loose, want)
+    (blocks_k, table), (blocks_v, _) = blocks_of(k), blocks_of(v)
+    paged = flash_attn_varlen_func(
+        q, blocks_k, blocks_v, cu_q, cu_k, max(LENGTHS_Q), max(LENGTHS_K), **said,
+        block_table=table,
+    )  # fmt: skip
+    assert torch.equal(paged, want)
+
+
+def test_variable_lengths_by_position_and_packed() -> None:
+    q, k, _, cu_q, cu_k = ragged()
+    how = (0.0, 0.3, True, (6, -1), 3.0, None, True, True)
+    said = {"softmax_scale": 0.3, "causal": True, "window_size": (6, -1), "softcap": 3.0}
+    want = of_each(flash_attn_func, q, k, -k, **said)
+    kv = torch.stack([k, -k], 1)
+    made = flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 17, 40, *how)
+    assert all(map(torch.equal, made[:2], want))
+    qkv = torch.stack([k, k, -k], 1)
+    alone = flash_attn_varlen_func(k, k, -k, cu_k, cu_k, 40, 40, *how)
+    packed = flash_attn_varlen_qkvpacked_func(qkv, cu_k, 40, *how)
+    assert all(map(torch.equal, alone, packed))
+    with_table = flash_attn_varlen_func(q, *(x[None] for x in (k, -k)), cu_q[:2], cu_k[:2], 3, 9,
+                                        *how, torch.zeros(1, 1, dtype=torch.int32))  # fmt: skip
+    assert torch.equal(with_table[0][:3], want[0][:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("said", "meant"), MEANINGS, ids=str)
+def test_each_sequence_has_the_gradients_of_its_own_call(
+    said: dict[str, Any], meant: dict[str, Any], dtype: Any
+) -> None:
+    q, k, v, cu_q, cu_k = ragged(dtype)
+    dout = normal(sum(LENGTHS_Q), 4, 24, seed=8, dtype=dtype)
+    given, alone = leaves(q, k, v), leaves(q, k, v)
+    out = flash_attn_varlen_func(*given, cu_q, cu_k, 17, 40, **said)
+    gradients = torch.autograd.grad(out, given, dout)
+    want = torch.autograd.grad(of_each(flash_attn_func, *alone, **said)[0], alone, dout)
+    assert all(map(torch.equal, gradients, want))
+    third = slice(3, 20), slice(13, 42)
+    rows = [x[None, third[i]] for i, x in ((0, dout), (0, q), (1, k), (1, v))]
+    parts = [x[None, third[i]] for i, x in zip((0, 1, 1), gradients, strict=True)]
+    assert_gradients_accurate(parts, *rows, **meant)
+
+
+def test_packed_gradients_of_variable_lengths() -> None:
+    q, k, _, cu_q, cu_k = ragged()
+    kv, qkv = torch.stack([k, -k], 1), torch.stack([k, k, -k], 1)
+    given = leaves(q, kv)
+    flash_attn_varlen_kvpacked_func(*given, cu_q, cu_k, 17, 40, causal=True).sum().backward()
+    apart = leaves(q, k, -k)
+    flash_attn_varlen_func(*apart, cu_q, cu_k, 17, 40, causal=True).sum().backward()
+    assert torch.equal(given[0].grad, apart[0].grad)
+    assert torch.equal(given[1].grad, torch.stack([x.grad for x in apart[1:]], 1))
+    (packed,) = leaves(qkv)
+    out, lse, _ = flash_attn_varlen_qkvpacked_func(packed, cu_k, 40, return_attn_probs=True)
+    (out.sum() + lse.sum()).backward()
+    apart = leaves(k, k, -k)
+    out, lse, _ = flash_attn_varlen_func(*apart, cu_k, cu_k, 40, 40, return_attn_probs=True)
+    (out.sum() + lse.sum()).backward()
+    assert torch.equal(packed.grad, torch.stack([x.grad for x in apart], 1))
+
+
+def test_a_bound_cuts_sequences_off() -> None:
+    q, k, v, cu_q, cu_k = ragged()
+    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 17, 20)
+    want = flash_attn_func(q[None, 3:20], k[None, 13:33], v[None, 13:33])
+    assert torch.equal(out[3:20], want[0])
+
+
+def test_variable_lengths_compiled_once_for_all() -> None:
+    def call(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> Any:
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, 64, 64, causal=True)
+
+    given = ragged()
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for ends in (given[3], torch.tensor([0, 20, 20, 20, 20, 27], dtype=torch.int32)):
+        given[3] = ends
+        with torch.compiler.set_stance("default" if ends[1] == 3 else "fail_on_recompile"):
+            assert torch.equal(compiled(*given), call(*given))
+
+
+def test_variable_lengths_refuse() -> None:
+    q, k, v, cu_q, cu_k = ragged()
+    call = flash_attn_varlen_func
+    with pytest.raises(NotImplementedError, match=r"^dropout_p: got 0\.1, accepted is 0\.0"):
+        call(q, k, v, cu_q, cu_k, 17, 40, 0.1)
+    with pytest.raises(NotImplementedError, match=r"^alibi_slopes: got slopes, accepted is None"):
+        call(q, k, v, cu_q, cu_k, 17, 40, alibi_slopes=torch.ones(4))
+    with pytest.raises(ValueError, match=r"^q: got 4 dimensions, accepted are 3"):
+        call(q[None], k, v, cu_q, cu_k, 17, 40)
+    with pytest.raises(ValueError, match=r"^v: got 3 dimensions, accepted are 4"):
+        call(q, k[None], v, cu_q, cu_k, 17, 40, block_table=torch.zeros(5, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: got 2 dimensions, accepted is 1"):
+        call(q, k, v, cu_q, cu_k[None], 17, 40)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: got 5 numbers, accepted are 6"):
+        call(q, k, v, cu_q, cu_k[1:], 17, 40)
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q: got dtype int64"):
+        call(q, k, v, cu_q.long(), cu_k, 17, 40)
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q: got list, accepted is a torch\.Tensor"):
+        call(q, k, v, [0, 27], cu_k, 17, 40)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k: got -1, accepted is a number of 0"):
+        call(q, k, v, cu_q, cu_k, 17, -1)
+    with pytest.raises(ValueError, match=r"^qkv: got shape .*accepted is \[total, 3, heads, dim\]"):
+        flash_attn_varlen_qkvpacked_func(torch.stack([k, k], 1), cu_k, 40)
+    with pytest.raises(
+        ValueError, match=r"^kv: got shape .*accepted is \[total_k, 2, heads, dim\]"
+    ):
+        flash_attn_varlen_kvpacked_func(q, k, cu_q, cu_k, 17, 40)
+    table = torch.zeros(5, 1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"^q: requires grad.*page_table: got one"):
+        call(q.requires_grad_(), k[None], v[None], cu_q, cu_k, 17, 40, block_table=table)
+
+
+# ---- vLLM's merge ----
+
+
+def parts(dtype: Any = torch.float32) -> list[Any]:
+    """prefix_output and prefix_lse, [tokens, heads, dim] and [heads, tokens], and the suffix's."""
+    made = []
+    for seed in (0, 1):
+        made += [normal(9, 4, 16, seed=seed, dtype=dtype), 3 * normal(4, 9, seed=seed + 2)]
+    return made
+
+
+def merged_of(prefix: Any, prefix_lse: Any, suffix: Any, suffix_lse: Any) -> tuple[Any, Any]:
+    """By vLLM's words: an lse of +inf is -inf."""
+    lses = torch.stack([prefix_lse, suffix_lse]).double()
+    lses[lses == torch.inf] = -torch.inf
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.where(lses == -torch.inf, 0.0, (lses - lse).exp()).transpose(1, 2)[..., None]
+    outs = torch.stack([prefix, suffix]).double()
+    return torch.where(weights == 0, 0.0, weights * outs).sum(0), lse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merge_attn_states(dtype: Any) -> None:
+    names = ["output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse"]
+    assert list(inspect.signature(flash_attn.merge_attn_states).parameters) == names
+    prefix, prefix_lse, suffix, suffix_lse = given = parts(dtype)
+    prefix_lse[0, 1], suffix_lse[1, 2] = torch.inf, -torch.inf
+    prefix[1, 0], suffix[2, 1] = torch.nan, torch.nan
+    prefix_lse[2, 3], suffix_lse[2, 3] = -torch.inf, torch.inf
+    before = [x.clone() for x in given]
+    output, output_lse = torch.full_like(prefix, 7e4), torch.full_like(prefix_lse, 7e4)
+    assert flash_attn.merge_attn_states(output, *given, output_lse) is None
+    for x, y in zip(given, before, strict=True):
+        assert torch.equal(x.nan_to_num(5), y.nan_to_num(5))
+    want, want_lse = merged_of(*given)
+    unit = 1e-6 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(output.double(), want, rtol=unit, atol=unit)
+    torch.testing.assert_close(output_lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+    assert (output[3, 2] == 0).all() and output_lse[2, 3] == -torch.inf
+    alone = torch.full_like(output, torch.nan)
+    flash_attn.merge_attn_states(alone, *given)
+    assert torch.equal(alone, output)
+    flash_attn.merge_attn_states(prefix, *given, prefix_lse)  # in place
+    assert torch.equal(prefix, output) and torch.equal(prefix_lse, output_lse)
+
+
+def test_merge_attn_states_of_prefix_and_suffix() -> None:
+    q, k, v, _ = inputs()
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    first = flash_attn_func(q[:1], k[:1, :20], v[:1, :20], return_attn_probs=True)
+    last = flash_attn_func(q[:1], k[:1, 20:], v[:1, 20:], return_attn_probs=True)
+    output, output_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
+    flash_attn.merge_attn_states(
+        output, first[0][0], first[1][0], last[0][0], last[1][0], output_lse
+    )
+    torch.testing.assert_close(output, out[0])
+    torch.testing.assert_close(output_lse, lse[0])
+
+
+def test_merge_attn_states_refuses() -> None:
+    prefix, prefix_lse, suffix, suffix_lse = parts()
+    output = torch.empty_like(prefix)
+    call = flash_attn.merge_attn_states
+    with pytest.raises(ValueError, match="prefix_lse: got 3 dimensions, accepted are 2"):
+        call(output, prefix, prefix_lse[None], suffix, suffix_lse)
+    with pytest.raises(TypeError, match=r"output: got ndarray, accepted is a torch.Tensor"):
+        call(output.numpy(), prefix, prefix_lse, suffix, suffix_lse)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"out: it shares memory with outs\[1\]"):
+        call(suffix, prefix, prefix_lse, suffix, suffix_lse)
+    with pytest.raises(ValueError, match=r"lses\[1\]: its number of heads is 3"):
+        call(output, prefix, prefix_lse, suffix, suffix_lse[:3])
+    with pytest.raises(ValueError, match="requires grad, but the merge of attention states has no"):
+        call(output, prefix.requires_grad_(), prefix_lse, suffix, suffix_lse)

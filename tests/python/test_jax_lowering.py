@@ -25,6 +25,7 @@ from flashmoe_science import jax as ours  # noqa: E402
 TARGETS = (
     "flashmoe_attention_forward_v1",
     "flashmoe_attention_backward_v1",
+    "flashmoe_merge_states_v1",
     "flashmoe_moe_route_v1",
     "flashmoe_moe_forward_v1",
     "flashmoe_grouped_product_v1",

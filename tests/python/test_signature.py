@@ -14,6 +14,7 @@ import flashmoe_science as fm
 import numpy as np
 import pytest
 from flashmoe_science import _core
+from flashmoe_science.attention import SEQUENCES
 
 RNG = np.random.default_rng(0)
 Q = RNG.standard_normal((1, 6, 2, 16), np.float32)
@@ -24,6 +25,8 @@ OPTIONS = {
     for name, parameter in inspect.signature(fm.flash_attention).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
+# The native function has those of ragged, padded and paged batches in one tuple.
+DENSE = {name: parameter for name, parameter in OPTIONS.items() if name not in SEQUENCES}
 
 
 def test_it_looks_like_a_function_of_the_package() -> None:
@@ -31,8 +34,11 @@ def test_it_looks_like_a_function_of_the_package() -> None:
     parameters = inspect.signature(function).parameters
     assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters.values()) == (
         "q, k, v, causal=False, window=None, scale=None, softcap=None, sinks=None, "
-        "layout='bshd', return_lse=False, out=None, lse=None, kernel=None, stream=None"
+        "layout='bshd', return_lse=False, out=None, lse=None, kernel=None, stream=None, "
+        "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, k_begin=None, "
+        "batch_index=None, page_table=None, max_seqlen_q=None, max_seqlen_k=None"
     )
+    assert (*DENSE, *SEQUENCES) == tuple(OPTIONS)
     assert list(OPTIONS) == list(parameters)[3:]
     assert (function.__name__, function.__module__) == (
         "flash_attention", "flashmoe_science.attention",
@@ -64,7 +70,7 @@ def ways_to_call() -> list[Callable[[Callable[..., Any]], Any]]:
 
 @pytest.mark.parametrize("call", ways_to_call())
 def test_every_way_to_pass_an_argument(call: Callable[..., Any]) -> None:
-    options = (parameter.default for parameter in OPTIONS.values())
+    options = (parameter.default for parameter in DENSE.values())
     want = _core.flash_attention(Q, K, V, "top_left", *itertools.islice(options, 1, None))
     assert not np.array_equal(want, fm.flash_attention(Q, K, V))
     np.testing.assert_array_equal(call(fm.flash_attention), want)
@@ -77,7 +83,7 @@ def test_every_option_reaches_its_parameter() -> None:
         "sinks": np.array([0.5, -1.0], np.float32), "layout": "bshd",
         "return_lse": True, "out": out, "lse": lse, "kernel": "cpu", "stream": 0,
     }  # fmt: skip
-    assert options.keys() == OPTIONS.keys()
+    assert options.keys() == DENSE.keys()
     want = _core.flash_attention(Q, K, V, *options.values())
     assert want[0] is out
     assert want[1] is lse
@@ -97,6 +103,8 @@ def test_every_option_reaches_its_parameter() -> None:
         "return_lse": 1, "out": 3, "lse": 3, "kernel": "sm1", "stream": "now",
     }  # fmt: skip
     assert wrong.keys() == options.keys()
+    for name in SEQUENCES:
+        wrong[name] = "many"
     for name, value in wrong.items():
         with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
             fm.flash_attention(Q, K, V, **{name: value})

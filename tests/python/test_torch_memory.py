@@ -20,7 +20,7 @@ from torch_calls import Call, assert_same, calls  # noqa: E402
 TOKENS, EXPERTS, TOP_K, HIDDEN, INNER = 6, 8, 2, 16, 24
 
 CHANGED = "has been modified by an inplace operation"
-NEGATED = r"^\w+(\.\w+)?: its negative bit is set, accepted is a tensor without; pass "
+NEGATED = r"^\w+(\.\w+|\[\d\])?: its negative bit is set, accepted is a tensor without; pass "
 
 
 def older_attention(q: Any, k: Any, v: Any, **options: Any) -> Any:

@@ -271,9 +271,6 @@ def test_a_selection_bias_stays_fp32() -> None:
 def test_layers_are_refused_with_a_sentence() -> None:
     with pytest.raises(ValueError, match=r'^gate: got "separate", accepted are'):
         fmt.FlashMoELayer(32, 24, 8, 2, gate="separate")
-    layer = layer_of("qwen3")
-    with pytest.raises(ValueError, match=r"requires grad, but the mixture of experts has no"):
-        layer(normal(3, 32))
 
 
 def test_modules_compile_without_breaks() -> None:

@@ -5,6 +5,7 @@
 #include "core/backends.h"
 #include "core/operation.h"
 #include "core/ops/attention/checks.h"
+#include "core/ops/attention/sequences.h"
 #include "core/option.h"
 #include "core/status.h"
 
@@ -70,14 +71,27 @@ flashmoe_status check_dsinks(const flashmoe_tensor* tensor, AttentionBackwardPro
   return FLASHMOE_OK;
 }
 
+// Gradients of keys that several sequences may have would be sums over these.
+flashmoe_status check_owners(const flashmoe_attention_sequences& sequences) {
+  const auto absent = [](const char* name, const flashmoe_tensor* given) {
+    if (given == nullptr) return FLASHMOE_OK;
+    return fail(FLASHMOE_ERROR_UNSUPPORTED,
+                "%s: got one, accepted is a null pointer: keys that sequences may share have no "
+                "gradients in this version",
+                name);
+  };
+  FLASHMOE_TRY(absent("batch_index", sequences.batch_index));
+  return absent("page_table", sequences.page_table);
+}
+
 struct AttentionBackward {
   using Params = flashmoe_attention_backward_params;
   using Problem = AttentionBackwardProblem;
   static constexpr char kName[] = "attention_backward";
   static constexpr char kParams[] = "flashmoe_attention_backward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_backward_workspace_size";
-  static constexpr size_t kOldestParams = sizeof(Params);
-  static constexpr std::array<TensorMember<Params>, 12> kTensors = {{
+  static constexpr size_t kOldestParams = offsetof(Params, sequences);
+  static constexpr std::array<TensorMember<Params>, 19> kTensors = {{
       {"dout", &Params::dout},
       {"q", &Params::q},
       {"k", &Params::k},
@@ -86,12 +100,19 @@ struct AttentionBackward {
       {"lse", &Params::lse},
       {"dlse", &Params::dlse},
       {"sinks", &Params::sinks},
+      {"cu_seqlens_q", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_q>},
+      {"cu_seqlens_k", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_k>},
+      {"seqused_q", nullptr, table_of<&flashmoe_attention_sequences::seqused_q>},
+      {"seqused_k", nullptr, table_of<&flashmoe_attention_sequences::seqused_k>},
+      {"k_begin", nullptr, table_of<&flashmoe_attention_sequences::k_begin>},
+      {"batch_index", nullptr, table_of<&flashmoe_attention_sequences::batch_index>},
+      {"page_table", nullptr, table_of<&flashmoe_attention_sequences::page_table>},
       {"dq", &Params::dq},
       {"dk", &Params::dk},
       {"dv", &Params::dv},
       {"dsinks", &Params::dsinks},
   }};
-  static constexpr size_t kFirstOutput = 8;
+  static constexpr size_t kFirstOutput = 15;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_backward_";
   static constexpr const AttentionBackwardFamily* kFamilies[] = {
@@ -106,18 +127,24 @@ struct AttentionBackward {
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
     Problem& p = *problem;
-    const AttentionArguments arguments = AttentionArguments::of(params);
+    AttentionArguments arguments = AttentionArguments::of(params);
     FLASHMOE_TRY(check_options(kScoreOptions<Params>, params));
     FLASHMOE_TRY(check_options(kOptions, params));
     FLASHMOE_TRY(check_window(arguments));
+    if (params.sequences != nullptr) {
+      FLASHMOE_TRY(check_sequences(*params.sequences));
+      arguments.sequences = params.sequences;
+    }
     AttentionViews views;
     FLASHMOE_TRY(check_attention(arguments, problem, &views));
+    if (params.sequences != nullptr) FLASHMOE_TRY(check_owners(*params.sequences));
     FLASHMOE_TRY(check_dout(arguments, params.dout, views.out, problem));
     View lse, dlse;
-    FLASHMOE_TRY(check_row_numbers("lse", params.lse, p, &lse, &p.lse_strides));
+    FLASHMOE_TRY(check_row_numbers("lse", params.lse, arguments, views.q, p, &lse, &p.lse_strides));
     p.lse = lse.data;
     if (params.dlse != nullptr) {
-      FLASHMOE_TRY(check_row_numbers("dlse", params.dlse, p, &dlse, &p.dlse_strides));
+      FLASHMOE_TRY(
+          check_row_numbers("dlse", params.dlse, arguments, views.q, p, &dlse, &p.dlse_strides));
       p.dlse = dlse.data;
     }
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
@@ -134,8 +161,11 @@ struct AttentionBackward {
     p.accumulate = params.accumulate != 0;
     return FLASHMOE_OK;
   }
-  static double flops(const Problem& p) { return attention_backward_flops(p); }
+  static double flops(const Problem& p) {
+    return p.sequences.given ? 0 : attention_backward_flops(p);
+  }
   static bool is_empty(const Problem& p) {
+    if (p.sequences.given) return false;  // what no sequence has is written, too
     return p.dsinks.data == nullptr && (p.batch == 0 || (p.seq_q == 0 && p.seq_k == 0));
   }
 

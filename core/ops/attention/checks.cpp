@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "core/choose.h"
+#include "core/ops/attention/sequences.h"
 #include "core/status.h"
 
 namespace flashmoe {
@@ -51,21 +52,6 @@ void set_softcap(float softcap, AttentionProblem* problem) {
   p.softcap = capped ? softcap : 0.0f;
   // An infinity times 0 would not be 0.
   p.cap_ratio = capped ? std::min(ratio, FLT_MAX) : 0.0f;
-}
-
-// The visible keys, of extents that may be anything from 0 up, as bounds of the problem.
-void set_bounds(const AttentionArguments& arguments, AttentionProblem* problem) {
-  AttentionProblem& p = *problem;
-  const bool causal = arguments.causal != FLASHMOE_CAUSAL_NONE;
-  const int64_t diagonal = arguments.causal == FLASHMOE_CAUSAL_TOP_LEFT ? 0 : p.seq_k - p.seq_q;
-  const int64_t longest = p.seq_q + p.seq_k;  // hides nothing, and cannot overflow
-  p.left_offset = diagonal - std::min(arguments.window_left, longest);
-  p.right_offset = diagonal + std::min(arguments.window_right, longest);
-  p.bounded_left = (arguments.window & FLASHMOE_WINDOW_LEFT) != 0 && p.left_offset > 1 - p.seq_q;
-  p.bounded_right =
-      (causal || (arguments.window & FLASHMOE_WINDOW_RIGHT) != 0) && p.right_offset < p.seq_k - 1;
-  p.left_offset = p.bounded_left ? std::min(p.left_offset, p.seq_k) : 0;
-  p.right_offset = p.bounded_right ? std::max(p.right_offset, -p.seq_q) : 0;
 }
 
 // One end of the keys that row i sees: "i-255", or `unbounded`.
@@ -123,6 +109,7 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
 
   const int seq_axis = arguments.seq_axis();
   const int head_axis = arguments.head_axis();
+  const bool ragged = arguments.sequences != nullptr;
   p.batch = q.shape[0];
   p.seq_q = q.shape[seq_axis];
   p.heads_q = q.shape[head_axis];
@@ -131,8 +118,8 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   p.heads_kv = k.shape[head_axis];
   p.dim_v = v.shape[3];
   FLASHMOE_TRY(check_extent("k", "head dimension", k.shape[3], "q", p.dim));
-  FLASHMOE_TRY(check_extent("k", "batch", k.shape[0], "q", p.batch));
-  FLASHMOE_TRY(check_extent("v", "batch", v.shape[0], "q", p.batch));
+  if (!ragged) FLASHMOE_TRY(check_extent("k", "batch", k.shape[0], "q", p.batch));
+  FLASHMOE_TRY(check_extent("v", "batch", v.shape[0], ragged ? "k" : "q", k.shape[0]));
   FLASHMOE_TRY(check_extent("out", "batch", out.shape[0], "q", p.batch));
   FLASHMOE_TRY(check_extent("v", "sequence length", v.shape[seq_axis], "k", p.seq_k));
   FLASHMOE_TRY(check_extent("out", "sequence length", out.shape[seq_axis], "q", p.seq_q));
@@ -157,11 +144,13 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
                 : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));
   copy_kernel_name(arguments.kernel, &p.kernel);
   set_softcap(arguments.softcap, &p);
-  set_bounds(arguments, &p);
+  if (ragged) return read_sequences(arguments, q, k, &p);
+  set_bounds(arguments.mask(), &p);
   return FLASHMOE_OK;
 }
 
 flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tensor,
+                                  const AttentionArguments& arguments, const View& q,
                                   const AttentionProblem& problem, View* view,
                                   RowStrides* strides) {
   const bool wide = problem.q.dtype == Dtype::kFloat64;
@@ -169,9 +158,10 @@ flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tenso
   FLASHMOE_TRY(check_same_device(name, *tensor, "q", problem.device));
   FLASHMOE_TRY(wide ? check_same_dtype(name, *tensor, "q", Dtype::kFloat64)
                     : check_fp32(name, *tensor));
-  FLASHMOE_TRY(check_extent(name, "batch", view->shape[0], "q", problem.batch));
+  FLASHMOE_TRY(check_extent(name, "batch", view->shape[0], "q", q.shape[0]));
   FLASHMOE_TRY(check_extent(name, "number of heads", view->shape[1], "q", problem.heads_q));
-  FLASHMOE_TRY(check_extent(name, "sequence length", view->shape[2], "q", problem.seq_q));
+  FLASHMOE_TRY(
+      check_extent(name, "sequence length", view->shape[2], "q", q.shape[arguments.seq_axis()]));
   FLASHMOE_TRY(check_alignment(name, *view, wide ? alignof(double) : alignof(float)));
   *strides = {view->strides[0], view->strides[2], view->strides[1]};
   return FLASHMOE_OK;
@@ -204,6 +194,7 @@ flashmoe_status check_shape_of(const char* name, const View& view, const char* o
 }
 
 int print_attention(const AttentionProblem& p, char* text, size_t size) {
+  if (p.sequences.given) return print_sequences(p, text, size);
   return std::snprintf(text, size,
                        "batch=%lld seq_q=%lld seq_k=%lld heads=%lld/%lld dim=%lld/%lld %s "
                        "window=%s..%s",

@@ -36,6 +36,7 @@ struct AttentionArguments {
   float scale;
   float softcap;
   const char* kernel;
+  const flashmoe_attention_sequences* sequences = nullptr;  // whose size is checked
 
   template <class Params>
   static AttentionArguments of(const Params& params) {
@@ -46,6 +47,7 @@ struct AttentionArguments {
 
   int seq_axis() const { return layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1; }
   int head_axis() const { return layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2; }
+  AttentionMask mask() const { return {causal, window, window_left, window_right}; }
 };
 
 struct AttentionViews {
@@ -61,8 +63,10 @@ flashmoe_status check_window(const AttentionArguments& arguments);
 flashmoe_status check_attention(const AttentionArguments& arguments, AttentionProblem* problem,
                                 AttentionViews* views);
 
-// A number of each row, such as lse: [batch, heads_q, seq_q] of fp32, or of fp64 with a q of fp64.
+// A number of each row of q, such as lse: [batch, heads_q, seq_q] of fp32, or of fp64 with a q of
+// fp64.
 flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tensor,
+                                  const AttentionArguments& arguments, const View& q,
                                   const AttentionProblem& problem, View* view, RowStrides* strides);
 
 // One logit of each query head, if they are given.

@@ -5,6 +5,7 @@
 #include "core/backends.h"
 #include "core/operation.h"
 #include "core/ops/attention/checks.h"
+#include "core/ops/attention/sequences.h"
 #include "core/option.h"
 #include "core/status.h"
 
@@ -29,9 +30,7 @@ flashmoe_status check_unserved(const Params& params) {
   constexpr char kNoScales[] = "tensors of 16 bits and more have no scales";
   FLASHMOE_TRY(absent("q_scale", params.q_scale, kNoScales));
   FLASHMOE_TRY(absent("k_scale", params.k_scale, kNoScales));
-  FLASHMOE_TRY(absent("v_scale", params.v_scale, kNoScales));
-  return absent("sequences", params.sequences,
-                "ragged, padded and paged batches are not computed by this version");
+  return absent("v_scale", params.v_scale, kNoScales);
 }
 
 struct AttentionForward {
@@ -41,15 +40,22 @@ struct AttentionForward {
   static constexpr char kParams[] = "flashmoe_attention_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, window);
-  static constexpr std::array<TensorMember<Params>, 6> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 13> kTensors = {{
       {"q", &Params::q},
       {"k", &Params::k},
       {"v", &Params::v},
       {"sinks", &Params::sinks},
+      {"cu_seqlens_q", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_q>},
+      {"cu_seqlens_k", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_k>},
+      {"seqused_q", nullptr, table_of<&flashmoe_attention_sequences::seqused_q>},
+      {"seqused_k", nullptr, table_of<&flashmoe_attention_sequences::seqused_k>},
+      {"k_begin", nullptr, table_of<&flashmoe_attention_sequences::k_begin>},
+      {"batch_index", nullptr, table_of<&flashmoe_attention_sequences::batch_index>},
+      {"page_table", nullptr, table_of<&flashmoe_attention_sequences::page_table>},
       {"out", &Params::out},
       {"lse", &Params::lse},
   }};
-  static constexpr size_t kFirstOutput = 4;
+  static constexpr size_t kFirstOutput = 11;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const AttentionFamily* kFamilies[] = {
@@ -66,23 +72,28 @@ struct AttentionForward {
   };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
-    const AttentionArguments arguments = AttentionArguments::of(params);
+    AttentionArguments arguments = AttentionArguments::of(params);
     FLASHMOE_TRY(check_options(kScoreOptions<Params>, params));
     FLASHMOE_TRY(check_options(kOptions, params));
     FLASHMOE_TRY(check_window(arguments));
     FLASHMOE_TRY(check_unserved(params));
+    if (params.sequences != nullptr) {
+      FLASHMOE_TRY(check_sequences(*params.sequences));
+      arguments.sequences = params.sequences;
+    }
     AttentionViews views;
     FLASHMOE_TRY(check_attention(arguments, problem, &views));
     FLASHMOE_TRY(check_no_overlap("out", views.out, 4));
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
     if (params.lse == nullptr) return FLASHMOE_OK;
     View lse;
-    FLASHMOE_TRY(check_row_numbers("lse", params.lse, *problem, &lse, &problem->lse_strides));
+    FLASHMOE_TRY(check_row_numbers("lse", params.lse, arguments, views.q, *problem, &lse,
+                                   &problem->lse_strides));
     FLASHMOE_TRY(check_no_overlap("lse", lse, 3));
     problem->lse = lse.data;
     return FLASHMOE_OK;
   }
-  static double flops(const Problem& p) { return attention_flops(p); }
+  static double flops(const Problem& p) { return p.sequences.given ? 0 : attention_flops(p); }
   static bool is_empty(const Problem& p) { return p.batch == 0 || p.seq_q == 0; }
 
   static void print(const Params& params, const Problem& p, char* text, size_t size) {

@@ -27,6 +27,20 @@ double flops_of_a_dimension(const AttentionProblem& p) {
 
 }  // namespace
 
+void set_bounds(const AttentionMask& mask, AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  const bool causal = mask.causal != FLASHMOE_CAUSAL_NONE;
+  const int64_t diagonal = mask.causal == FLASHMOE_CAUSAL_TOP_LEFT ? 0 : p.seq_k - p.seq_q;
+  const int64_t longest = p.seq_q + p.seq_k;  // hides nothing, and cannot overflow
+  p.left_offset = diagonal - std::min(mask.window_left, longest);
+  p.right_offset = diagonal + std::min(mask.window_right, longest);
+  p.bounded_left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0 && p.left_offset > 1 - p.seq_q;
+  p.bounded_right =
+      (causal || (mask.window & FLASHMOE_WINDOW_RIGHT) != 0) && p.right_offset < p.seq_k - 1;
+  p.left_offset = p.bounded_left ? std::min(p.left_offset, p.seq_k) : 0;
+  p.right_offset = p.bounded_right ? std::max(p.right_offset, -p.seq_q) : 0;
+}
+
 double attention_flops(const AttentionProblem& p) {
   return flops_of_a_dimension(p) * static_cast<double>(p.dim + p.dim_v);
 }

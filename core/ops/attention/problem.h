@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "core/dtype.h"
 #include "flashmoe/flashmoe.h"
@@ -37,10 +38,49 @@ struct HeadLogits {
   int32_t gap;
 };
 
+// [batch] or [batch + 1] int32 numbers; data is nullptr: absent.
+struct Numbers {
+  const void* data;
+  int64_t stride;  // elements
+
+  int64_t at(int64_t i) const { return static_cast<const int32_t*>(data)[i * stride]; }
+};
+
+// What the caller says of the keys that a query sees, from which bounds are made with the lengths.
+struct AttentionMask {
+  int32_t causal;   // flashmoe_causal
+  uint32_t window;  // bits of flashmoe_window
+  int64_t window_left;
+  int64_t window_right;
+};
+
+// Where the queries and keys of each sequence are: flashmoe_attention_sequences. Zeros of a dense
+// batch.
+struct SequenceTables {
+  Numbers cu_seqlens_q;
+  Numbers cu_seqlens_k;
+  Numbers seqused_q;
+  Numbers seqused_k;
+  Numbers k_begin;
+  Numbers batch_index;
+  Numbers page_table;
+  int64_t page_step;   // from one number of a sequence's pages to the next, elements
+  int64_t page_count;  // of a sequence, in the table
+  int64_t rows_q;      // second extent of q: what offsets and lengths are cut to
+  int64_t batch_k;     // first extent of k and v; with a page table their pages
+  int64_t rows_k;      // second extent; with a page table the page size
+  AttentionMask mask;
+  bool given;
+  bool paged;
+};
+
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
 // seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q %
 // heads_kv == 0. The four views are of one dtype: no kernel takes others yet. Sinks are of that or
 // of fp32.
+//
+// With sequences `batch` is their number, seq_q and seq_k bound their lengths, and no bound is set:
+// each sequence is a problem of its own, which the lengths make (cpu/attention_sequences.h).
 struct AttentionProblem {
   flashmoe_device device;
 
@@ -72,7 +112,12 @@ struct AttentionProblem {
   bool bounded_right;
   int64_t left_offset;
   int64_t right_offset;
+
+  SequenceTables sequences;
 };
+
+// Sets the four fields above from seq_q and seq_k, which may be anything from 0 up.
+void set_bounds(const AttentionMask& mask, AttentionProblem* problem);
 
 // [heads_q]; data is nullptr: not wanted.
 struct HeadSums {
@@ -110,6 +155,12 @@ void visit_addresses(AttentionProblem* p, const Visit& visit) {
   visit(&p->out.data);
   visit(&p->lse);
   visit(&p->sinks.data);
+  SequenceTables& tables = p->sequences;
+  for (Numbers* each :
+       {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,
+        &tables.k_begin, &tables.batch_index, &tables.page_table}) {
+    visit(&each->data);
+  }
 }
 
 template <class Visit>

@@ -136,4 +136,68 @@ ExpertBias rows_of_bias(const View& bias, Dtype dtype, int64_t first, int64_t st
           dtype, 0};
 }
 
+flashmoe_status check_row_gradient(const char* name, const flashmoe_tensor* tensor, int rank,
+                                   const char* of, const View& like, Dtype dtype,
+                                   flashmoe_device device, TokenRows<void>* rows) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  View view;
+  FLASHMOE_TRY(check_view(name, tensor, rank, &view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
+  FLASHMOE_TRY(check_same_dtype_or_fp32(name, *tensor, of, dtype, &rows->dtype));
+  FLASHMOE_TRY(check_rows(name, view, rank, dtype_bytes(rows->dtype)));
+  if (rank == 3) {
+    FLASHMOE_TRY(check_extent(name, "number of experts", view.shape[0], of, like.shape[0]));
+  }
+  FLASHMOE_TRY(
+      check_extent(name, "number of rows", view.shape[rank - 2], of, like.shape[rank - 2]));
+  FLASHMOE_TRY(
+      check_extent(name, "number of columns", view.shape[rank - 1], of, like.shape[rank - 1]));
+  FLASHMOE_TRY(check_no_overlap(name, view, rank));
+  rows->data = view.data;
+  rows->row_stride = view.strides[rank - 2];
+  rows->expert_stride = rank == 3 ? view.strides[0] : 0;
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_matrix_gradient(const char* name, const flashmoe_tensor* tensor,
+                                      const char* of, const int64_t (&shape)[3], Dtype dtype,
+                                      flashmoe_device device, MatrixGradient* gradient) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  View view;
+  FLASHMOE_TRY(check_view(name, tensor, 3, &view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
+  FLASHMOE_TRY(check_same_dtype_or_fp32(name, *tensor, of, dtype, &gradient->dtype));
+  static constexpr const char* kExtents[] = {"number of experts", "number of rows",
+                                             "number of columns"};
+  for (int axis = 0; axis < 3; ++axis) {
+    FLASHMOE_TRY(check_extent(name, kExtents[axis], view.shape[axis], of, shape[axis]));
+  }
+  FLASHMOE_TRY(check_matrix_layout(name, view, 3, dtype_bytes(gradient->dtype)));
+  FLASHMOE_TRY(check_no_overlap(name, view, 3));
+  gradient->data = view.data;
+  gradient->expert_stride = view.strides[0];
+  gradient->row_stride = view.strides[1];
+  gradient->column_stride = view.strides[2];
+  return FLASHMOE_OK;
+}
+
+flashmoe_status check_bias_gradient(const char* name, const flashmoe_tensor* tensor,
+                                    const char* matrix, int64_t experts, int64_t rows,
+                                    const char* of, Dtype dtype, flashmoe_device device,
+                                    BiasGradient* gradient) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  View view;
+  FLASHMOE_TRY(check_view(name, tensor, 2, &view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
+  FLASHMOE_TRY(check_same_dtype_or_fp32(name, *tensor, of, dtype, &gradient->dtype));
+  FLASHMOE_TRY(check_extent(name, "number of experts", view.shape[0], matrix, experts));
+  FLASHMOE_TRY(check_extent(name, "number of rows", view.shape[1], matrix, rows));
+  FLASHMOE_TRY(check_last_stride(name, view, 2));
+  FLASHMOE_TRY(check_alignment(name, view, static_cast<size_t>(dtype_bytes(gradient->dtype))));
+  FLASHMOE_TRY(check_no_overlap(name, view, 2));
+  gradient->data = view.data;
+  gradient->expert_stride = view.strides[0];
+  return FLASHMOE_OK;
+}
+
 }  // namespace flashmoe

@@ -57,4 +57,22 @@ flashmoe_status check_bias(const char* name, const flashmoe_tensor* tensor, cons
                            const char* matrix, View* view, Dtype* bias_dtype);
 ExpertBias rows_of_bias(const View& bias, Dtype dtype, int64_t first, int64_t step);
 
+// ---- gradients: outputs of `dtype` or fp32, of which a null one is not wanted -------------------
+
+// [tokens or rows, columns], with rows of each expert first [experts, ...], shaped as `like`.
+flashmoe_status check_row_gradient(const char* name, const flashmoe_tensor* tensor, int rank,
+                                   const char* of, const View& like, Dtype dtype,
+                                   flashmoe_device device, TokenRows<void>* rows);
+
+// [experts, rows, columns], laid out as a matrix may be.
+flashmoe_status check_matrix_gradient(const char* name, const flashmoe_tensor* tensor,
+                                      const char* of, const int64_t (&shape)[3], Dtype dtype,
+                                      flashmoe_device device, MatrixGradient* gradient);
+
+// [experts, rows], last stride 1. `matrix` has as many.
+flashmoe_status check_bias_gradient(const char* name, const flashmoe_tensor* tensor,
+                                    const char* matrix, int64_t experts, int64_t rows,
+                                    const char* of, Dtype dtype, flashmoe_device device,
+                                    BiasGradient* gradient);
+
 }  // namespace flashmoe

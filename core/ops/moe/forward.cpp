@@ -5,24 +5,12 @@
 
 #include "core/ops/moe/checks.h"
 #include "core/ops/moe/operations.h"
-#include "core/option.h"
+#include "core/ops/moe/options.h"
 
 namespace flashmoe {
 namespace {
 
 using Params = flashmoe_moe_forward_params;
-
-constexpr const char* kGates[] = {"gate_up", "up_gate", "interleaved", "separate", "none"};
-constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2"};
-
-constexpr Option<Params> kOptions[] = {
-    Option<Params>::choice("gate", &Params::gate, kGates),
-    Option<Params>::choice("activation", &Params::activation, kActivations),
-    Option<Params>::finite("alpha", &Params::alpha),
-    Option<Params>::positive("limit", &Params::limit, "none"),
-    Option<Params>::finite("up_offset", &Params::up_offset),
-    Option<Params>::flag("weight_on_input", &Params::weight_on_input),
-};
 
 flashmoe_status check_together(const flashmoe_moe_forward_params& params) {
   if (params.alpha != 0.0f && params.activation != FLASHMOE_ACTIVATION_SILU) {
@@ -185,8 +173,14 @@ flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const ch
 
 flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem,
                                          const char* x_name) {
+  FLASHMOE_TRY(read_inputs(params, problem, x_name));
+  return read_outputs(params, x_name, problem);
+}
+
+flashmoe_status MoeForward::read_inputs(const Params& params, Problem* problem,
+                                        const char* x_name) {
   Problem& p = *problem;
-  FLASHMOE_TRY(check_options(kOptions, params));
+  FLASHMOE_TRY(check_options(kLayerOptions<Params>, params));
   FLASHMOE_TRY(check_together(params));
   FLASHMOE_TRY(check_no_scale("x_scale", params.x_scale));
   FLASHMOE_TRY(check_no_scale("w_gate_up_scale", params.w_gate_up_scale));
@@ -215,7 +209,6 @@ flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem,
   FLASHMOE_TRY(read_routing(params, x_name, &p));
   FLASHMOE_TRY(check_pair_rows(x_name, p.tokens * p.top_k, p.hidden));
   FLASHMOE_TRY(check_pair_rows("w_gate_up", p.tokens * p.top_k, p.inner));
-  FLASHMOE_TRY(read_outputs(params, x_name, &p));
 
   p.activation = static_cast<flashmoe_activation>(params.activation);
   p.alpha = params.alpha != 0.0f ? params.alpha : 1.0f;
@@ -236,7 +229,7 @@ void MoeForward::print(const Params& params, const Problem& p, char* text, size_
   const bool biased =
       p.gate_bias.data != nullptr || p.up_bias.data != nullptr || p.down_bias.data != nullptr;
   char options[160];
-  print_options(kOptions, params, options, sizeof options);
+  print_options(kLayerOptions<Params>, params, options, sizeof options);
   std::snprintf(text, size,
                 "tokens=%lld hidden=%lld inner=%lld experts=%d top_k=%d %s%s bias=%s "
                 "pre_activation=%s",

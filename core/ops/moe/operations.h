@@ -88,6 +88,8 @@ struct MoeForward {
   };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem, const char* x = "x");
+  // The same less the outputs, which neither are looked at.
+  static flashmoe_status read_inputs(const Params& params, Problem* problem, const char* x);
   static double flops(const Problem& p);
   static bool is_empty(const Problem& p) { return p.tokens == 0; }
   static void print(const Params& params, const Problem& p, char* text, size_t size);

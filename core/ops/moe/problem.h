@@ -133,6 +133,86 @@ struct GroupedProductProblem {
   KernelName kernel;
 };
 
+// The gradient of an ExpertMatrix, laid out as it may be; data is nullptr where none is wanted.
+struct MatrixGradient {
+  void* data;
+  int64_t expert_stride;
+  int64_t row_stride;
+  int64_t column_stride;
+  Dtype dtype;
+  int32_t gap;
+};
+
+// [experts, rows] whose rows lie next to each other; data is nullptr where none is wanted.
+struct BiasGradient {
+  void* data;
+  int64_t expert_stride;
+  Dtype dtype;
+  int32_t gap;
+};
+
+// A validated call of flashmoe_moe_backward. Of `layer` there are no outputs: its pre_activation
+// is absent, and what the forward saved is `pre_activation` here.
+struct MoeBackwardProblem {
+  flashmoe_device device;
+  MoeForwardProblem layer;
+  flashmoe_moe_gate order;  // of gate and up in w_gate_up
+  ExpertMatrix gate_up;     // all of w_gate_up, as it lies; with SEPARATE the gate
+  TokenRows<const void> dout;
+  TokenRows<const void> pre_activation;  // absent: to be computed again
+
+  TokenRows<void> dx;
+  MatrixGradient dw_gate_up;  // rows in the order of w_gate_up
+  MatrixGradient dw_up;       // SEPARATE only
+  MatrixGradient dw_down;
+  BiasGradient db_gate_up;
+  BiasGradient db_up;
+  BiasGradient db_down;
+  float* dweights;  // [tokens, top_k] or nullptr
+  bool accumulate;
+  KernelName kernel;
+};
+
+// A validated call of flashmoe_grouped_product_backward.
+struct GroupedProductBackwardProblem {
+  flashmoe_device device;
+  int32_t experts;
+  int64_t rows;         // as in GroupedProductProblem
+  int64_t columns;      // K
+  int64_t out_columns;  // N
+
+  TokenRows<const void> dout;
+  TokenRows<const void> x;  // or absent
+  ExpertMatrix w;           // or absent
+  const int32_t* offsets;
+  const int32_t* counts;
+  TokenRows<void> dx;
+  MatrixGradient dw;
+  BiasGradient dbias;
+  bool accumulate;
+  KernelName kernel;
+};
+
+// A validated call of flashmoe_moe_route_backward.
+struct MoeRouteBackwardProblem {
+  flashmoe_device device;
+  int64_t tokens;
+  int32_t experts;  // 0 of given weights
+  int32_t top_k;
+
+  const float* dweights;         // [tokens, top_k]
+  const int32_t* ids;            // [tokens, top_k]
+  const float* dlse;             // [tokens] or nullptr
+  TokenRows<const void> scores;  // logits, or given weights
+  TokenRows<void> dscores;
+  bool given;
+  flashmoe_moe_scoring scoring;
+  bool renormalize;
+  float scale;
+  bool accumulate;
+  KernelName kernel;  // ""
+};
+
 template <class Visit>
 void visit_addresses(MoeRouteProblem* p, const Visit& visit) {
   visit(&p->logits);
@@ -173,6 +253,43 @@ void visit_addresses(GroupedProductProblem* p, const Visit& visit) {
   visit(&p->bias.data);
   visit(&p->offsets);
   visit(&p->counts);
+}
+
+template <class Visit>
+void visit_addresses(MoeBackwardProblem* p, const Visit& visit) {
+  visit_addresses(&p->layer, visit);
+  visit(&p->gate_up.data);
+  visit(&p->dout.data);
+  visit(&p->pre_activation.data);
+  visit(&p->dx.data);
+  visit(&p->dw_gate_up.data);
+  visit(&p->dw_up.data);
+  visit(&p->dw_down.data);
+  visit(&p->db_gate_up.data);
+  visit(&p->db_up.data);
+  visit(&p->db_down.data);
+  visit(&p->dweights);
+}
+
+template <class Visit>
+void visit_addresses(GroupedProductBackwardProblem* p, const Visit& visit) {
+  visit(&p->dout.data);
+  visit(&p->x.data);
+  visit(&p->w.data);
+  visit(&p->offsets);
+  visit(&p->counts);
+  visit(&p->dx.data);
+  visit(&p->dw.data);
+  visit(&p->dbias.data);
+}
+
+template <class Visit>
+void visit_addresses(MoeRouteBackwardProblem* p, const Visit& visit) {
+  visit(&p->dweights);
+  visit(&p->ids);
+  visit(&p->dlse);
+  visit(&p->scores.data);
+  visit(&p->dscores.data);
 }
 
 }  // namespace flashmoe

@@ -4,17 +4,15 @@
 
 #include "core/ops/moe/checks.h"
 #include "core/ops/moe/operations.h"
-#include "core/option.h"
+#include "core/ops/moe/options.h"
 
 namespace flashmoe {
 namespace {
 
 using Params = flashmoe_moe_route_params;
 
-constexpr const char* kScorings[] = {"softmax", "topk_softmax", "sigmoid"};
-
 constexpr Option<Params> kOptions[] = {
-    Option<Params>::choice("scoring", &Params::scoring, kScorings),
+    Option<Params>::choice("scoring", &Params::scoring, kMoeScorings),
     Option<Params>::flag("renormalize", &Params::renormalize),
     Option<Params>::finite("scale", &Params::scale),
     Option<Params>::reserved("reserved", &Params::reserved),

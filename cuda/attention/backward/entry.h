@@ -1,4 +1,4 @@
-// One instantiated attention backward kernel with its prologue and the kernel of dsinks, as the
+// One instantiated attention backward kernel with its prologue and what comes behind it, as the
 // host sees them. Families add their own.
 #pragma once
 
@@ -11,10 +11,11 @@ struct Entry : AttentionKernel {
   Kernel prologue;
   int prologue_rows;  // of a block
   int prologue_threads;
-  Kernel sinks;
-  int sinks_threads;
-  int split_floats;  // dV and dK of a split of an item; 0: the kernel splits none
-  int cluster = 1;   // blocks that share an item
+  Kernel behind;  // dsinks, and the repair of families that have one
+  int behind_threads;
+  int split_floats;   // dV and dK of a split of an item; 0: the kernel splits none
+  int repair_blocks;  // of a call with bounds that adds to nothing; 0: there is no repair
+  int cluster = 1;    // blocks that share an item
 };
 
 }  // namespace flashmoe::attention_backward

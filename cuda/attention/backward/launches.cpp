@@ -82,10 +82,13 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
   flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
   if (entry.cluster > 1) launch.cluster = entry.cluster;
-  if (problem.dsinks.data != nullptr) {
-    FLASHMOE_TRY(load_kernel(entry.sinks, device_id, facts, &arch, reason));
-    plan_launch(entry.sinks, device_id, suffix, problem.heads_q, entry.sinks_threads,
-                entry.sinks.shared_bytes, plan);
+  const bool repairs = (problem.bounded_left || problem.bounded_right) && !problem.accumulate;
+  const int64_t behind =
+      (problem.dsinks.data != nullptr ? problem.heads_q : 0) + (repairs ? entry.repair_blocks : 0);
+  if (behind > 0) {
+    FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
+    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
+                entry.behind.shared_bytes, plan);
   }
   plan->info.workspace_bytes = static_cast<uint64_t>(layout_of(problem, entry).bytes);
   return FLASHMOE_OK;

@@ -31,7 +31,8 @@ Layout layout_of(const AttentionProblem& problem, const Entry& entry);
 flashmoe_status check_lengths(const AttentionProblem& problem, const Reason& reason);
 
 // Plans the launches: the prologue, the kernel by at most `most_blocks` blocks, as many as run at a
-// time, and the kernel of dsinks where they are wanted. `suffix` is that of plan_launch.
+// time, and what comes behind it: dsinks where they are wanted, a repair where there are bounds.
+// `suffix` is that of plan_launch.
 flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Entry& entry,
                               const DeviceFacts& facts, const char* suffix, int64_t most_blocks,
                               const Reason& reason, Plan* plan);

@@ -22,6 +22,13 @@ struct Part {
 
 enum class Wanted { kDq, kDk, kDv };
 
+template <Wanted kWanted>
+__device__ __forceinline__ const Gradient& gradient_of(const CommonParams& params) {
+  return kWanted == Wanted::kDq   ? params.dq_rows
+         : kWanted == Wanted::kDk ? params.dk_rows
+                                  : params.dv_rows;
+}
+
 template <class Element>
 __device__ __forceinline__ float to_float(const uint16_t* at) {
   return numeric::ElementTraits<Element>::to_float(*at);
@@ -49,10 +56,23 @@ __device__ __forceinline__ const uint16_t* row_of(const Rows& rows, int batch, i
   return rows.data + batch * rows.strides.batch + head * rows.strides.head + row * rows.strides.seq;
 }
 
+// Of 8 columns at a time: rows are aligned to 16 bytes.
 template <class Element>
 __device__ __forceinline__ float dot_of_rows(const uint16_t* a, const uint16_t* b, int dim) {
+  using Numeric = numeric::ElementTraits<Element>;
   float sum = 0.0f;
-  for (int d = 0; d < dim; ++d) sum = fmaf(to_float<Element>(a + d), to_float<Element>(b + d), sum);
+  for (int d = 0; d < dim; d += 8) {
+    const uint4 of_a = *reinterpret_cast<const uint4*>(a + d);
+    const uint4 of_b = *reinterpret_cast<const uint4*>(b + d);
+    const uint32_t pairs_a[4] = {of_a.x, of_a.y, of_a.z, of_a.w};
+    const uint32_t pairs_b[4] = {of_b.x, of_b.y, of_b.z, of_b.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair_a = Numeric::unpack(pairs_a[i]);
+      const float2 pair_b = Numeric::unpack(pairs_b[i]);
+      sum = fmaf(pair_a.y, pair_b.y, fmaf(pair_a.x, pair_b.x, sum));
+    }
+  }
   return sum;
 }
 
@@ -86,9 +106,7 @@ __device__ __noinline__ void masked_fallback(const CommonParams& params, const P
   constexpr int kColumns = kWanted == Wanted::kDv ? Traits::kDimV : Traits::kDim;
   constexpr int kPairs = ceil_div(kColumns / 2, kThreadsPerWarp);
   const int lane = reread::lane_index();
-  const Gradient& to = kOfQueries               ? params.dq_rows
-                       : kWanted == Wanted::kDk ? params.dk_rows
-                                                : params.dv_rows;
+  const Gradient& to = gradient_of<kWanted>(params);
   const Rows& rows = kOfQueries               ? params.k_rows
                      : kWanted == Wanted::kDk ? params.q_rows
                                               : params.dout_rows;
@@ -101,8 +119,9 @@ __device__ __noinline__ void masked_fallback(const CommonParams& params, const P
     const int end = kOfQueries ? params.score.end_key(row, params.seq_k)
                                : params.score.end_query(row, params.seq_q);
     float sums[kPairs][2] = {};
-    for (int head = first_head; head < end_head; ++head) {
-      for (int begin = first; begin < end; begin += kThreadsPerWarp) {
+    bool open = true;  // some sum is not NaN yet
+    for (int head = first_head; head < end_head && open; ++head) {
+      for (int begin = first; begin < end && open; begin += kThreadsPerWarp) {
         const int own = begin + lane;
         float weight = 0.0f;
         if (own < end) {
@@ -121,6 +140,13 @@ __device__ __noinline__ void masked_fallback(const CommonParams& params, const P
             sums[c][1] = fmaf(of_pair, to_float<Element>(from + column + 1), sums[c][1]);
           }
         }
+        open = false;
+#pragma unroll
+        for (int c = 0; c < kPairs; ++c) {
+          const int column = part.first_column + 2 * (c * kThreadsPerWarp + lane);
+          open = open || (column < part.end_column && !(isnan(sums[c][0]) && isnan(sums[c][1])));
+        }
+        open = __any_sync(kFullWarp, open);
       }
     }
     const float scale = kWanted == Wanted::kDv ? 1.0f : params.scale;

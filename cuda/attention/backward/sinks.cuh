@@ -15,7 +15,7 @@
 
 namespace flashmoe::attention_backward {
 
-inline constexpr int kSinksThreads = 1024;
+inline constexpr int kSinksThreads = 512;
 inline constexpr int kSinksWarps = kSinksThreads / kThreadsPerWarp;
 inline constexpr int kSinksSharedBytes = kSinksWarps * static_cast<int>(sizeof(double));
 
@@ -27,16 +27,11 @@ __device__ __forceinline__ double sum_of_warp(double value) {
   return value;
 }
 
+// A whole block.
 template <class Traits>
-__global__ void __launch_bounds__(kSinksThreads)
-    attention_backward_sinks(const __grid_constant__ CommonParams params) {
+__device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, int head) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
   extern __shared__ double sums_of_warps[];
-#if __CUDA_ARCH__ >= 900
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
-#endif
-  const int head = static_cast<int>(blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x);
   const ScoreOptions& score = params.score;
   const int64_t from = head * score.sink_stride;
@@ -48,6 +43,7 @@ __global__ void __launch_bounds__(kSinksThreads)
   for (int batch = 0; batch < params.batch && sink != -INFINITY; ++batch) {
     const int64_t row_of_head =
         static_cast<int64_t>(batch * params.heads_q + head) * params.tiles_q * Traits::kTileQ;
+#pragma unroll 4
     for (int row = thread; row < params.seq_q; row += kSinksThreads) {
       const float lse = params.lse[batch * params.lse_strides.batch +
                                    head * params.lse_strides.head + row * params.lse_strides.seq];
@@ -66,7 +62,7 @@ __global__ void __launch_bounds__(kSinksThreads)
   if (thread % kThreadsPerWarp == 0) sums_of_warps[thread / kThreadsPerWarp] = sum;
   __syncthreads();
   if (thread >= kThreadsPerWarp) return;
-  auto dsink = static_cast<float>(sum_of_warp(sums_of_warps[thread]));
+  auto dsink = static_cast<float>(sum_of_warp(thread < kSinksWarps ? sums_of_warps[thread] : 0.0));
   if (thread != 0) return;
   const int64_t to = head * params.dsink_stride;
   if (params.dsinks_are_fp32) {
@@ -79,6 +75,16 @@ __global__ void __launch_bounds__(kSinksThreads)
   }
 }
 
-static_assert(kSinksWarps == kThreadsPerWarp, "one warp adds the sums of all");
+static_assert(kSinksWarps <= kThreadsPerWarp, "one warp adds the sums of all");
+
+template <class Traits>
+__global__ void __launch_bounds__(kSinksThreads)
+    attention_backward_sinks(const __grid_constant__ CommonParams params) {
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+  sum_sink_gradient<Traits>(params, static_cast<int>(blockIdx.x));
+}
 
 }  // namespace flashmoe::attention_backward

@@ -2,8 +2,11 @@
 // the online softmax, and the path for tiles that the tensor cores cannot compute.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/sm89/params.h"
+#include "cuda/attention/sm89/ragged.cuh"
 #include "cuda/attention/sm89/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/cp_async.cuh"
@@ -16,13 +19,9 @@
 
 namespace flashmoe::sm89 {
 
-using reread::lane_index;
-using reread::thread_index;
-using reread::warp_index;
-
-// The query tile of this block. Worked out once, then kept in shared memory. Tiles of unequal
-// length come longest first, inside groups of heads whose keys and values fit the L2 together (L2
-// swizzle).
+// The query tile of this block, of a dense batch. Worked out once, then kept in shared memory.
+// Tiles of unequal length come longest first, inside groups of heads whose keys and values fit the
+// L2 together (L2 swizzle).
 struct Tile {
   int batch;
   int head;
@@ -52,6 +51,56 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
+__device__ __forceinline__ Sequence sequence_of(const Params& params, const Tile& tile) {
+  return flashmoe::sequence_of(params, tile.batch);
+}
+__device__ __forceinline__ bool is_masked(const Params& params, const Tile& /*tile*/) {
+  return params.score.masked != 0;
+}
+__device__ __forceinline__ int rows_of(const Tile& /*tile*/, const Sequence& sequence) {
+  return sequence.length_q;
+}
+__device__ __forceinline__ int query_of(const Params& /*params*/, int row) { return row; }
+__device__ __forceinline__ int head_of(const Params& /*params*/, const Tile& tile, int /*row*/) {
+  return tile.head;
+}
+__device__ __forceinline__ int64_t row_stride_of(const Params& /*params*/,
+                                                 const RowStrides& strides) {
+  return strides.seq;
+}
+__device__ __forceinline__ int64_t offset_of_row(const Params& /*params*/, const Sequence& sequence,
+                                                 const RowStrides& strides, int row) {
+  return (sequence.begin_q + row) * strides.seq;
+}
+
+// What kernels of ragged batches have in the places of these.
+template <class Traits>
+using ParamsOf = std::conditional_t<Traits::kRagged, RaggedParams, Params>;
+template <class Traits>
+using TileOf = std::conditional_t<Traits::kRagged, RaggedTile, Tile>;
+template <class Traits>
+using TileIn = std::conditional_t<Traits::kRagged, const RaggedTile&, Tile>;
+template <class Traits>
+using SequenceIn = std::conditional_t<Traits::kRagged, const Sequence&, Sequence>;
+
+template <class Traits>
+__device__ __forceinline__ TileIn<Traits> tile_in(const unsigned char* shared) {
+  return TileOf<Traits>::template in<Traits>(shared);
+}
+
+// The tile to compute, which find_tile has found where batches are ragged.
+template <class Traits>
+__device__ __forceinline__ TileIn<Traits> begin_tile(const ParamsOf<Traits>& params,
+                                                     unsigned char* shared) {
+  if constexpr (Traits::kRagged) {
+    return tile_in<Traits>(shared);
+  } else {
+    const Tile tile = Tile::of_block<Traits>(params);
+    tile.keep<Traits>(shared);
+    return tile;
+  }
+}
+
 // The steps that a tile needs of the keys, counted from the first: those before `left_steps` and
 // those from `right_steps` on hold keys that some row of the tile does not see.
 template <class Traits>
@@ -79,13 +128,40 @@ template <class Traits>
 using VLoader = TileLoader<typename Traits::VLayout, Traits::kStepKeys, Traits::kThreads>;
 
 template <class Traits>
-__device__ __forceinline__ VLoader<Traits> make_v_loader(const uint16_t* v, const Params& params,
+__device__ __forceinline__ VLoader<Traits> make_v_loader(const uint16_t* v,
+                                                         const ParamsOf<Traits>& params,
                                                          const KLoader<Traits>& k_loader,
                                                          uint32_t k_tile, uint32_t v_tile) {
   if constexpr (Traits::kDim == Traits::kDimV) {
     return VLoader<Traits>(v, params.tensors.v_strides.seq, k_loader, v_tile - k_tile);
   } else {
     return VLoader<Traits>(v, params.tensors.v_strides.seq, v_tile);
+  }
+}
+
+// Copies the next step of keys, of so many that are left. Of ragged batches each row is found anew,
+// and where a loader begins plays no part.
+template <class Traits>
+__device__ __forceinline__ void load_k(KLoader<Traits>& loader, const ParamsOf<Traits>& params,
+                                       unsigned char* shared, uint32_t offset, int keys) {
+  if constexpr (Traits::kRagged) {
+    RaggedTile& tile = RaggedTile::in<Traits>(shared);
+    load_ragged(loader, offset, params, tile, tile.k, params.tensors.k_strides, params.tensors.dim,
+                keys);
+  } else {
+    loader.load_next(offset, params.tensors.k_strides.seq, keys, params.tensors.dim);
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void load_v(VLoader<Traits>& loader, const ParamsOf<Traits>& params,
+                                       unsigned char* shared, uint32_t offset, int keys) {
+  if constexpr (Traits::kRagged) {
+    RaggedTile& tile = RaggedTile::in<Traits>(shared);
+    load_ragged(loader, offset, params, tile, tile.v, params.tensors.v_strides,
+                params.tensors.dim_v, keys);
+  } else {
+    loader.load_next(offset, params.tensors.v_strides.seq, keys, params.tensors.dim_v);
   }
 }
 
@@ -106,23 +182,23 @@ __device__ __forceinline__ void load_q(uint32_t (&q)[kAtoms][4], uint32_t q_lane
 
 // Copies the Q of a tile, both parts, to shared memory.
 template <class Traits>
-__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, uint32_t shared) {
-  const Sequence sequence = sequence_of(params, tile.batch);
+__device__ __forceinline__ void copy_q(const ParamsOf<Traits>& params, const TileOf<Traits>& tile,
+                                       uint32_t shared) {
+  const Sequence sequence = sequence_of(params, tile);
   const uint16_t* q = params.tensors.q + tile.batch * params.tensors.q_strides.batch +
                       tile.head * params.tensors.q_strides.head +
-                      (sequence.begin_q + tile.first_row) * params.tensors.q_strides.seq;
-  const int rows = sequence.length_q - tile.first_row;
+                      offset_of_row(params, sequence, params.tensors.q_strides, tile.first_row);
+  const int64_t row_stride = row_stride_of(params, params.tensors.q_strides);
+  const int rows = rows_of(tile, sequence) - tile.first_row;
   if constexpr (Traits::kQRegisterDims > 0) {
     TileLoader<typename Traits::QRegisterLayout, Traits::kTileQ, Traits::kThreads>(
-        q, params.tensors.q_strides.seq, shared + Traits::kQRegisterOffset)
-        .load_next(0, params.tensors.q_strides.seq, rows,
-                   min(params.tensors.dim, Traits::kQRegisterDims));
+        q, row_stride, shared + Traits::kQRegisterOffset)
+        .load_next(0, row_stride, rows, min(params.tensors.dim, Traits::kQRegisterDims));
   }
   if constexpr (Traits::kQSharedDims > 0) {
     TileLoader<typename Traits::QSharedLayout, Traits::kTileQ, Traits::kThreads>(
-        q + Traits::kQRegisterDims, params.tensors.q_strides.seq, shared + Traits::kQSharedOffset)
-        .load_next(0, params.tensors.q_strides.seq, rows,
-                   params.tensors.dim - Traits::kQRegisterDims);
+        q + Traits::kQRegisterDims, row_stride, shared + Traits::kQSharedOffset)
+        .load_next(0, row_stride, rows, params.tensors.dim - Traits::kQRegisterDims);
   }
 }
 
@@ -185,19 +261,19 @@ enum class Side { kLeft, kRight };
 
 // Hides the keys that a row does not see on one side. `key` is the step's first.
 template <class Traits, Side kSide>
-__device__ __forceinline__ void mask_side(Scores<Traits>& scores, const Params& params,
+__device__ __forceinline__ void mask_side(Scores<Traits>& scores, const ParamsOf<Traits>& params,
                                           const unsigned char* shared, int key) {
   const int lane = lane_index();
-  const Tile tile = Tile::in<Traits>(shared);
-  const Sequence sequence = sequence_of(params, tile.batch);
+  const TileIn<Traits> tile = tile_in<Traits>(shared);
+  const Sequence sequence = sequence_of(params, tile);
   const int first_row = tile.first_row + warp_index() * Traits::kRowsPerWarp;
 #pragma unroll
   for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row + 16 * a + lane / 4 + 8 * half;
-      const int bound = kSide == Side::kLeft ? sequence.first_key(params.score, row)
-                                             : sequence.end_key(params.score, row);
+      const int query = query_of(params, first_row + 16 * a + lane / 4 + 8 * half);
+      const int bound = kSide == Side::kLeft ? sequence.first_key(params.score, query)
+                                             : sequence.end_key(params.score, query);
       const int limit = bound - key - 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
@@ -211,14 +287,39 @@ __device__ __forceinline__ void mask_side(Scores<Traits>& scores, const Params& 
   }
 }
 
+// Hides the keys of a step whose pages there are not, from all rows.
+template <class Traits>
+__device__ __forceinline__ void mask_missing(Scores<Traits>& scores, const ParamsOf<Traits>& params,
+                                             const RaggedTile& tile, int key) {
+  const RaggedKeys keys = {params, tile};
+  const int first = key + 2 * (lane_index() % 4);
+#pragma unroll
+  for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = first + 8 * n + e;
+      if (column >= tile.sequence.length_k || !keys.is_hidden(column)) continue;
+#pragma unroll
+      for (int a = 0; a < Traits::kRowAtoms; ++a) {
+        scores[a][n][e] = -INFINITY;
+        scores[a][n][2 + e] = -INFINITY;
+      }
+    }
+  }
+}
+
 // Hides the keys of a step that a row does not see.
 template <class Traits>
-__device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
+__device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const ParamsOf<Traits>& params,
                                             const TileSteps<Traits>& steps,
                                             const unsigned char* shared, int step) {
   const int key = steps.first + step * Traits::kStepKeys;
   if (step < steps.left_steps) mask_side<Traits, Side::kLeft>(scores, params, shared, key);
   if (step >= steps.right_steps) mask_side<Traits, Side::kRight>(scores, params, shared, key);
+  if constexpr (Traits::kRagged) {
+    const RaggedTile& tile = RaggedTile::in<Traits>(shared);
+    if (tile.misses_pages != 0) mask_missing<Traits>(scores, params, tile, key);
+  }
 }
 
 inline constexpr float kNeedsFallback = INFINITY;  // which no sum of other rows explains
@@ -284,28 +385,30 @@ struct RowStatistics {
 
   // Adds up the sums of a row's lanes, writes lse if wanted, and returns what the row's
   // accumulators are to be multiplied by: kNeedsFallback if the row needs the fallback.
-  __device__ __forceinline__ float finish(const Params& params, const Tile& tile, int row, int a,
-                                          int half) {
+  __device__ __forceinline__ float finish(const ParamsOf<Traits>& params,
+                                          const TileOf<Traits>& tile, int row, int a, int half) {
     const float total = sum_of_quad(sum[a][half]);
-    const Sequence sequence = sequence_of(params, tile.batch);
+    const Sequence sequence = sequence_of(params, tile);
+    const int query = query_of(params, row);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
-    const bool sees_keys = row < sequence.length_q && sequence.sees_keys(params.score, row);
+    const bool sees_keys = row < rows_of(tile, sequence) && sequence.sees_keys(params.score, query);
     const RowEnd end = add_sink_and_end_row<typename Traits::Element, RowEndBy::kExact>(
-        params.score, tile.head, sees_keys, {row_max[a][half], total});
-    if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < sequence.length_q) {
+        params.score, head_of(params, tile, row), sees_keys, {row_max[a][half], total});
+    if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < rows_of(tile, sequence)) {
       params.tensors.lse[tile.batch * params.tensors.lse_strides.batch +
                          tile.head * params.tensors.lse_strides.head +
-                         (sequence.begin_q + row) * params.tensors.lse_strides.seq] = end.lse;
+                         offset_of_row(params, sequence, params.tensors.lse_strides, row)] =
+          end.lse;
     }
     return end.factor;
   }
 };
 
 // Writes the rows of an output tile in shared memory, 16 bytes a lane.
-template <class Layout, int kRows, int kThreads>
+template <class Layout, int kRows, int kThreads, class Params, class Tile>
 __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, const Params& params,
                                            const Tile& tile, int first_row, int thread) {
-  const Sequence sequence = sequence_of(params, tile.batch);
+  const Sequence sequence = sequence_of(params, tile);
   uint16_t* out = params.tensors.out + tile.batch * params.tensors.out_strides.batch +
                   tile.head * params.tensors.out_strides.head +
                   sequence.begin_q * params.tensors.out_strides.seq;
@@ -313,9 +416,11 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   for (int index = thread; index < kRows * Layout::kChunksPerRow; index += kThreads) {
     const int row = index / Layout::kChunksPerRow;
     const int chunk = index % Layout::kChunksPerRow;
-    if (first_row + row < sequence.length_q && chunk * kElementsPerChunk < params.tensors.dim_v) {
-      *reinterpret_cast<uint4*>(out + (first_row + row) * params.tensors.out_strides.seq +
-                                chunk * kElementsPerChunk) =
+    if (first_row + row < rows_of(tile, sequence) &&
+        chunk * kElementsPerChunk < params.tensors.dim_v) {
+      *reinterpret_cast<uint4*>(
+          out + (first_row + row) * row_stride_of(params, params.tensors.out_strides) +
+          chunk * kElementsPerChunk) =
           *reinterpret_cast<const uint4*>(tile_bytes + Layout::chunk_offset(row, chunk));
     }
   }
@@ -324,15 +429,25 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
 // Rows of a tile by the fallback, one at a time. For whole warps; this one takes `first_row`,
 // `first_row + stride`, ... before `end_row`.
 template <class Traits>
-__device__ __noinline__ void masked_rows_fallback(const Params& params, const Tile tile,
-                                                  int first_row, int stride, int end_row) {
-  const Sequence sequence = sequence_of(params, tile.batch);
-  for (int row = first_row; row < min(end_row, sequence.length_q); row += stride) {
-    const KeyRange keys = {sequence.first_key(params.score, row),
-                           sequence.end_key(params.score, row)};
-    masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-        params.tensors, params.score,
-        {tile.batch, tile.head, tile.head_kv, sequence.begin_q + row, sequence.rows_of(keys)});
+__device__ __noinline__ void masked_rows_fallback(const ParamsOf<Traits>& params,
+                                                  TileIn<Traits> tile, int first_row, int stride,
+                                                  int end_row) {
+  const Sequence sequence = sequence_of(params, tile);
+  const int rows = rows_of(tile, sequence);
+  for (int row = first_row; row < min(end_row, rows); row += stride) {
+    const int query = query_of(params, row);
+    const KeyRange keys = {sequence.first_key(params.score, query),
+                           sequence.end_key(params.score, query)};
+    if constexpr (Traits::kRagged) {
+      masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+          params.tensors, params.score,
+          {tile.batch, head_of(params, tile, row), tile.head_kv, sequence.begin_q + query, keys},
+          [](int) { return true; }, RaggedKeys{params, tile});
+    } else {
+      masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+          params.tensors, params.score,
+          {tile.batch, tile.head, tile.head_kv, sequence.begin_q + row, sequence.rows_of(keys)});
+    }
   }
 }
 

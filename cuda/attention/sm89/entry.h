@@ -7,6 +7,7 @@ namespace flashmoe::sm89 {
 
 struct Entry : AttentionKernel {
   int blocks_per_sm;  // that it is designed to run with
+  bool ragged;        // for ragged, padded and paged batches, else for dense ones
 };
 
 }  // namespace flashmoe::sm89

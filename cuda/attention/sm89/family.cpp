@@ -40,6 +40,22 @@ int32_t heads_per_swizzle(const AttentionProblem& problem, int64_t l2_bytes) {
                                          : (groups > heads / group ? heads : groups * group));
 }
 
+// See RaggedParams. All heads of a KV head are one tile's, or none.
+int64_t heads_per_tile(const AttentionProblem& p, const Entry& entry) {
+  const int64_t group = p.heads_q / p.heads_kv;
+  return p.sequences.given && p.seq_q == 1 && group <= entry.tile_q ? group : 1;
+}
+
+// One of each tile. False if they are too many.
+bool count_blocks(const AttentionProblem& p, const Entry& entry, int64_t* blocks) {
+  const int64_t heads = p.batch * p.heads_q;
+  if (p.batch > INT_MAX || p.heads_q > INT_MAX || heads > INT_MAX) return false;
+  int64_t tiles = (p.seq_q + entry.tile_q - 1) / entry.tile_q * p.batch;
+  if (p.sequences.given) has_slots_by_rows(p, entry.tile_q, &tiles);
+  *blocks = tiles * (p.heads_q / heads_per_tile(p, entry));
+  return *blocks <= INT_MAX;
+}
+
 flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
   const auto refuse = [&](flashmoe_status status, const char* sentence) {
     return reason.refuse(status, "%s", sentence);
@@ -47,8 +63,10 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
+  FLASHMOE_TRY(check_sequences_fit(problem, reason));
+  const bool ragged = problem.sequences.given;
   const Entry* entry = find_entry(
-      kEntries, problem, [](const Entry&) { return true; },
+      kEntries, problem, [&](const Entry& each) { return each.ragged == ragged; },
       [&](const Entry& each) { return fits(each, *facts); });
   if (entry == nullptr) {
     return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
@@ -56,15 +74,15 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "sequence longer than 2^30");
   }
-  const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
-  const int64_t heads = problem.batch * problem.heads_q;
-  if (heads > INT_MAX || tiles_per_head * heads > INT_MAX) {
+  int64_t blocks = 0;
+  if (!count_blocks(problem, *entry, &blocks)) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^31 - 1 tiles of query rows");
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
-  plan_launch(*entry, device_id, "", tiles_per_head * heads, plan);
-  plan->info.microseconds = tile_microseconds(work_of(problem), *facts);
+  plan_launch(*entry, device_id, "", blocks, plan);
+  plan->info.microseconds = tile_microseconds(
+      with_packed_heads(work_of(problem), heads_per_tile(problem, *entry)), *facts);
   return FLASHMOE_OK;
 }
 
@@ -78,13 +96,32 @@ Params make_params(const AttentionProblem& p, const Entry& entry, const DeviceFa
   return params;
 }
 
+RaggedParams make_ragged_params(const AttentionProblem& p, const Entry& entry) {
+  RaggedParams params;
+  fill_tensors_and_score(p, &params);
+  params.sequences = sequence_params(p);
+  params.slots = tile_slots(p, entry.tile_q);
+  params.last_slots_first =
+      params.score.bounded_right != 0 && params.score.left_offset == kNoLeftOffset ? 1 : 0;
+  const int64_t heads = heads_per_tile(p, entry);
+  params.heads_per_tile = static_cast<int32_t>(heads);
+  params.by_tiles_per_kv = Divisor::of(static_cast<uint32_t>(p.heads_q / p.heads_kv / heads));
+  params.by_slots = Divisor::of(static_cast<uint32_t>(params.slots.count));
+  return params;
+}
+
 flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*, void* stream) {
   const int device_id = problem.device.device_id;
   const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
+  if (entry.ragged) {
+    const RaggedParams params = make_ragged_params(problem, entry);
+    return launch_planned(plan, 0, &params, stream);
+  }
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
-  const Params params = make_params(problem, *static_cast<const Entry*>(plan.entries[0]), *facts);
+  const Params params = make_params(problem, entry, *facts);
   return launch_planned(plan, 0, &params, stream);
 }
 

@@ -9,17 +9,40 @@
 namespace flashmoe::sm89 {
 
 template <class Traits>
+__device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
+                                             unsigned char* shared) {
+  if constexpr (Traits::kScheme == Scheme::kSplitQ) {
+    split_q::compute_tile<Traits>(params, shared);
+  } else {
+    split_dim_v::compute_tile<Traits>(params, shared);
+  }
+}
+
+// A tile, if any; more than one where offsets make no sense.
+template <class Traits>
+__device__ __forceinline__ void compute_slot(const RaggedParams& params, unsigned char* shared) {
+  int after = -1;
+  while (find_tile<Traits>(params, after, shared)) {
+    compute_tile<Traits>(params, shared);
+    const RaggedTile& tile = RaggedTile::in<Traits>(shared);
+    if (tile.more_owners == 0) return;
+    after = tile.first_owner;
+    __syncthreads();
+  }
+}
+
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
-    attention_forward_kernel(const __grid_constant__ Params params) {
+    attention_forward_kernel(const __grid_constant__ ParamsOf<Traits> params) {
   extern __shared__ __align__(1024) unsigned char shared[];
 #if __CUDA_ARCH__ >= 900  // a programmatic launch costs the host less than another
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  if constexpr (Traits::kScheme == Scheme::kSplitQ) {
-    split_q::compute_tile<Traits>(params, shared);
+  if constexpr (Traits::kRagged) {
+    compute_slot<Traits>(params, shared);
   } else {
-    split_dim_v::compute_tile<Traits>(params, shared);
+    compute_tile<Traits>(params, shared);
   }
 }
 

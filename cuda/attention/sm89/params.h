@@ -5,6 +5,7 @@
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"
+#include "cuda/tile/sequence_tables.h"
 
 namespace flashmoe::sm89 {
 
@@ -24,6 +25,23 @@ struct Params {
   Divisor by_heads_per_swizzle;
   Divisor by_heads_of_last_swizzle;
   Divisor by_tiles_per_swizzle;
+};
+
+// Of ragged, padded and paged batches.
+struct RaggedParams {
+  AttentionTensors tensors;
+  ScoreOptions score;
+
+  SequenceParams sequences;
+  TileSlots slots;
+  int32_t last_slots_first;  // they are the longest
+  // Rows of a tile are the queries of one head; or, of sequences of one query at most (decoding),
+  // that query of so many heads, all of a KV head, whose keys are then read once.
+  int32_t heads_per_tile;
+  // By which a block finds its slot and heads: tiles of a KV head one beside the other, then slots,
+  // then KV heads.
+  Divisor by_tiles_per_kv;
+  Divisor by_slots;
 };
 
 }  // namespace flashmoe::sm89

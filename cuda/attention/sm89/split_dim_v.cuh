@@ -119,7 +119,8 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out, uint3
 // Multiplies by the row factors, which lie in shared memory, and writes out.
 template <class Traits>
 __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, const float* factors,
-                                              const Params& params, unsigned char* shared) {
+                                              const ParamsOf<Traits>& params,
+                                              unsigned char* shared) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
   using Layout = typename Traits::OLayout;
   const int lane = lane_index();
@@ -144,9 +145,9 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
       }
     }
   }
-  const Tile tile = Tile::in<Traits>(shared);
+  const TileIn<Traits> tile = tile_in<Traits>(shared);
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  fallback = fallback || (params.score.masked && nonfinite);
+  fallback = fallback || (is_masked(params, tile) && nonfinite);
   if (__syncthreads_or(fallback)) {
     masked_rows_fallback<Traits>(params, tile, tile.first_row + warp, Traits::kWarps,
                                  tile.first_row + Traits::kTileQ);
@@ -157,10 +158,10 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, c
 }
 
 template <class Traits>
-__device__ __forceinline__ void compute_tile(const Params& params, unsigned char* shared) {
+__device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
+                                             unsigned char* shared) {
   constexpr int kStep = Traits::kStepKeys;
-  const Tile tile = Tile::of_block<Traits>(params);
-  tile.keep<Traits>(shared);
+  const TileIn<Traits> tile = begin_tile<Traits>(params, shared);
   const int warp = warp_index();
   const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   float* factors = reinterpret_cast<float*>(shared + Traits::kFactorsOffset);  // [kTileQ]
@@ -170,11 +171,11 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   const uint16_t* v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
                       tile.head_kv * params.tensors.v_strides.head;
 
-  const TileSteps<Traits> steps(params.score, sequence_of(params, tile.batch), tile.first_row);
-  const int first_key = sequence_of(params, tile.batch).begin_k + steps.first;
+  const TileSteps<Traits> steps(params.score, sequence_of(params, tile), tile.first_row);
+  const int first_key = sequence_of(params, tile).begin_k + steps.first;
   // Of the sequence from one on. Read anew: kept across the main loop its length would cost
   // registers.
-  const auto keys_from = [&](int key) { return sequence_of(params, tile.batch).length_k - key; };
+  const auto keys_from = [&](int key) { return sequence_of(params, tile).length_k - key; };
 
   KLoader<Traits> k_loader(k + first_key * params.tensors.k_strides.seq,
                            params.tensors.k_strides.seq, shared_address + Traits::kKOffset);
@@ -195,11 +196,9 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   copy_q<Traits>(params, tile, shared_address);
   ptx::cp_async_commit();
   const int keys_left = keys_from(steps.first);
-  if (steps.count > 0)
-    k_loader.load_next(0, params.tensors.k_strides.seq, keys_left, params.tensors.dim);
+  if (steps.count > 0) load_k<Traits>(k_loader, params, shared, 0, keys_left);
   ptx::cp_async_commit();
-  if (steps.count > 0)
-    v_loader.load_next(0, params.tensors.v_strides.seq, keys_left, params.tensors.dim_v);
+  if (steps.count > 0) load_v<Traits>(v_loader, params, shared, 0, keys_left);
   ptx::cp_async_commit();
   ptx::cp_async_wait<2>();
   __syncthreads();
@@ -239,19 +238,17 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     ptx::cp_async_wait<0>();
     const bool any_rescaled = __syncthreads_or(rescaled) != 0;  // V, P are there; K has been read
     const int keys = keys_from(steps.first) - (step + 1) * kStep;
-    if (step + 1 < steps.count)
-      k_loader.load_next(0, params.tensors.k_strides.seq, keys, params.tensors.dim);
+    if (step + 1 < steps.count) load_k<Traits>(k_loader, params, shared, 0, keys);
     ptx::cp_async_commit();
     if (any_rescaled && step > 0) rescale<Traits>(accumulators, factors);
     multiply_values<Traits>(accumulators, p_lane, v_lane);
     ptx::cp_async_wait<0>();
     __syncthreads();  // K is there; V, P and the factors have been read
-    if (step + 1 < steps.count)
-      v_loader.load_next(0, params.tensors.v_strides.seq, keys, params.tensors.dim_v);
+    if (step + 1 < steps.count) load_v<Traits>(v_loader, params, shared, 0, keys);
     ptx::cp_async_commit();
   }
 
-  const Tile kept = Tile::in<Traits>(shared);
+  const TileIn<Traits> kept = tile_in<Traits>(shared);
   const int row = kept.first_row + warp_index() * Traits::kRowsPerWarp + lane_index() / 4;
   float factor[2];
 #pragma unroll

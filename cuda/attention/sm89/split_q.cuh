@@ -27,13 +27,14 @@ __device__ __forceinline__ uint32_t stage_of(int step) {
 // Whether this warp's rows see no key of a step, nor any before. Worked out where a row is masked
 // only: kept across the main loop it would cost registers.
 template <class Traits>
-__device__ __forceinline__ bool lies_left(const Params& params, const TileSteps<Traits>& block,
+__device__ __forceinline__ bool lies_left(const ParamsOf<Traits>& params,
+                                          const TileSteps<Traits>& block,
                                           const unsigned char* shared, int step) {
   if (step >= block.left_steps) return false;
-  const Tile tile = Tile::in<Traits>(shared);
+  const TileIn<Traits> tile = tile_in<Traits>(shared);
   const int row = tile.first_row + warp_index() * Traits::kRowsPerWarp;
   return block.first + (step + 1) * Traits::kStepKeys <=
-         sequence_of(params, tile.batch).first_key(params.score, row);
+         sequence_of(params, tile).first_key(params.score, query_of(params, row));
 }
 
 // out += P V of one step, with P = 2^(scores * scale_log2 - row_max).
@@ -90,10 +91,11 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
 template <class Traits>
 __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
                                               RowStatistics<Traits>& statistics,
-                                              const Params& params, unsigned char* shared) {
+                                              const ParamsOf<Traits>& params,
+                                              unsigned char* shared) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
   using Layout = typename Traits::OLayout;
-  const Tile tile = Tile::in<Traits>(shared);
+  const TileIn<Traits> tile = tile_in<Traits>(shared);
   const int lane = lane_index();
   const int warp_row = warp_index() * Traits::kRowsPerWarp;
   unsigned char* warp_tile = shared + warp_row * Layout::kRowBytes;
@@ -120,7 +122,7 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
   __syncwarp();
   const int first_row = tile.first_row + warp_row;
   const bool nonfinite = numeric::any_nonfinite<typename Traits::Element>(largest);
-  fallback = fallback || (params.score.masked && nonfinite);
+  fallback = fallback || (is_masked(params, tile) && nonfinite);
   if (__any_sync(kFullWarp, fallback)) {
     masked_rows_fallback<Traits>(params, tile, first_row, 1, first_row + Traits::kRowsPerWarp);
   } else {
@@ -130,12 +132,12 @@ __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
 }
 
 template <class Traits>
-__device__ __forceinline__ void compute_tile(const Params& params, unsigned char* shared) {
+__device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
+                                             unsigned char* shared) {
   constexpr int kStages = Traits::kStages;
   constexpr int kStep = Traits::kStepKeys;
-  const Tile tile = Tile::of_block<Traits>(params);
-  const Sequence sequence = sequence_of(params, tile.batch);
-  tile.keep<Traits>(shared);
+  const TileIn<Traits> tile = begin_tile<Traits>(params, shared);
+  const SequenceIn<Traits> sequence = sequence_of(params, tile);
   const int warp = warp_index();
   const uint32_t shared_address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 
@@ -147,10 +149,11 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
   // Steps that the block loads, of which this warp computes those before `steps` that it needs.
   const TileSteps<Traits> block(params.score, sequence, tile.first_row);
   const int warp_row = tile.first_row + warp * Traits::kRowsPerWarp;
-  const int last_row = min(warp_row + Traits::kRowsPerWarp, sequence.length_q) - 1;
+  const int last_row = min(warp_row + Traits::kRowsPerWarp, rows_of(tile, sequence)) - 1;
+  const int last_query = query_of(params, last_row);
   const int steps =
       warp_row <= last_row
-          ? (sequence.end_key(params.score, last_row) - block.first + kStep - 1) / kStep
+          ? (sequence.end_key(params.score, last_query) - block.first + kStep - 1) / kStep
           : 0;
 
   const int first_key = sequence.begin_k + block.first;
@@ -164,8 +167,8 @@ __device__ __forceinline__ void compute_tile(const Params& params, unsigned char
     const uint32_t stage = stage_of<Traits>(step);
     if (step < block.count) {
       const int keys = sequence.length_k - block.first - step * kStep;
-      k_loader.load_next(stage, params.tensors.k_strides.seq, keys, params.tensors.dim);
-      v_loader.load_next(stage, params.tensors.v_strides.seq, keys, params.tensors.dim_v);
+      load_k<Traits>(k_loader, params, shared, stage, keys);
+      load_v<Traits>(v_loader, params, shared, stage, keys);
     }
     ptx::cp_async_commit();
   };

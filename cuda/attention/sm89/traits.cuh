@@ -9,6 +9,7 @@ namespace flashmoe::sm89 {
 
 inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
 inline constexpr int kTileInfoBytes = 16;                  // a Tile in shared memory
+inline constexpr int kRaggedTileInfoBytes = 96;            // a RaggedTile
 
 // What a warp owns: see split_q.cuh and split_dim_v.cuh.
 enum class Scheme { kSplitQ, kSplitDimV };
@@ -38,6 +39,15 @@ constexpr Tuning tuning(int dim, int dim_v) {
 template <int kDim, int kDimV>
 struct TableTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
+  static constexpr bool kRagged = false;
+};
+
+// The same for ragged, padded and paged batches: a kernel of its own, so that dense tiles need not
+// keep what these do.
+template <int kDim, int kDimV>
+struct RaggedTuning {
+  static constexpr Tuning value = tuning(kDim, kDimV);
+  static constexpr bool kRagged = true;
 };
 
 // Where two blocks of the table's kernel do not fit the shared memory of a multiprocessor, as on
@@ -46,12 +56,15 @@ template <int kDim, int kDimV>
 struct EightWarpTuning {
   static_assert(kDim == 128 && kDimV == 128);
   static constexpr Tuning value = {Scheme::kSplitQ, 8, 2, 32, 2, 32, 1, 1};
+  static constexpr bool kRagged = false;
 };
 
 // What both schemes have in common.
 template <class Element_, int kDim_, int kDimV_, class TuningOf>
 struct CommonTraits {
   static constexpr Tuning kTuning = TuningOf::value;
+  static constexpr bool kRagged = TuningOf::kRagged;
+  static constexpr int kInfoBytes = kRagged ? kRaggedTileInfoBytes : kTileInfoBytes;
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
@@ -106,7 +119,7 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitQ>
   static constexpr int kQRegisterOffset = kTileBytes - kQRegisterBytes;
   static constexpr int kQSharedOffset = kTileBytes;
   static constexpr int kTileInfoOffset = larger(kTileBytes + kQSharedBytes, kOBytes);
-  static constexpr int kSharedBytes = kTileInfoOffset + kTileInfoBytes;
+  static constexpr int kSharedBytes = kTileInfoOffset + Common::kInfoBytes;
   // Steps that may be loaded while Q is still read, because their stages do not lie under it.
   static constexpr int kEarlySteps = smaller(kQRegisterOffset / kStageBytes, kStages - 1);
 
@@ -138,7 +151,7 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitDimV>
   static constexpr int kQSharedOffset = kPOffset + kPBytes;
   static constexpr int kFactorsOffset = kQSharedOffset + kQSharedBytes;
   static constexpr int kTileInfoOffset = kFactorsOffset + kTileQ * static_cast<int>(sizeof(float));
-  static constexpr int kSharedBytes = kTileInfoOffset + kTileInfoBytes;
+  static constexpr int kSharedBytes = kTileInfoOffset + Common::kInfoBytes;
 
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
   static_assert(kOBytes <= kFactorsOffset, "the factors outlive the tiles");

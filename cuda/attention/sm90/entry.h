@@ -14,6 +14,8 @@ struct Entry : AttentionKernel {
   int part_bytes;  // of the workspace, for each part of a tile
   Kernel combine;  // the second kernel
 
+  bool ragged;  // for ragged, padded and paged batches, and for no others
+
   bool splits_kv() const { return part_bytes > 0; }
 };
 

@@ -46,9 +46,12 @@ Asked asked_of(const char* kernel) {
 // The kernel of a schedule. Each has some for all head dimensions.
 const Entry* entry_of(const AttentionProblem& problem, bool splits_kv) {
   const bool capped = problem.softcap != 0.0f;
+  const bool ragged = problem.sequences.given;
   return find_entry(
       kEntries, problem,
-      [&](const Entry& each) { return each.capped == capped && each.splits_kv() == splits_kv; },
+      [&](const Entry& each) {
+        return each.capped == capped && each.splits_kv() == splits_kv && each.ragged == ragged;
+      },
       [](const Entry&) { return true; });
 }
 
@@ -56,6 +59,7 @@ const Entry* entry_of(const AttentionProblem& problem, bool splits_kv) {
 flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts,
                       const Reason& reason) {
   FLASHMOE_TRY(check_hopper(problem.device.device_id, facts, reason));
+  FLASHMOE_TRY(check_sequences_fit(problem, reason));
   if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
   }
@@ -65,7 +69,10 @@ flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts
 flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check(problem, &facts, reason));
-  const Asked asked = asked_of(problem.kernel);
+  const bool ragged = problem.sequences.given;
+  Asked asked = asked_of(problem.kernel);
+  if (ragged && !asked.whole_tiles) return refuse_sequences(problem, reason);
+  if (ragged) asked.split_kv = false;
   const Work work = work_of(problem);
   const auto estimate = [&](bool is_asked, bool splits_kv, auto function, auto* estimated) {
     if (!is_asked) return FLASHMOE_ERROR_UNSUPPORTED;
@@ -78,8 +85,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   SplitKv split_kv = {};
   WholeTiles whole_tiles = {};
   const flashmoe_status of_split = estimate(asked.split_kv, true, estimate_split_kv, &split_kv);
-  const flashmoe_status of_whole =
-      estimate(asked.whole_tiles, false, estimate_whole_tiles, &whole_tiles);
+  const flashmoe_status of_whole = estimate(
+      asked.whole_tiles, false, ragged ? estimate_ragged : estimate_whole_tiles, &whole_tiles);
   if (of_split == FLASHMOE_OK &&
       (of_whole != FLASHMOE_OK || split_kv.microseconds <= whole_tiles.microseconds)) {
     return plan_split_kv(problem, split_kv, *facts, plan, reason);
@@ -92,9 +99,10 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* 
                        void* stream) {
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
-  return static_cast<const Entry*>(plan.entries[0])->splits_kv()
-             ? launch_split_kv(problem, plan, workspace, stream)
-             : launch_whole_tiles(problem, plan, stream);
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
+  if (entry.splits_kv()) return launch_split_kv(problem, plan, workspace, stream);
+  return entry.ragged ? launch_ragged(problem, plan, stream)
+                      : launch_whole_tiles(problem, plan, stream);
 }
 
 }  // namespace

@@ -60,6 +60,13 @@ struct Barriers {
   __device__ __forceinline__ uint32_t q_empty(int stage, int portion) const {
     return q_full(Traits::kQStages + stage, portion);
   }
+  // Of ragged kernels: slots of the ring of tiles.
+  __device__ __forceinline__ uint32_t tile_full(int slot) const {
+    return q_full(2 * Traits::kQStages, 0) + 8 * slot;
+  }
+  __device__ __forceinline__ uint32_t tile_empty(int slot) const {
+    return tile_full(Traits::kTileSlots + slot);
+  }
 
  private:
   __device__ __forceinline__ uint32_t of(int kind, int stage) const {
@@ -171,7 +178,7 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
 #pragma unroll
     for (int portion = 0; portion < Traits::kQPortions; ++portion) {
       wait_for_room(portion);
-      if (portion == 0) tiles[sent++ % kTileSlots] = tile;
+      if (portion == 0) tiles[sent++ % Traits::kTileSlots] = tile;
       load_q(tile, portion);
     }
     q_pipe.advance();
@@ -189,9 +196,239 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
 #pragma unroll
   for (int portion = 0; portion < Traits::kQPortions; ++portion) {
     wait_for_room(portion);
-    if (portion == 0) tiles[sent % kTileSlots].first_row = kNoTile;
+    if (portion == 0) tiles[sent % Traits::kTileSlots].first_row = kNoTile;
     ptx::mbarrier_arrive(barriers.q_full(q_pipe.stage, portion));
   }
+}
+
+// ---- loads of sequences
+// ------------------------------------------------------------------------------
+//
+// By two threads, of which one alone would have too few registers for what these loads are told:
+// one of Q and K, one of V.
+
+// Begins to load the keys or values of the step that begins at a key. Those that the sequence does
+// not have come as zeros.
+template <class Traits, int kBoxes>
+__device__ __forceinline__ void load_ragged_step(const CUtensorMap& map, const Repeats& repeats,
+                                                 int rows_per_batch, const RaggedTile& tile,
+                                                 int key, uint32_t to, uint32_t full) {
+  const RaggedRow row = RaggedRow::at(key, tile.sequence.begin_k + tile.batch_k * rows_per_batch,
+                                      tile.sequence.length_k);
+  ptx::mbarrier_arrive_expect(full, kBoxes * Traits::kKVBoxBytes);
+#pragma unroll 1
+  for (int box = 0; box < kBoxes; ++box) {
+    ptx::tma_load(to + box * Traits::kKVBoxBytes, &map, full, ptx::kEvictLast, box * kBoxColumns,
+                  row.row, tile.head_kv * repeats.head, row.base, row.wrap);
+  }
+}
+
+// The rows of pages that a step is made of, one piece after another: rows that there are not,
+// before key 0, behind the last or of a page that is none, come as zeros from outside the map.
+// Pieces are cut into boxes of powers of two rows, which need not begin with a whole swizzle.
+template <class Traits, int kBoxes>
+__device__ __forceinline__ void load_paged_step(const RaggedParams& params,
+                                                const CUtensorMap (&maps)[kPageBoxes],
+                                                const Repeats& repeats, RaggedTile& tile, int key,
+                                                uint32_t to, uint32_t full) {
+  static_assert(Traits::kStepKeys < 1 << kPageBoxes);
+  constexpr int kNowhere = -1;  // as a page
+  ptx::mbarrier_expect(full, kBoxes * Traits::kKVBoxBytes);
+  const int end = key + Traits::kStepKeys;
+#pragma unroll 1
+  while (key < end) {
+    PagePiece piece = PagePiece::at(params.sequences.keys.by_page_size, key, end,
+                                    tile.sequence.begin_k, tile.sequence.length_k);
+    int page = kNowhere;
+    if (piece.page >= 0) {
+      const KeyTables& tables = params.sequences.keys;
+      page = tables.page_at(tables.pages_of(tile.batch_k), piece.page);
+      if (page < 0) tile.misses_pages = 1;
+      if (page > 0) page *= repeats.batch;
+    }
+    key += piece.rows;
+#pragma unroll 1
+    while (piece.rows > 0) {
+      const int size = 31 - __clz(piece.rows);
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        ptx::tma_load(to + box * Traits::kKVBoxBytes, &maps[size], full, ptx::kEvictLast,
+                      box * kBoxColumns, piece.row, tile.head_kv * repeats.head, page);
+      }
+      to += kBoxRowBytes << size;
+      piece.row += 1 << size;
+      piece.rows -= 1 << size;
+    }
+  }
+  // Behind what was said of the tile.
+  ptx::mbarrier_arrive(full);
+}
+
+// Of a box that begins at a row of the tile's sequence, in q or out.
+__device__ __forceinline__ RaggedRow query_box(const RaggedParams& params, const RaggedTile& tile,
+                                               int rows_per_batch, int row) {
+  const int begin = tile.sequence.begin_q + tile.batch * rows_per_batch;
+  if (params.heads_per_tile > 1) return RaggedRow::of_heads(row, begin);
+  return RaggedRow::at(row, begin, tile.sequence.length_q);
+}
+
+template <class Traits>
+__device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const RaggedTile& tile,
+                                              int portion, uint32_t to, uint32_t full) {
+  constexpr int kGroups = Traits::kGroupsPerPortion;
+  ptx::mbarrier_arrive_expect(full, kGroups * Traits::kQBytesPerGroup);
+#pragma unroll 1
+  for (int group = portion * kGroups; group < (portion + 1) * kGroups; ++group) {
+    const RaggedRow row =
+        query_box(params, tile, params.rows_per_batch.q, tile.first_row + group * kRowsPerGroup);
+#pragma unroll 1
+    for (int box = 0; box < Traits::kBoxes; ++box) {
+      ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
+                    full, ptx::kEvictFirst, box * kBoxColumns, row.row,
+                    tile.head * params.q_repeats.head, row.base, row.wrap);
+    }
+  }
+}
+
+// The tiles that the scheduling warp leaves in a ring, as one of the threads that load takes them.
+template <class Traits>
+class RingOfTiles {
+ public:
+  __device__ __forceinline__ RingOfTiles(RaggedTile* tiles, const Barriers<Traits>& barriers)
+      : tiles_(tiles), barriers_(barriers) {}
+
+  // The next, until one has kNoTile.
+  __device__ __forceinline__ RaggedTile& next() {
+    slot_ = number_ % Traits::kTileSlots;
+    ptx::mbarrier_wait(barriers_.tile_full(slot_), number_ / Traits::kTileSlots % 2);
+    ++number_;
+    return tiles_[slot_];
+  }
+
+  // Says that the tile so many before the last was, which in a ring is the one that will be so many
+  // behind it, is no longer needed.
+  __device__ __forceinline__ void empty_one() const {
+    static_assert(kTilesInFlight + kTilesAhead == Traits::kTileSlots);
+    ptx::mbarrier_arrive(barriers_.tile_empty((slot_ + kTilesAhead) % Traits::kTileSlots));
+  }
+
+ private:
+  RaggedTile* tiles_;
+  const Barriers<Traits>& barriers_;
+  uint32_t number_ = 0;
+  uint32_t slot_ = 0;
+};
+
+template <class Traits>
+__device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint32_t shared,
+                                                RaggedTile* tiles,
+                                                const Barriers<Traits>& barriers) {
+  PipelineState<Traits::kStages> k_pipe;
+  PipelineState<Traits::kQStages> q_pipe;
+  const auto load_k = [&](RaggedTile& tile, int key) {
+    const uint32_t to = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
+    ptx::mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.parity ^ 1);
+    if (params.sequences.paged != 0) {
+      load_paged_step<Traits, Traits::kBoxes>(params, params.k_pages, params.k_repeats, tile, key,
+                                              to, barriers.k_full(k_pipe.stage));
+    } else {
+      load_ragged_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, params.rows_per_batch.k,
+                                               tile, key, to, barriers.k_full(k_pipe.stage));
+    }
+    k_pipe.advance();
+  };
+  const auto wait_for_room = [&](int portion) {
+    ptx::mbarrier_wait(barriers.q_empty(q_pipe.stage, portion), q_pipe.parity ^ 1);
+  };
+  RingOfTiles<Traits> ring(tiles, barriers);
+  for (;;) {
+    RaggedTile& tile = ring.next();
+    if (tile.first_row == kNoTile) break;
+    int key = tile.end_key - Traits::kStepKeys;
+    // Where there is one Q, it waits longer than K.
+    if (Traits::kQStages == 1 && tile.end_key > 0) {
+      load_k(tile, key);
+      key -= Traits::kStepKeys;
+    }
+#pragma unroll
+    for (int portion = 0; portion < Traits::kQPortions; ++portion) {
+      wait_for_room(portion);
+      // Of the tile kTilesInFlight before it the consumers are done with all.
+      if (portion == 0) ring.empty_one();
+      load_ragged_q<Traits>(params, tile, portion,
+                            shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes,
+                            barriers.q_full(q_pipe.stage, portion));
+    }
+    q_pipe.advance();
+    for (; key >= tile.first_key; key -= Traits::kStepKeys) load_k(tile, key);
+  }
+#pragma unroll
+  for (int portion = 0; portion < Traits::kQPortions; ++portion) {
+    wait_for_room(portion);
+    ptx::mbarrier_arrive(barriers.q_full(q_pipe.stage, portion));
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t shared,
+                                          RaggedTile* tiles, const Barriers<Traits>& barriers) {
+  PipelineState<Traits::kStages> v_pipe;
+  RingOfTiles<Traits> ring(tiles, barriers);
+  for (;;) {
+    RaggedTile& tile = ring.next();
+    if (tile.first_row == kNoTile) break;
+    ring.empty_one();
+    for (int key = tile.end_key - Traits::kStepKeys; key >= tile.first_key;
+         key -= Traits::kStepKeys) {
+      const uint32_t to = shared + Traits::kVOffset + v_pipe.stage * Traits::kVBytes;
+      ptx::mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.parity ^ 1);
+      if (params.sequences.paged != 0) {
+        load_paged_step<Traits, Traits::kBoxesV>(params, params.v_pages, params.v_repeats, tile,
+                                                 key, to, barriers.v_full(v_pipe.stage));
+      } else {
+        load_ragged_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats,
+                                                  params.rows_per_batch.v, tile, key, to,
+                                                  barriers.v_full(v_pipe.stage));
+      }
+      v_pipe.advance();
+    }
+  }
+}
+
+// Finds this block's tiles of a batch of sequences; a whole warp. The first tiles find their slots
+// empty. With each tile that is then begun to be loaded the slot of the tile kTilesAhead behind it
+// is emptied.
+template <class Traits>
+__device__ __forceinline__ void schedule(const RaggedParams& params, RaggedTile* tiles,
+                                         ChunkSequence* chunk, const Barriers<Traits>& barriers) {
+  RaggedScheduler<Traits> scheduler(params, chunk);
+  uint32_t number = 0;
+  for (bool more = true; more; ++number) {
+    const uint32_t slot = number % Traits::kTileSlots;
+    const uint32_t emptied = (number + Traits::kTileSlots - kTilesAhead) / Traits::kTileSlots;
+    ptx::mbarrier_wait(barriers.tile_empty(slot), (emptied & 1) ^ 1);
+    more = scheduler.next();
+    if (lane_index() == 0) {
+      if (more) {
+        scheduler.describe(&tiles[slot]);
+      } else {
+        tiles[slot].first_row = kNoTile;
+      }
+      ptx::mbarrier_arrive(barriers.tile_full(slot));
+    }
+    __syncwarp();
+  }
+}
+
+// What the warps of the producer's warpgroup do.
+template <class Traits>
+__device__ __forceinline__ void produce_ragged(const RaggedParams& params, uint32_t shared,
+                                               RaggedTile* tiles, ChunkSequence* chunk,
+                                               const Barriers<Traits>& barriers) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) produce_q_and_k<Traits>(params, shared, tiles, barriers);
+  if (thread / kThreadsPerWarp == 1) schedule<Traits>(params, tiles, chunk, barriers);
+  if (thread == 2 * kThreadsPerWarp) produce_v<Traits>(params, shared, tiles, barriers);
 }
 
 // One row of the scores' statistics for each half of a thread's fragment: rows lane / 4 and eight
@@ -272,6 +509,59 @@ __device__ __forceinline__ void compute_again(const Params& params, int batch, i
       {batch, head, head_kv, sequence.begin_q + query, sequence.rows_of(keys)});
 }
 
+// Where the keys of a sequence and their values are: nullptr for those of a page that is none.
+struct RaggedKeys {
+  const RaggedParams& params;
+  const RaggedTile& tile;
+
+  __device__ __forceinline__ const uint16_t* k(int key) const {
+    return row_of(params.tensors.k, params.tensors.k_strides, key);
+  }
+  __device__ __forceinline__ const uint16_t* v(int key) const {
+    return row_of(params.tensors.v, params.tensors.v_strides, key);
+  }
+
+  // Whether a page of these keys is none; a whole warp.
+  __device__ __forceinline__ bool misses(const KeyRange& keys) const {
+    if (params.sequences.paged == 0 || keys.first >= keys.end) return false;
+    const KeyTables& tables = params.sequences.keys;
+    const int32_t* const pages = tables.pages_of(tile.batch_k);
+    const int last = tables.by_page_size.quotient(tile.sequence.begin_k + keys.end - 1);
+    bool missing = false;
+    for (int page = tables.by_page_size.quotient(tile.sequence.begin_k + keys.first) + lane_index();
+         page <= last; page += kThreadsPerWarp) {
+      missing = missing || tables.page_at(pages, page) < 0;
+    }
+    return __any_sync(kFullWarp, missing);
+  }
+
+ private:
+  __device__ __forceinline__ const uint16_t* row_of(const uint16_t* data, const RowStrides& strides,
+                                                    int key) const {
+    const int row = tile.sequence.begin_k + key;
+    KeyTables::Place place = {tile.batch_k, row};
+    if (params.sequences.paged != 0) {
+      const KeyTables& tables = params.sequences.keys;
+      place = tables.place_of(tables.pages_of(tile.batch_k), row);
+      if (place.batch < 0) return nullptr;
+    }
+    return data +
+           (place.batch * strides.batch + tile.head_kv * strides.head + place.row * strides.seq);
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ void compute_again(const RaggedParams& params, const RaggedTile& tile,
+                                              int query) {
+  const Sequence& sequence = tile.sequence;
+  const KeyRange keys = {sequence.first_key(params.score, query),
+                         sequence.end_key(params.score, query)};
+  const PlaceOfRow place = PlaceOfRow::of(params, tile, query);
+  masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+      params.tensors, params.score, {tile.batch, place.head, tile.head_kv, place.position, keys},
+      [](int) { return true; }, RaggedKeys{params, tile});
+}
+
 // The state of a consumer warpgroup.
 template <class Traits>
 struct Consumer {
@@ -287,7 +577,7 @@ struct Consumer {
   const Params& params;
   Barriers<Traits> barriers;
   uint32_t shared;
-  const Tile* tiles;  // [kTileSlots]
+  const Tile* tiles;  // [Traits::kTileSlots]
   int group;
   uint64_t q_descriptor;
   uint64_t k_descriptor;
@@ -316,8 +606,8 @@ struct Consumer {
   }
 
   // Of the tile that steps belong to.
-  __device__ __forceinline__ Sequence sequence() const {
-    return sequence_of(params, tiles[tile % kTileSlots].batch);
+  __device__ __forceinline__ SequenceOf<Traits> sequence() const {
+    return sequence_of_tile<Traits>(params, tiles[tile % Traits::kTileSlots]);
   }
 
   // What its rows begin with. Where keys are split, sinks are added at a row's end.
@@ -325,8 +615,16 @@ struct Consumer {
     if constexpr (Traits::kSplit) {
       return {kNoRowMax, 0.0f};
     } else {
-      return tiles[tile % kTileSlots].begin;
+      return tiles[tile % Traits::kTileSlots].begin;
     }
+  }
+
+  // Of Q. Kernels of sequences count tiles alone, having a register less than others.
+  __device__ __forceinline__ int q_stage() const {
+    return Traits::kRagged ? static_cast<int>(tile % Traits::kQStages) : q_pipe.stage;
+  }
+  __device__ __forceinline__ uint32_t q_parity() const {
+    return Traits::kRagged ? tile / Traits::kQStages % 2 : q_pipe.parity;
   }
 
   // Of Q: the one that holds this group's rows.
@@ -339,7 +637,7 @@ struct Consumer {
   // Issues scores = Q K^T, of the first kKeys keys of a step.
   template <int kKeys>
   __device__ __forceinline__ void issue_scores(float (&of_keys)[kKeys / 2]) {
-    const uint64_t q = ptx::advance(q_descriptor, q_pipe.stage * Traits::kQBytes);
+    const uint64_t q = ptx::advance(q_descriptor, q_stage() * Traits::kQBytes);
     const uint64_t k = ptx::advance(k_descriptor, k_pipe.stage * Traits::kKBytes);
     ptx::wgmma_fence();
 #pragma unroll
@@ -433,17 +731,15 @@ struct Consumer {
     release(barriers.v_empty(v_pipe.stage));
     v_pipe.advance();
   }
-  __device__ __forceinline__ void release_q() {
-    release(barriers.q_empty(q_pipe.stage, portion()));
-  }
+  __device__ __forceinline__ void release_q() { release(barriers.q_empty(q_stage(), portion())); }
 
   // Computes the scores of this warp's rows again, in a warp alone.
   __device__ __forceinline__ void compute_scores_again() {
     const int lane = lane_index();
     const int q_row = warp_of_group() * 16 + lane % 16;
     const int k_row = lane / 16 * 8 + lane % 8;
-    const uint32_t q = shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes +
-                       group * Traits::kQBytesPerGroup;
+    const uint32_t q =
+        shared + Traits::kQOffset + q_stage() * Traits::kQBytes + group * Traits::kQBytesPerGroup;
     const uint32_t k = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = 0.0f;
@@ -577,9 +873,9 @@ struct Consumer {
   // Computes the tiles that the producer sends.
   __device__ __forceinline__ void run() {
     for (;;) {
-      ptx::mbarrier_wait(barriers.q_full(q_pipe.stage, portion()), q_pipe.parity);
-      int first_row = tiles[tile % kTileSlots].first_row;
-      Steps<Traits> steps = steps_of_tile<Traits>(params, tiles[tile % kTileSlots]);
+      ptx::mbarrier_wait(barriers.q_full(q_stage(), portion()), q_parity());
+      int first_row = tiles[tile % Traits::kTileSlots].first_row;
+      Steps<Traits> steps = steps_of_tile<Traits>(params, tiles[tile % Traits::kTileSlots]);
       if constexpr (Traits::kSplit) {
         // Known to be uniform: with registers for them split's kernels have too few.
         first_row = __shfl_sync(kFullWarp, first_row, 0);
@@ -604,8 +900,21 @@ struct Consumer {
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (suspect) {
         ptx::fence_proxy_async();
-        TileScheduler<Traits> scheduler(params);
-        for (Tile written; scheduler.next(&written);) repair(written);
+        if constexpr (Traits::kRagged) {
+          group =
+              thread_index() / kThreadsPerGroup - 1;  // anew: it costs the main loop no register
+          // The output has left the memory of this group.
+          RaggedScheduler<Traits> scheduler(
+              params, chunks_of_group() + warp_of_group() * kSequencesPerChunk);
+          while (scheduler.next()) {
+            Tile written;
+            scheduler.describe(&written);
+            repair(written);
+          }
+        } else {
+          TileScheduler<Traits> scheduler(params);
+          for (Tile written; scheduler.next(&written);) repair(written);
+        }
       }
     } else {
       // Without a barrier here, and one after what only some lanes store, ptxas serialises the
@@ -620,9 +929,18 @@ struct Consumer {
     }
   }
 
+  // One of each warp, where the group's output was.
+  __device__ __forceinline__ ChunkSequence* chunks_of_group() const {
+    extern __shared__ unsigned char raw[];
+    const auto begin = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
+    return reinterpret_cast<ChunkSequence*>(raw + (shared - begin) + Traits::kOOffset +
+                                            group * Traits::kOBytesPerGroup);
+  }
+
   __device__ __forceinline__ Steps<Traits> own_steps(int first_row, int group_row,
                                                      const Steps<Traits>& steps) const {
-    const int shift = kv_block_alignment_of_tile<Traits>(params, sequence(), first_row);
+    const int shift =
+        kv_block_alignment_of_tile<Traits>(params, tiles[tile % Traits::kTileSlots], first_row);
     if constexpr (Traits::kSplit) {
       Steps<Traits> own(params.score, sequence(), group_row, params.queries_per_group, shift);
       own.end = group < params.groups_per_tile ? min(own.end, steps.end) : 0;
@@ -652,7 +970,7 @@ struct Consumer {
     }
     if (!sees_keys) {
       if constexpr (Traits::kSplit) {
-        leave_nothing(tiles[tile % kTileSlots]);
+        leave_nothing(tiles[tile % Traits::kTileSlots]);
       } else {
         write_nothing_seen();
       }
@@ -679,13 +997,11 @@ struct Consumer {
 
   // Output 0, and the sink as log-sum-exp, for the rows of this warp, which see no key.
   __device__ __forceinline__ void write_nothing_seen() const {
-    const Tile here = tiles[tile % kTileSlots];
+    const Tile here = tiles[tile % Traits::kTileSlots];
     const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
 #pragma unroll 1
     for (int row = max(first_row, 0); row < min(first_row + 16, sequence().length_q); ++row) {
-      uint16_t* out_row = params.tensors.out + here.batch * params.tensors.out_strides.batch +
-                          here.head * params.tensors.out_strides.head +
-                          (sequence().begin_q + row) * params.tensors.out_strides.seq;
+      uint16_t* const out_row = out_of(here, row);
 #pragma unroll 1
       for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
         out_row[column] = 0;
@@ -714,10 +1030,25 @@ struct Consumer {
     }
   }
 
+  // Of a row of one head, or of a tile of sequences.
   __device__ __forceinline__ float* lse_of(const Tile& of, int row) const {
-    return params.tensors.lse + of.batch * params.tensors.lse_strides.batch +
-           of.head * params.tensors.lse_strides.head +
-           (sequence_of(params, of.batch).begin_q + row) * params.tensors.lse_strides.seq;
+    if constexpr (Traits::kRagged) {
+      return params.tensors.lse +
+             PlaceOfRow::of(params, of, row).offset(params.tensors.lse_strides, of.batch);
+    } else {
+      return params.tensors.lse + of.batch * params.tensors.lse_strides.batch +
+             of.head * params.tensors.lse_strides.head +
+             (sequence_of_tile<Traits>(params, of).begin_q + row) * params.tensors.lse_strides.seq;
+    }
+  }
+  __device__ __forceinline__ uint16_t* out_of(const Tile& of, int row) const {
+    const RowStrides& strides = params.tensors.out_strides;
+    if constexpr (Traits::kRagged) {
+      return params.tensors.out + PlaceOfRow::of(params, of, row).offset(strides, of.batch);
+    } else {
+      return params.tensors.out + of.batch * strides.batch + of.head * strides.head +
+             (sequence_of_tile<Traits>(params, of).begin_q + row) * strides.seq;
+    }
   }
 
   // Computes the rows of this warp that came out with an infinity or a NaN again, one at a time,
@@ -728,28 +1059,41 @@ struct Consumer {
 #pragma unroll 1
       for (int i = 0; i < 16; ++i) {
         const PackedRow row = packed_row(of, warp_of_group() * 16 + i);
-        if (row.exists) repair_row(of.batch, row.head, of.head_kv, row.query);
+        if (row.exists) repair_row(of, row.head, row.query);
       }
     } else {
       const int first_row = of.first_row + group * kRowsPerGroup + warp_of_group() * 16;
       const auto end_row = [&] {
-        return min(first_row + 16, sequence_of(params, of.batch).length_q);
+        return min(first_row + 16, sequence_of_tile<Traits>(params, of).length_q);
       };
       for (int row = max(first_row, 0); row < end_row(); ++row) {
-        repair_row(of.batch, of.head, of.head_kv, row);
+        repair_row(of, of.head, row);
       }
     }
   }
-  __device__ __forceinline__ void repair_row(int batch, int head, int head_kv, int query) const {
+  __device__ __forceinline__ void repair_row(const Tile& of, int head, int query) const {
     const RowStrides& strides = params.tensors.out_strides;
-    const Sequence sequence = sequence_of(params, batch);
-    const uint16_t* const out_row = params.tensors.out + batch * strides.batch +
-                                    head * strides.head + (sequence.begin_q + query) * strides.seq;
+    const Sequence sequence = sequence_of_tile<Traits>(params, of);
+    const uint16_t* out_row = nullptr;
+    if constexpr (Traits::kRagged) {
+      out_row = out_of(of, query);
+    } else {
+      out_row = params.tensors.out + of.batch * strides.batch + head * strides.head +
+                (sequence.begin_q + query) * strides.seq;
+    }
     bool wrong = Traits::kSplit && !sequence.sees_keys(params.score, query);
+    if constexpr (Traits::kRagged) {
+      wrong = RaggedKeys{params, of}.misses(sequence.keys(params.score, query));
+    }
     for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
       wrong = wrong || numeric::any_nonfinite<Element>(out_row[column]);
     }
-    if (__any_sync(kFullWarp, wrong)) compute_again<Traits>(params, batch, head, head_kv, query);
+    if (!__any_sync(kFullWarp, wrong)) return;
+    if constexpr (Traits::kRagged) {
+      compute_again<Traits>(params, of, query);
+    } else {
+      compute_again<Traits>(params, of.batch, head, of.head_kv, query);
+    }
   }
 
   __device__ __forceinline__ PackedRow packed_row(const Tile& of, int row) const {
@@ -847,10 +1191,10 @@ struct Consumer {
   __device__ __forceinline__ void end_tile(uint32_t closing,
                                            const RowStatistics& statistics_of_tile) {
     if constexpr (Traits::kSplit) {
-      if (tiles[closing % kTileSlots].place != kWholeTile) {
-        leave_part(tiles[closing % kTileSlots], statistics_of_tile);
+      if (tiles[closing % Traits::kTileSlots].place != kWholeTile) {
+        leave_part(tiles[closing % Traits::kTileSlots], statistics_of_tile);
       } else {
-        write_rows(tiles[closing % kTileSlots], statistics_of_tile);
+        write_rows(tiles[closing % Traits::kTileSlots], statistics_of_tile);
       }
     } else {
       finish(closing, statistics_of_tile);
@@ -864,12 +1208,14 @@ struct Consumer {
                                          const RowStatistics& statistics_of_tile) {
     const int lane = lane_index();
     const int warp = warp_of_group();
-    const Tile tile = tiles[closing % kTileSlots];
-    const Sequence sequence = sequence_of(params, tile.batch);
+    const std::conditional_t<Traits::kRagged, const Tile&, Tile> tile =
+        tiles[closing % Traits::kTileSlots];
+    const SequenceOf<Traits> sequence = sequence_of_tile<Traits>(params, tile);
     const int group_row = tile.first_row + group * kRowsPerGroup;
     float factor[2];
     bool expected[2];  // to be finite, if V is
     bool fallback = false;
+    if constexpr (Traits::kRagged) fallback = tile.misses_pages != 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = group_row + warp * 16 + lane / 4 + 8 * half;
@@ -882,7 +1228,7 @@ struct Consumer {
       factor[half] = end.factor;
       fallback = fallback || end.rounded_away;
       // A NaN of the sum is one of the keys that the row sees.
-      expected[half] = params.score.masked && exists && total == total;
+      expected[half] = is_masked<Traits>(params, tile) && exists && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;
@@ -917,8 +1263,15 @@ struct Consumer {
 #pragma unroll
         for (int box = first_box; box < Traits::kBoxesV && box < first_box + Traits::kOutputBoxes;
              ++box) {
-          ptx::tma_store(&params.out, tile_out + (box - first_box) * Traits::kRowBoxBytes,
-                         box * kBoxColumns, sequence.begin_q + group_row, tile.head, tile.batch);
+          const uint32_t from = tile_out + (box - first_box) * Traits::kRowBoxBytes;
+          if constexpr (Traits::kRagged) {
+            const RaggedRow row = query_box(params, tile, params.rows_per_batch.out, group_row);
+            ptx::tma_store(&params.out, from, box * kBoxColumns, row.row, tile.head, row.base,
+                           row.wrap);
+          } else {
+            ptx::tma_store(&params.out, from, box * kBoxColumns, sequence.begin_q + group_row,
+                           tile.head, tile.batch);
+          }
         }
         ptx::tma_store_commit();
       }
@@ -978,6 +1331,12 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
       ptx::mbarrier_init(barriers.v_full(stage), 1);
       ptx::mbarrier_init(barriers.v_empty(stage), kConsumerWarps);
     }
+    if constexpr (Traits::kRagged) {
+      for (int slot = 0; slot < Traits::kTileSlots; ++slot) {
+        ptx::mbarrier_init(barriers.tile_full(slot), 1);
+        ptx::mbarrier_init(barriers.tile_empty(slot), 2);  // both threads that load
+      }
+    }
     ptx::fence_mbarrier_init();
   }
   if constexpr (Traits::kSplit)
@@ -1001,7 +1360,13 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
     consumer.run();
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();
-    if (thread == 0) produce<Traits>(params, shared, tiles, barriers);
+    if constexpr (Traits::kRagged) {
+      auto* chunk = reinterpret_cast<ChunkSequence*>(raw + (shared - shared_of_block) +
+                                                     Traits::kSequencesOffset);
+      produce_ragged<Traits>(params, shared, tiles, chunk, barriers);
+    } else {
+      if (thread == 0) produce<Traits>(params, shared, tiles, barriers);
+    }
   }
 }
 

@@ -17,7 +17,7 @@ int64_t steps_of_tile(const AttentionProblem& problem, const Entry& entry, int64
   const int64_t end_row = std::min(problem.seq_q, first_row + entry.tile_q);
   const int64_t keys = std::clamp<int64_t>(end_row + problem.right_offset, 0, problem.seq_k);
   if (keys == 0) return kStepsOfAStart;
-  const int64_t shift = kv_block_alignment(problem, entry.tile_k, first_row, entry.tile_q);
+  const int64_t shift = kv_block_alignment_of_tiles(problem, entry.tile_k, first_row, entry.tile_q);
   return kStepsOfAStart + (keys + shift + entry.tile_k - 1) / entry.tile_k;
 }
 
@@ -54,6 +54,13 @@ int64_t kv_block_alignment(const AttentionProblem& problem, int step_keys, int64
                            int64_t rows) {
   return kv_block_alignment(step_keys, static_cast<int32_t>(first_row), static_cast<int32_t>(rows),
                             problem.bounded_right, static_cast<int32_t>(problem.right_offset));
+}
+
+int64_t kv_block_alignment_of_tiles(const AttentionProblem& problem, int step_keys,
+                                    int64_t first_row, int64_t rows) {
+  const bool by_host = step_keys % kRowsPerGroup == 0;  // others the kernel works out (tile.cuh)
+  if (by_host && problem.seq_k <= step_keys) return 0;
+  return kv_block_alignment(problem, step_keys, first_row, rows);
 }
 
 bool longest_tiles_first(const AttentionProblem& problem) {

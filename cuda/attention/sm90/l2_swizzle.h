@@ -18,6 +18,11 @@ bool longest_tiles_first(const AttentionProblem& problem);
 int64_t kv_block_alignment(const AttentionProblem& problem, int step_keys, int64_t first_row,
                            int64_t rows);
 
+// The same of the tiles of a launch of whole tiles. A single step parts no rows' ends: it begins
+// with key 0, as that of a sequence does (ragged.cuh).
+int64_t kv_block_alignment_of_tiles(const AttentionProblem& problem, int step_keys,
+                                    int64_t first_row, int64_t rows);
+
 // Rows before row 0 at which the first tile of a head begins where later tiles are longer: the
 // whole groups of rows that full tiles have too many are left out where tiles are shortest.
 int64_t spare_rows(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head);

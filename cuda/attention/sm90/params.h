@@ -8,6 +8,7 @@
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"
+#include "cuda/tile/sequence_tables.h"
 
 namespace flashmoe::sm90 {
 
@@ -109,6 +110,39 @@ struct SplitParams : Params {
   int16_t cuts[kMostStreamKBlocks + 1];
 };
 
+// Sizes of boxes that rows of pages come in.
+inline constexpr int kPageBoxes = 8;
+
+// By how many rows those of a tensor's batch are behind one another.
+struct RowsPerBatch {
+  int32_t q;
+  int32_t k;
+  int32_t v;
+  int32_t out;
+};
+
+// Those of a kernel whose batch is sequences (ragged.cuh). The maps of Params are ragged ones
+// (ragged_rows.h). seq_q and seq_k bound the lengths of a sequence; kv_block_alignment and what is
+// behind it are not used, nor are repeats of batches, but of pages.
+struct RaggedParams : Params {
+  SequenceParams sequences;
+  RowsPerBatch rows_per_batch;
+  // Rows of a tile are the queries of one head; or, of sequences of one query at most (decoding),
+  // that query of so many heads, all of a KV head, whose keys are then read once. What tiles have
+  // for a head, and divisors are by, are so many heads.
+  int32_t heads_per_tile;
+  Divisor by_heads;
+  Divisor by_heads_per_kv;
+  // Of paged keys, instead of k and v: maps over [dim, rows of a page, heads, pages] in boxes of 1,
+  // 2, 4 and more rows, up to those of a step.
+  CUtensorMap k_pages[kPageBoxes];
+  CUtensorMap v_pages[kPageBoxes];
+  int32_t heads_kv;
+  int32_t grows;       // later tiles of a sequence see more keys, as only the right is bounded
+  int32_t keys_of_l2;  // so many of one KV head, with their values, may share the L2
+};
+
 static_assert(sizeof(SplitParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");
+static_assert(sizeof(RaggedParams) <= 4096);
 
 }  // namespace flashmoe::sm90

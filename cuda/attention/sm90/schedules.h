@@ -2,6 +2,8 @@
 // family.cpp chooses.
 //
 // - Whole tiles of the rows of one query head, which blocks take in the order of an L2 swizzle.
+// Those
+//   of ragged, padded and paged batches have kernels of their own, which find them on the device.
 // - Split KV: tiles of the rows of all query heads of a KV head, whose keys several blocks share
 //   (stream-K). A second kernel combines their parts.
 #pragma once
@@ -34,10 +36,14 @@ struct SplitKv {
 flashmoe_status estimate_whole_tiles(const AttentionProblem& problem, const Work& work,
                                      const Entry* entry, const DeviceFacts& facts,
                                      WholeTiles* whole_tiles, const Reason& reason);
+flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& work,
+                                const Entry* entry, const DeviceFacts& facts,
+                                WholeTiles* whole_tiles, const Reason& reason);
 flashmoe_status estimate_split_kv(const AttentionProblem& problem, const Work& work,
                                   const Entry* entry, const DeviceFacts& facts, SplitKv* split_kv,
                                   const Reason& reason);
 
+// Of dense batches and of sequences.
 flashmoe_status plan_whole_tiles(const AttentionProblem& problem, const WholeTiles& whole_tiles,
                                  const DeviceFacts& facts, Plan* plan, const Reason& reason);
 flashmoe_status plan_split_kv(const AttentionProblem& problem, const SplitKv& split_kv,
@@ -45,6 +51,7 @@ flashmoe_status plan_split_kv(const AttentionProblem& problem, const SplitKv& sp
 
 // Of what was planned so, with the device current.
 flashmoe_status launch_whole_tiles(const AttentionProblem& problem, const Plan& plan, void* stream);
+flashmoe_status launch_ragged(const AttentionProblem& problem, const Plan& plan, void* stream);
 flashmoe_status launch_split_kv(const AttentionProblem& problem, const Plan& plan, void* workspace,
                                 void* stream);
 

@@ -5,6 +5,8 @@
 
 #include "cuda/attention/sm90/kv_block_alignment.h"
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/ragged.cuh"
+#include "cuda/attention/sm90/steps.cuh"
 #include "cuda/attention/sm90/traits.cuh"
 #include "cuda/tile/scheduler.cuh"
 #include "cuda/tile/sequence.cuh"
@@ -54,26 +56,6 @@ __device__ __forceinline__ int kv_block_alignment(const Params& params, const Se
   return kv_block_alignment(kKeys, first_row, rows, params.score.bounded_right != 0,
                             params.score.right_offset + sequence.diagonal);
 }
-
-// The steps that some rows need, by their keys: from the first step's first one to behind the last
-// one's last. Both 0 where there are no such rows, or where they see no key.
-template <class Traits>
-struct Steps {
-  int first;  // may be below 0, where there are no keys
-  int end;
-
-  __device__ __forceinline__ Steps(int first_, int end_) : first(first_), end(end_) {}
-  __device__ __forceinline__ Steps(const ScoreOptions& score, const Sequence& sequence,
-                                   int first_row, int rows, int shift) {
-    constexpr int kKeys = Traits::kStepKeys;
-    const int last_row = min(first_row + rows, sequence.length_q) - 1;
-    const int begin = sequence.first_key(score, max(first_row, 0));
-    const int behind = last_row < max(first_row, 0) ? 0 : sequence.end_key(score, last_row);
-    const bool any = begin < behind;
-    first = any ? (begin + shift) / kKeys * kKeys - shift : 0;
-    end = any ? (behind + shift + kKeys - 1) / kKeys * kKeys - shift : 0;
-  }
-};
 
 // The tiles of this block, one after another.
 template <class Traits>
@@ -197,13 +179,46 @@ class SplitTileScheduler {
 // ---- either
 // -----------------------------------------------------------------------------------------
 
+// By what batches are: sequences, keys that are split, or neither.
+template <class Traits, class Ragged, class Split, class Whole>
+using ByBatch =
+    std::conditional_t<Traits::kRagged, Ragged, std::conditional_t<Traits::kSplit, Split, Whole>>;
+
 template <class Traits>
-using ParamsOf = std::conditional_t<Traits::kSplit, SplitParams, TileParams>;
+using ParamsOf = ByBatch<Traits, RaggedParams, SplitParams, TileParams>;
 template <class Traits>
-using TileOf = std::conditional_t<Traits::kSplit, TilePart, Tile>;
+using TileOf = ByBatch<Traits, RaggedTile, TilePart, Tile>;
 template <class Traits>
 using SchedulerOf =
-    std::conditional_t<Traits::kSplit, SplitTileScheduler<Traits>, TileScheduler<Traits>>;
+    ByBatch<Traits, RaggedScheduler<Traits>, SplitTileScheduler<Traits>, TileScheduler<Traits>>;
+
+// What lies in shared memory is read where it is used.
+template <class Traits>
+using SequenceOf = std::conditional_t<Traits::kRagged, const Sequence&, Sequence>;
+
+template <class Traits>
+__device__ __forceinline__ SequenceOf<Traits> sequence_of_tile(const ParamsOf<Traits>& params,
+                                                               const TileOf<Traits>& tile) {
+  if constexpr (Traits::kRagged) {
+    return tile.sequence;
+  } else {
+    return sequence_of(params, tile.batch);
+  }
+}
+
+// Whether some query of the tile's sequence does not see every key: as the core says of a dense
+// batch (set_bounds).
+template <class Traits>
+__device__ __forceinline__ bool is_masked(const ParamsOf<Traits>& params,
+                                          const TileOf<Traits>& tile) {
+  if constexpr (Traits::kRagged) {
+    const Sequence& sequence = tile.sequence;
+    return params.score.right_offset + sequence.diagonal < sequence.length_k - 1 ||
+           params.score.left_offset + sequence.diagonal > 1 - sequence.length_q;
+  } else {
+    return params.score.masked != 0;
+  }
+}
 
 // Queries of a warpgroup, all of whose rows are of one head where keys are not split.
 template <class Traits>
@@ -225,26 +240,32 @@ __device__ __forceinline__ int query_of(const ParamsOf<Traits>& params, int firs
   }
 }
 
+// `first_row` is the tile's.
 template <class Traits>
 __device__ __forceinline__ int kv_block_alignment_of_tile(const ParamsOf<Traits>& params,
-                                                          const Sequence& sequence, int first_row) {
-  if constexpr (Traits::kSplit) {
-    return kv_block_alignment<Traits>(params, sequence, first_row,
-                                      params.groups_per_tile * params.queries_per_group);
+                                                          const TileOf<Traits>& tile,
+                                                          int first_row) {
+  if constexpr (Traits::kRagged) {
+    return tile.kv_block_alignment;
   } else {
-    return kv_block_alignment<Traits>(params, sequence, first_row, Traits::kTileQ);
+    const Sequence sequence = sequence_of_tile<Traits>(params, tile);
+    if constexpr (Traits::kSplit) {
+      return kv_block_alignment<Traits>(params, sequence, first_row,
+                                        params.groups_per_tile * params.queries_per_group);
+    } else {
+      return kv_block_alignment<Traits>(params, sequence, first_row, Traits::kTileQ);
+    }
   }
 }
 
 template <class Traits>
 __device__ __forceinline__ Steps<Traits> steps_of_tile(const ParamsOf<Traits>& params,
                                                        const TileOf<Traits>& tile) {
-  if constexpr (Traits::kSplit) {
+  if constexpr (Traits::kSplit || Traits::kRagged) {
     return {tile.first_key, tile.end_key};
   } else {
-    const Sequence sequence = sequence_of(params, tile.batch);
-    return {params.score, sequence, tile.first_row, Traits::kTileQ,
-            kv_block_alignment_of_tile<Traits>(params, sequence, tile.first_row)};
+    return {params.score, sequence_of_tile<Traits>(params, tile), tile.first_row, Traits::kTileQ,
+            kv_block_alignment_of_tile<Traits>(params, tile, tile.first_row)};
   }
 }
 

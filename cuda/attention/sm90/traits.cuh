@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/kv_block_alignment.h"
+#include "cuda/attention/sm90/ragged_order.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 
@@ -14,7 +15,11 @@ inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kTileBytes = 32;  // a Tile, or TilePart, in shared memory
 // Tiles in flight: those whose Q is there, the one before them that is being written out, and the
 // one behind them whose first portion of Q is there.
-inline constexpr int kTileSlots = 4;
+inline constexpr int kTilesInFlight = 4;
+// Of ragged kernels: a RaggedTile, and tiles that the scheduling warp is ahead of these by.
+inline constexpr int kRaggedTileBytes = 80;
+inline constexpr int kTilesAhead = 4;
+inline constexpr int kChunkSequenceBytes = 32;  // a sequence of a chunk
 
 // The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has
 // the measurements behind the table.
@@ -27,6 +32,7 @@ struct Tuning {
   int output_boxes;     // of 64 columns of a group's output that leave at a time
   bool capped = false;  // logits have a softcap
   bool split = false;  // keys are split over blocks, rows are those of all query heads of a KV head
+  bool ragged = false;  // the batch is sequences, of which tables say where and how long they are
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
@@ -72,6 +78,28 @@ struct CappedSplitTuning {
   }();
 };
 
+// Sequences (ragged.cuh).
+template <int kDim, int kDimV>
+struct RaggedTuning {
+  static constexpr Tuning value = [] {
+    Tuning ragged = tuning(kDim, kDimV);
+    ragged.ragged = true;
+    return ragged;
+  }();
+};
+
+template <int kDim, int kDimV>
+struct CappedRaggedTuning {
+  static constexpr Tuning value = [] {
+    Tuning ragged = RaggedTuning<kDim, kDimV>::value;
+    ragged.capped = true;
+    // Of three consumers a thread would have too few registers. This changes no bit: steps begin
+    // where they do in tiles of three.
+    if (ragged.consumers == 3) ragged.consumers = 2;
+    return ragged;
+  }();
+};
+
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
@@ -87,6 +115,7 @@ struct Traits {
   static constexpr bool kOrdered = kTuning.ordered;
   static constexpr bool kCapped = kTuning.capped;
   static constexpr bool kSplit = kTuning.split;
+  static constexpr bool kRagged = kTuning.ragged;
 
   // Keys of a narrow step: the first of a tile, where no row of a group sees more of it. Not with a
   // softcap, where products are not what takes the time, nor where it leaves too few registers.
@@ -94,10 +123,13 @@ struct Traits {
       kStepKeys == 2 * kRowsPerGroup && !kCapped && !(kSplit && kDim > 128);
   static constexpr int kNarrowKeys = kNarrows ? kRowsPerGroup : kStepKeys;
 
-  // setmaxnreg: 64 Ki registers are 512 for each thread of a warpgroup.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512);
+  // setmaxnreg: a block has the registers that it is launched with, for each of its threads as many
+  // as 64 Ki suffice for, a multiple of 8. The roles of ragged kernels' producer need more.
+  static constexpr int kLaunchRegisters = (64 * 1024 / kThreads) / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kRagged ? 40 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kRagged ? 232 : 240;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                (kConsumers + 1) * kLaunchRegisters);
 
   // Tiles are boxes of 64 columns side by side: K and V [dim / 64][keys][64], Q and the output
   // [group][dim / 64][rows of the group][64].
@@ -125,16 +157,24 @@ struct Traits {
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
   static constexpr int kOOffset = kVOffset + kStages * kVBytes;
   static constexpr int kTilesOffset = kOOffset + kOBytes;
-  static constexpr int kBarriersOffset = kTilesOffset + kTileSlots * kTileBytes;
+  static constexpr int kTileSlots = kTilesInFlight + (kRagged ? kTilesAhead : 0);
+  static constexpr int kTileSlotBytes = kRagged ? kRaggedTileBytes : kTileBytes;
+  static constexpr int kSequencesOffset = kTilesOffset + kTileSlots * kTileSlotBytes;
+  static constexpr int kSequencesBytes = kRagged ? kSequencesPerChunk * kChunkSequenceBytes : 0;
+  static constexpr int kBarriersOffset = kSequencesOffset + kSequencesBytes;
   // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q
-  // for all portions of a stage.
-  static constexpr int kBarriers = 4 * kStages + 2 * kQStages * kQPortions;
+  // for all portions of a stage. Of ragged kernels tiles, full and empty, each for all slots.
+  static constexpr int kBarriers =
+      4 * kStages + 2 * kQStages * kQPortions + (kRagged ? 2 * kTileSlots : 0);
   static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSharedAlignment;
 
   static_assert(kStepKeys % 16 == 0 && kKVBoxBytes % kSharedAlignment == 0);
   static_assert(kDim % 16 == 0 && kDimV % 16 == 0);
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
-  static_assert(kQStages + (kQPortions > 1 ? 1 : 0) + 1 < kTileSlots);
+  static_assert(kQStages + (kQPortions > 1 ? 1 : 0) + 1 < kTilesInFlight);
+  static_assert(!kRagged || (!kSplit && kStepKeys % kRowsPerGroup == 0));
+  // Where a warp of a consumer that looks for its tiles again keeps a chunk (Consumer::run).
+  static_assert(!kRagged || 4 * kSequencesBytes <= kOBytesPerGroup);
   static_assert(kStepKeys <= 256, "a box has at most 256 rows");
 };
 

@@ -41,8 +41,8 @@ void fill_params(const AttentionProblem& p, const Entry& entry, int64_t blocks,
   const int64_t tiles_per_head = (p.seq_q + entry.tile_q - 1) / entry.tile_q;
   params->first_row = ramp ? -static_cast<int32_t>(spare_rows(p, entry, tiles_per_head)) : 0;
   params->longest_tiles_first = ramp ? 1 : 0;
-  params->kv_block_alignment =
-      static_cast<int32_t>(kv_block_alignment(p, entry.tile_k, params->first_row, entry.tile_q));
+  params->kv_block_alignment = static_cast<int32_t>(
+      kv_block_alignment_of_tiles(p, entry.tile_k, params->first_row, entry.tile_q));
   const int64_t swizzle_heads = heads_per_swizzle(p, entry, tiles_per_head, facts);
   fill_swizzle(p, tiles_per_head, swizzle_heads, params);
   params->slots_per_swizzle = static_cast<int32_t>(swizzle_heads * tiles_per_head % blocks);

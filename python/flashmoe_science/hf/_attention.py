@@ -14,7 +14,7 @@ from flashmoe_science._autograd import autocast, graph_lacks_gradients, is_recor
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
-from flashmoe_science.hf._masks import Note, note_of
+from flashmoe_science.hf._masks import OTHER_MASK, Note, note_of
 from flashmoe_science.torch import operators
 
 # Options of attention functions that change what is computed, and that ours does not have.
@@ -79,10 +79,8 @@ def attention(
         if torch.compiler.is_compiling():
             _report.note_ours(module, "attention")
             return operators.flash_attention(q, k, v, **call), None
-        # Token by token, as what follows reads it. Where gradients are recorded it has no place.
-        out = None if recorded else q.new_empty((*q.shape[:3], v.shape[3]))
         try:
-            out = flashmoe_science.flash_attention(q, k, v, **call, out=out)
+            out = _attend(q, k, v, note, recorded, call)
             _report.note_ours(module, "attention")
             return out, None
         except REFUSALS as error:
@@ -103,6 +101,50 @@ def attention(
         added = _added(attention_mask, query.dtype)
         answer = eager(module, query, key, value, added, **options)
     return answer
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    note: Note | None,
+    recorded: bool,
+    call: dict[str, Any],
+) -> torch.Tensor:
+    """By ours, token by token, as what follows reads it. Rows of padding that are not computed are
+    zeros."""
+    # Where gradients are recorded there is no writing to an output.
+    shape = (*q.shape[:3], v.shape[3])
+    made: Any
+    if note is not None and note.packed is not None:
+        out = None if recorded else q.new_empty(shape)
+        rows = []
+        for b, starts in enumerate(note.packed):
+            row = slice(b, b + 1)
+            rows.append(flashmoe_science.flash_attention(
+                q[row], k[row], v[row], **call, out=None if out is None else out[row],
+                cu_seqlens_q=starts, cu_seqlens_k=starts,
+            ))  # fmt: skip
+        made = torch.cat(rows) if out is None else out
+        return made  # type: ignore[no-any-return]
+    padding = None if note is None else note.padding
+    if padding is None:
+        out = None if recorded else q.new_empty(shape)
+        made = flashmoe_science.flash_attention(q, k, v, **call, out=out)
+        return made  # type: ignore[no-any-return]
+    used = padding.seqused_q
+    if padding.from_start and call["causal"]:
+        # Rows behind a sequence see its keys, as transformers' own attention has it.
+        call, used = call | {"causal": "top_left"}, None
+    out = None if recorded else q.new_empty(shape) if used is None else q.new_zeros(shape)
+    made = flashmoe_science.flash_attention(
+        q, k, v, **call, out=out,
+        seqused_q=used, seqused_k=padding.seqused_k, k_begin=padding.k_begin,
+    )  # fmt: skip
+    if recorded and used is not None:
+        spare = torch.arange(shape[1]) >= used[:, None]
+        made = made.masked_fill(spare[..., None, None], 0.0)
+    return made  # type: ignore[no-any-return]
 
 
 def _visible(
@@ -161,6 +203,8 @@ def _attention_refusal(
     """What of the call our attention does not have, "" when it has all."""
     if note is not None and note.filled is None:
         return note.reason
+    if note is not None and note.packed is not None and not visible.causal:
+        return OTHER_MASK
     if options.get("output_attentions"):
         return "the weights of attention are asked for"
     if dropout != 0.0:

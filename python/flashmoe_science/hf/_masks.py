@@ -17,10 +17,27 @@ _NOTE = "_flashmoe_note"  # an attribute of masks
 _COMPILED = "there is a mask, and what that hides a compiled graph cannot know"
 _UNKNOWN = "there is a mask that the model or its caller made"
 _PADDING = "there is padding"
+_BETWEEN = "there is padding between tokens"
 _SHORT = "the padding mask is shorter than the keys"
 _STATIC = "a static cache has a mask for every token that follows the prompt"
 _UNTOLD_WINDOW = "the model has its sliding window in masks alone"
-_OTHER = "there is a mask of another kind than causal or a sliding window"
+OTHER_MASK = "there is a mask of another kind than causal or a sliding window"
+
+
+class Padding(NamedTuple):
+    """Which rows of each sequence of a batch are tokens, as flash_attention has it.
+
+    Attributes:
+        seqused_q: None: all rows are computed.
+        seqused_k, k_begin: None: there is no padding on that side.
+        from_start: Query n stands at key n of every sequence. A causal call that counts from there
+            can compute rows of padding, too.
+    """
+
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    k_begin: torch.Tensor | None
+    from_start: bool
 
 
 class Note(NamedTuple):
@@ -30,10 +47,15 @@ class Note(NamedTuple):
         reason: Why ours needs it, "" where it does not.
         filled: Where ours needs no mask but for the keys from this number on, which it has to leave
             out: those that a static cache has room for.
+        padding: Where ours leaves out padding, beside those keys.
+        packed: Where each row of the batch has several sequences, one behind the other and each
+            causal by itself: where they begin, cu_seqlens of each row.
     """
 
     reason: str
     filled: int | None = None
+    padding: Padding | None = None
+    packed: tuple[torch.Tensor, ...] | None = None
 
 
 def note_of(mask: torch.Tensor) -> Note:
@@ -62,7 +84,7 @@ def attention_mask(
 
     Without a mask `attention` takes the keys to be causal, if it is causal, and within the layer's
     window, both from the last query and key backwards. So there is none only where that is so and
-    nothing is padded.
+    nothing is padded. Of a mask of padding, and of packed rows, it is noted where tokens are.
     """
     known = local_size is None or kv_length < local_size or _is_window(local_size, config)
     filled: int | None = None
@@ -74,12 +96,20 @@ def attention_mask(
         aligned = q_length == kv_length and mask_function is not bidirectional_mask_function
         if not windowed or aligned:
             filled = kv_length
-    elif q_length == 1 and known and _is_plain(mask_function, local_size):
+    one_more = False
+    if filled is None and q_length == 1 and known and _is_plain(mask_function, local_size):
         reason = _STATIC
+        if not allow_is_causal_skip and _is_on_cpu(options):
+            filled = _filled(q_offset, q_length, kv_offset, kv_length)
+            one_more = filled is not None
+    padding: Padding | None = None
     if filled is not None:
-        reason = _padding(attention_mask, kv_offset, filled)
+        lengths = (kv_offset, filled, q_length)
+        # Where a query stands counts under a causal mask and in a window alone.
+        placed = allow_is_causal_skip or local_size is not None or one_more
+        reason, padding = _padding(attention_mask, lengths, placed)
         filled = None if reason else filled
-    if filled == kv_length:  # and no cache has room for more
+    if filled == kv_length and padding is None and not one_more:  # and no cache has room for more
         return None
     mask: torch.Tensor | None = sdpa_mask(
         batch_size,
@@ -95,11 +125,25 @@ def attention_mask(
         config=config,
         **options,
     )
+    # That nothing else hides keys was seen of its name alone.
+    if (
+        mask is not None
+        and one_more
+        and filled is not None
+        and not _hides_as_told(mask, attention_mask, kv_offset, filled, local_size)
+    ):
+        filled, padding, reason = None, None, _STATIC
     if mask is not None and not torch.compiler.is_compiling():
         if filled is not None or q_length == 1:  # and is small
             # As generate() has it: another tensor would lack the attribute.
             mask = mask.contiguous()
-        setattr(mask, _NOTE, Note("", filled) if filled is not None else Note(reason or _OTHER))
+        if filled is not None:
+            note = Note("", filled, padding)
+        elif not reason and (packed := _packed(mask, local_size)):
+            note = Note("", kv_length, None, packed)
+        else:
+            note = Note(reason or OTHER_MASK)
+        setattr(mask, _NOTE, note)
     return mask
 
 
@@ -109,6 +153,33 @@ def _is_plain(mask_function: Callable[..., Any], local_size: int | None) -> bool
     Such a mask of one query is made for caches alone that may be compiled.
     """
     return mask_function is causal_mask_function or local_size is not None
+
+
+def _is_on_cpu(options: dict[str, Any]) -> bool:
+    """Whether how far a static cache is filled may be read: on a GPU it would be waited for."""
+    device = options.get("device")
+    return not torch.compiler.is_compiling() and (
+        device is not None and torch.device(device).type == "cpu"
+    )
+
+
+def _hides_as_told(
+    mask: torch.Tensor,
+    padding: torch.Tensor | None,
+    kv_offset: int,
+    filled: int,
+    window: int | None,
+) -> bool:
+    """Whether the mask of one query is what `attention` makes of these."""
+    keys = mask.shape[-1]
+    at = torch.arange(keys, device=mask.device)
+    seen = at < filled
+    if window is not None:
+        seen &= at >= filled - window
+    if padding is not None:
+        shown = padding[:, kv_offset : kv_offset + keys] != 0
+        seen = seen & torch.nn.functional.pad(shown, (0, keys - shown.shape[1]))
+    return bool((mask[:, 0, 0] == seen).all())
 
 
 def _filled(q_offset: Any, q_length: int, kv_offset: int, kv_length: int) -> int | None:
@@ -127,7 +198,7 @@ def _masked_alone(local_size: int | None, config: Any) -> str:
     """Why a mask of this size, which `attention` is not told, stays one."""
     chunk = getattr(config, "attention_chunk_size", None)
     window = getattr(config, "sliding_window", None)
-    return _UNTOLD_WINDOW if local_size == window != chunk else _OTHER
+    return _UNTOLD_WINDOW if local_size == window != chunk else OTHER_MASK
 
 
 def _is_window(local_size: int | None, config: Any) -> bool:
@@ -162,13 +233,57 @@ def _source_passes_windows(configuration: str) -> bool:
     return re.search(r"^ +sliding_window=", source, re.MULTILINE) is not None
 
 
-def _padding(mask: torch.Tensor | None, kv_offset: int, kv_length: int) -> str:
-    """Why a padding mask is needed for these keys, "" where it hides none of them."""
+def _padding(
+    mask: torch.Tensor | None, lengths: tuple[int, int, int], placed: bool
+) -> tuple[str, Padding | None]:
+    """Why a padding mask is needed, "" where it hides no key or ours can leave out what it hides.
+
+    `lengths` are the offset of the keys, how many there are, and how many queries. `placed`: the
+    last query stands at the last key.
+    """
     if mask is None:
-        return ""
-    end = kv_offset + kv_length
+        return "", None
+    kv_offset, keys, queries = lengths
+    end = kv_offset + keys
     if torch.compiler.is_compiling():  # what it holds a graph cannot know
-        return _COMPILED
+        return _COMPILED, None
     if mask.shape[-1] < end:
-        return _SHORT
-    return "" if bool(mask[:, kv_offset:end].all()) else _PADDING
+        return _SHORT, None
+    seen = mask[:, kv_offset:end] != 0
+    if bool(seen.all()):
+        return "", None
+    if seen.device.type != "cpu":  # where a kernel takes it
+        return _PADDING, None
+    count = seen.sum(-1)
+    at = torch.arange(keys)
+    begins = torch.where(seen, at, keys).amin(-1).where(count > 0, 0)
+    ends = begins + count
+    if not bool((seen == ((at >= begins[:, None]) & (at < ends[:, None]))).all()):
+        return _BETWEEN, None
+    used = (ends - (keys - queries)).clamp(min=0)
+    on_left = bool((begins > 0).any())
+    return "", Padding(
+        used.int() if placed and bool((used < queries).any()) else None,
+        ends.int() if bool((ends < keys).any()) else None,
+        begins.int() if on_left else None,
+        from_start=queries == keys and not on_left,
+    )
+
+
+def _packed(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, ...] | None:
+    """cu_seqlens of each row of the batch, if this is a mask of sequences that are one behind the
+    other, each causal by itself and within the window."""
+    rows, keys = mask.shape[-2:]
+    if mask.device.type != "cpu" or mask.dtype != torch.bool or rows != keys or rows == 0:
+        return None
+    seen = mask[:, 0]
+    at = torch.arange(rows)
+    # A query that sees no key before its own begins a sequence.
+    begins = seen.to(torch.uint8).argmax(-1) == at  # [batch, rows]
+    first = torch.where(begins, at, 0).cummax(-1).values
+    if window is not None:
+        first = torch.maximum(first, at - window + 1)
+    if not torch.equal(seen, (at <= at[:, None]) & (at >= first[..., None])):
+        return None
+    end = torch.tensor([rows])
+    return tuple(torch.cat([row.nonzero()[:, 0], end]).int() for row in begins)

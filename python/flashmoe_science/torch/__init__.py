@@ -13,6 +13,8 @@ functions of flashmoe_science are these; where that package is imported, torch.c
 one by itself. Attention has gradients; of the mixture of experts they are refused.
 """
 
+from flashmoe_science.torch.append import kv_append
+from flashmoe_science.torch.merge import merge_states
 from flashmoe_science.torch.modules import FlashMoELayer, MultiheadAttention
 from flashmoe_science.torch.operators import (
     flash_attention,
@@ -32,6 +34,8 @@ __all__ = [
     "flash_attention_backward",
     "fused_moe",
     "grouped_product",
+    "kv_append",
+    "merge_states",
     "moe_forward",
     "moe_route",
     "moe_route_given",

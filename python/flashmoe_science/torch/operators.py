@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 import flashmoe_science as fm
-from flashmoe_science import _autograd, _core, _moe
+from flashmoe_science import _autograd, _core, _moe, _moe_autograd
 from flashmoe_science._dispatch import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -27,6 +27,7 @@ from flashmoe_science._dispatch import (
     refuse_tangent,
 )
 from flashmoe_science.attention import (
+    SEQUENCES,
     AttentionGradients,
     _flash_attention_backward,
     parse_wanted,
@@ -51,8 +52,10 @@ _TAGS = (
 _MOE = _moe.WORDS
 _IN_TRANSFORM = (
     "torch.ops.flashmoe.{0}: got a tensor that a transform of torch.func differentiates, accepted "
-    "are others; outside of torch.compile, call flashmoe_science.flash_attention"
+    "are others; "
 )
+_BY_ATTENTION = "outside of torch.compile, call flashmoe_science.flash_attention"
+_BY_BACKWARD = "call Tensor.backward or torch.autograd.grad in its place"
 
 
 def _define(
@@ -98,7 +101,8 @@ def _define(
 
         if record is not None and _autograd.is_recorded(*tensors):
             if any(map(is_transformed, tensors)):
-                raise _TransformedError(_IN_TRANSFORM.format(name))
+                way = _BY_ATTENTION if words is ATTENTION else _BY_BACKWARD
+                raise _TransformedError(_IN_TRANSFORM.format(name) + way)
             return record(below, *arguments)
         return below(overload, *arguments)
 
@@ -411,6 +415,123 @@ _attention_with_lse = _define(
     _attention_record(True),
 )  # fmt: skip
 _call_attention = _anywhere(_attention, _attention_inside)
+
+# The same of ragged, padded and paged batches.
+
+_RAGGED = Words(
+    "attention with sequences", ATTENTION.tensors, ATTENTION.outputs, "has no backward pass yet"
+)
+_RAGGED_IN_TRANSFORM = (
+    "{}: got one in a call that a transform of torch.func differentiates, accepted is None: "
+    "of ragged and padded batches torch's autograd alone takes gradients in this version"
+)
+_TABLES = len(SEQUENCES) - 2  # the first of them; behind are bounds
+_RAGGED_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, "
+    "Tensor? page_table, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str causal, "
+    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
+    "str? kernel) -> "
+)
+
+
+def _ragged_arguments(arguments: _Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of the operator of dense batches, and the sequences."""
+    first = len(_ATTENTION_TENSORS)
+    behind = first + len(SEQUENCES)
+    return (*arguments[:first], *arguments[behind:]), tuple(arguments[first:behind])
+
+
+def _ragged_fake(return_lse: bool) -> Callable[..., Any]:
+    def fake(*arguments: Any) -> Any:
+        dense, _ = _ragged_arguments(arguments)
+        return _attention_fake(return_lse)(*dense)
+
+    return fake
+
+
+def _ragged_kernel(return_lse: bool) -> Callable[..., Any]:
+    def kernel(*arguments: Any) -> Any:
+        dense, sequences = _ragged_arguments(arguments)
+        tensors, options = _attention_arguments(dense)
+        out = _empty_out(tensors["q"], tensors["v"], options["layout"])
+        call: Any = _core.flash_attention
+        return call(**tensors, **options, return_lse=return_lse, out=out, lse=None, stream=None,
+                    sequences=sequences)  # fmt: skip
+
+    return kernel
+
+
+def _ragged_check(return_lse: bool) -> Callable[..., None]:
+    def check(*arguments: Any) -> None:
+        dense, sequences = _ragged_arguments(arguments)
+        tensors, options = _attention_arguments(dense)
+        named = dict(zip(SEQUENCES, sequences, strict=True))
+        bounds = {name: named.pop(name) for name in SEQUENCES[-2:]}
+        described = {name: _described(tensor) for name, tensor in (tensors | named).items()}
+        _core.plan("attention_forward", described, options | bounds | {"return_lse": return_lse})
+
+    return check
+
+
+def _refuse_shared_keys(*arguments: Any) -> None:
+    """Of a graph in which extents are symbols, too: these the library does not look at."""
+    dense, sequences = _ragged_arguments(arguments)
+    named = dict(zip(SEQUENCES, sequences, strict=True))
+    given = [name for name in ("batch_index", "page_table") if named[name] is not None]
+    if given:
+        tensors, _ = _attention_arguments(dense)
+        recorded = next(n for n, x in tensors.items() if x is not None and x.requires_grad)
+        raise UnsupportedError(_autograd.SHARED_KEYS.format(recorded, given[0]))
+
+
+def _check_ragged_gradients(*arguments: Any) -> None:
+    dense, sequences = _ragged_arguments(arguments)
+    tensors, options = _attention_arguments(dense)
+    del options["kernel"]  # is of the forward call alone
+    reason = _autograd.lacks_gradients(tensors, options, *_autograd.split(sequences))
+    if reason:
+        raise UnsupportedError(reason)
+
+
+def _ragged_record(return_lse: bool) -> Callable[..., Any]:
+    first = len(_ATTENTION_TENSORS)
+    count = first + _TABLES  # tensors
+
+    def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        _refuse_shared_keys(*arguments)
+        _check_early(_check_ragged_gradients, *arguments)
+        *bounds, kernel = arguments[count:]  # and options
+
+        def differentiate(
+            dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, *others: Any
+        ) -> Any:
+            *tables, out, lse, wanted = others
+            made = _ragged_backward(
+                dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, *tables, *bounds,
+                list(wanted[:first]), None,
+            )  # fmt: skip
+            return *_wanted_alone(made, wanted[:first], sinks), *(None for _ in tables)
+
+        names = (*_ATTENTION_TENSORS, *SEQUENCES[:_TABLES])
+        made = _autograd.attend(
+            lambda *tensors: below(_ragged_attention_with_lse, *tensors, *bounds, kernel),
+            differentiate, dict(zip(names, arguments[:count], strict=True)),
+        )  # fmt: skip
+        return tuple(made) if return_lse else made[0]
+
+    return record
+
+
+_ragged_attention = _define(
+    "ragged_attention", _RAGGED, _RAGGED_SCHEMA + "Tensor", _ragged_kernel(False),
+    _ragged_fake(False), check=_ragged_check(False), record=_ragged_record(False),
+)  # fmt: skip
+_ragged_attention_with_lse = _define(
+    "ragged_attention_with_lse", _RAGGED, _RAGGED_SCHEMA + "(Tensor, Tensor)",
+    _ragged_kernel(True), _ragged_fake(True), check=_ragged_check(True),
+    record=_ragged_record(True),
+)  # fmt: skip
 _call_attention_with_lse = _anywhere(_attention_with_lse, _attention_with_lse_inside)
 
 
@@ -460,20 +581,47 @@ def flash_attention(
     lse: torch.Tensor | None = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    k_begin: torch.Tensor | None = None,
+    batch_index: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Any:
     """flashmoe_science.flash_attention, which see. In a graph, out, lse and stream are None, and
     what is returned is token by token in memory in either layout."""
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
             return _core.flash_attention(
                 q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
-                kernel, stream,
+                kernel, stream, sequences,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
     q, k, v = _autograd.autocast(q, k, v)
+    if any(x is not None for x in sequences):
+        ragged = _ragged_attention_with_lse if return_lse else _ragged_attention
+        options = (*_seen(causal, window), scale, softcap, layout, kernel)
+        return _outside_of_transforms(ragged, sequences, q, k, v, sinks, *sequences, *options)
     call = _call_attention_with_lse if return_lse else _call_attention
     return call(q, k, v, sinks, *_seen(causal, window), scale, softcap, layout, kernel)
+
+
+def _outside_of_transforms(overload: Any, sequences: Sequence[Any], *arguments: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return overload(*arguments)
+    try:
+        return overload(*arguments)
+    except _TransformedError:
+        name = next(name for name, x in zip(SEQUENCES, sequences, strict=True) if x is not None)
+        raise UnsupportedError(_RAGGED_IN_TRANSFORM.format(name)) from None
 
 
 def _seen(causal: bool | str, window: Sequence[int | None] | None) -> tuple[Any, ...]:
@@ -490,7 +638,7 @@ _BACKWARD_OPTIONS = (*_ATTENTION_OPTIONS[:-1], "wanted", "kernel")
 
 
 def _backward_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors and options by the names of flash_attention_backward."""
+    """Tensors and options by the names of flash_attention_backward, dense."""
     count = len(_BACKWARD_TENSORS)
     tensors = dict(zip(_BACKWARD_TENSORS, arguments[:count], strict=True))
     options = dict(zip(_BACKWARD_OPTIONS, arguments[count:], strict=True))
@@ -523,7 +671,12 @@ def _backward_fake(*arguments: Any) -> Any:
 
 
 def _backward_kernel(*arguments: Any) -> Any:
-    tensors, options = _backward_arguments(arguments)
+    return _compute_gradients(*_backward_arguments(arguments), {})
+
+
+def _compute_gradients(
+    tensors: dict[str, Any], options: dict[str, Any], sequences: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
     made = _empty_gradients(tensors, options)
     wanted = [
         name
@@ -533,13 +686,17 @@ def _backward_kernel(*arguments: Any) -> Any:
     if wanted:
         tensors["dout"] = _autograd.readable(tensors["dout"])
         given: dict[str, Any] = tensors | options | {name: made[name] for name in wanted}
+        given |= sequences
         with torch.no_grad():
             fm.flash_attention_backward(**given, wanted=(False, False, False, False))
     return tuple(made.values())
 
 
 def _backward_check(*arguments: Any) -> None:
-    tensors, options = _backward_arguments(arguments)
+    _check_backward_plan(*_backward_arguments(arguments))
+
+
+def _check_backward_plan(tensors: dict[str, Any], options: dict[str, Any]) -> None:
     described = {name: _described(tensor) for name, tensor in tensors.items()}
     # Its kernel makes one that is not as the library has it.
     described["dout"] = _described(tensors["dout"].contiguous())
@@ -606,6 +763,55 @@ class _TransformedBackward(torch.autograd.Function):
         _refuse_tangents(_BACKWARD_TENSORS, tangents, ATTENTION_BACKWARD)
 
 
+# The same of ragged and padded batches.
+
+
+def _ragged_backward_arguments(
+    arguments: Sequence[Any],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Tensors, options and sequences by the names of flash_attention_backward."""
+    first = len(_BACKWARD_TENSORS)
+    behind = first + len(SEQUENCES)
+    tensors, options = _backward_arguments((*arguments[:first], *arguments[behind:]))
+    return tensors, options, dict(zip(SEQUENCES, arguments[first:behind], strict=True))
+
+
+def _ragged_backward_fake(*arguments: Any) -> Any:
+    tensors, options, _ = _ragged_backward_arguments(arguments)
+    return tuple(_empty_gradients(tensors, options).values())
+
+
+def _ragged_backward_kernel(*arguments: Any) -> Any:
+    return _compute_gradients(*_ragged_backward_arguments(arguments))
+
+
+def _ragged_backward_check(*arguments: Any) -> None:
+    tensors, options, named = _ragged_backward_arguments(arguments)
+    bounds = {name: named.pop(name) for name in SEQUENCES[_TABLES:]}
+    _check_backward_plan(tensors | named, options | bounds)
+
+
+def _ragged_backward_record(below: Callable[..., Any], *arguments: Any) -> Any:
+    count = len(_BACKWARD_TENSORS) + _TABLES
+    return _autograd.once(
+        lambda *tensors: below(_ragged_backward, *tensors, *arguments[count:]),
+        *arguments[:count],
+    )
+
+
+_ragged_backward = _define(
+    "ragged_attention_backward", ATTENTION_BACKWARD,
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, Tensor? page_table, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str causal, SymInt? window_left, "
+    "SymInt? window_right, float? scale, float? softcap, str layout, bool[] wanted, str? kernel) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    _ragged_backward_kernel, _ragged_backward_fake, check=_ragged_backward_check,
+    record=_ragged_backward_record,
+)  # fmt: skip
+
+
 def flash_attention_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -629,26 +835,202 @@ def flash_attention_backward(
     dsinks: torch.Tensor | None = None,
     kernel: str | None = None,
     stream: object = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    k_begin: torch.Tensor | None = None,
+    batch_index: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> AttentionGradients:
     """flashmoe_science.flash_attention_backward, in a graph, too: there dq, dk, dv, dsinks and
     stream are None, accumulate is False, and what is returned is token by token in memory in either
     layout."""
+    sequences = (
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "stream": stream}
     if _is_plain(q) or _leaves_graph(q, **given):
         try:
             return _flash_attention_backward(  # type: ignore[no-any-return]
                 dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(**given)
     if accumulate:
         raise InvalidArgumentError(_TRACED.format("accumulate").replace("None", "False"))
-    made = _call_attention_backward(
-        dout, q, k, v, out, lse, dlse, sinks, *_seen(causal, window), scale, softcap, layout,
-        wanted, kernel,
-    )  # fmt: skip
+    tensors = (dout, q, k, v, out, lse, dlse, sinks)
+    options = (*_seen(causal, window), scale, softcap, layout, wanted, kernel)
+    if any(x is not None for x in sequences):
+        made = _outside_of_transforms(_ragged_backward, sequences, *tensors, *sequences, *options)
+    else:
+        made = _call_attention_backward(*tensors, *options)
     return _wanted_alone(made, wanted, sinks)
+
+
+# ---- gradients of the mixture of experts -----------------------------------------------------
+
+
+def _record_once(overload: Callable[[], Any], tensors: int) -> Callable[..., Any]:
+    """What records a backward, of which the first `tensors` arguments are tensors: that it has no
+    derivative."""
+
+    def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        options = arguments[tensors:]
+        return _moe_autograd.once(
+            lambda *given: below(overload(), *given, *options), *arguments[:tensors]
+        )
+
+    return record
+
+
+def _none(like: torch.Tensor) -> torch.Tensor:
+    """In place of a gradient that is not wanted: an operator has as many outputs in any case."""
+    return like.new_empty((0,))
+
+
+def _gradient_like(of: torch.Tensor | None, wanted: bool, beside: torch.Tensor) -> torch.Tensor:
+    """Laid out as what it is of, where that lies densely."""
+    return torch.empty_like(of) if wanted and of is not None else _none(beside)
+
+
+def _readable_rows(dout: torch.Tensor) -> torch.Tensor:
+    return _autograd.readable(dout) if dout.numel() > 0 else dout
+
+
+_MOE_BACKWARD = _moe.BACKWARD
+_LAYER_TENSORS = (
+    "x", "w_gate_up", "w_down", "weights", "offsets", "pairs", "slots", "w_up", "b_gate_up", "b_up",
+    "b_down",
+)  # fmt: skip
+# Of the operator's outputs, in the order of MoeGradients.
+_LAYER_GRADIENTS = (
+    "x", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down", "weights"
+)  # fmt: skip
+_OUTPUTS_OF = {name: f"d{name}" for name in _LAYER_GRADIENTS}
+_LAYER_OPTIONS = ("gate", "activation", "alpha", "limit", "up_offset", "weight_on_input")
+
+
+def _layer_gradients(arguments: _Arguments) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Tensors by name, options, and the outputs."""
+    dout, *rest = arguments
+    count = len(_LAYER_TENSORS)
+    tensors = {"dout": dout, **dict(zip(_LAYER_TENSORS, rest[:count], strict=True))}
+    tensors["pre_activation"] = rest[count]
+    *options, wanted = rest[count + 1 :]
+    made = [
+        _gradient_like(tensors[name], want, dout)
+        for name, want in zip(_LAYER_GRADIENTS, wanted, strict=True)
+    ]
+    return tensors, dict(zip(_LAYER_OPTIONS, options, strict=True)), made
+
+
+def _moe_backward_fake(*arguments: Any) -> Any:
+    return tuple(_layer_gradients(arguments)[-1])
+
+
+def _moe_backward_kernel(*arguments: Any) -> Any:
+    tensors, options, made = _layer_gradients(arguments)
+    wanted = arguments[-1]
+    outputs = {
+        _OUTPUTS_OF[name]: x
+        for name, x, want in zip(_LAYER_GRADIENTS, made, wanted, strict=True)
+        if want and tensors[name] is not None
+    }
+    if outputs:
+        parts = (tensors.pop(name) for name in ("weights", "offsets", "pairs", "slots"))
+        routing = MoeRouting(None, *parts)
+        tensors["dout"] = _readable_rows(tensors["dout"])
+        with torch.no_grad():
+            fm.moe_backward(
+                **tensors, routing=routing, **options, **outputs, wanted=(False,) * len(made)
+            )
+    return tuple(made)
+
+
+_moe_backward: Any = _define(
+    "moe_backward", _MOE_BACKWARD,
+    "(Tensor dout, Tensor x, Tensor w_gate_up, Tensor w_down, Tensor weights, Tensor offsets, "
+    "Tensor pairs, Tensor slots, Tensor? w_up, Tensor? b_gate_up, Tensor? b_up, Tensor? b_down, "
+    "Tensor? pre_activation, str gate, str activation, float alpha, float? limit, "
+    "float up_offset, bool weight_on_input, bool[] wanted) -> (Tensor dx, Tensor dw_gate_up, "
+    "Tensor dw_up, Tensor dw_down, Tensor db_gate_up, Tensor db_up, Tensor db_down, "
+    "Tensor dweights)",
+    _moe_backward_kernel, _moe_backward_fake,
+    record=_record_once(lambda: _moe_backward, len(_LAYER_TENSORS) + 2),
+)  # fmt: skip
+
+
+def _route_backward_fake(
+    dweights: Any, ids: Any, logits: Any, weights: Any, *options: Any
+) -> torch.Tensor:
+    of = logits if logits is not None else weights
+    return torch.empty(tuple(of.shape), dtype=of.dtype, device=of.device)
+
+
+def _route_backward_kernel(
+    dweights: Any, ids: Any, logits: Any, weights: Any, dlse: Any, scoring: Any, renormalize: bool,
+    scale: float,
+) -> Any:  # fmt: skip
+    routing = MoeRouting(ids, None, None, None, None)
+    with torch.no_grad():
+        return fm.moe_route_backward(
+            dweights.contiguous(), routing, logits=logits, weights=weights,
+            dlse=None if dlse is None else dlse.contiguous(), scoring=scoring,
+            renormalize=renormalize, scale=scale,
+        )  # fmt: skip
+
+
+_route_backward: Any = _define(
+    "moe_route_backward", _MOE_BACKWARD,
+    "(Tensor dweights, Tensor ids, Tensor? logits, Tensor? weights, Tensor? dlse, str scoring, "
+    "bool renormalize, float scale) -> Tensor",
+    _route_backward_kernel, _route_backward_fake,
+    record=_record_once(lambda: _route_backward, 5),
+)  # fmt: skip
+
+
+def _product_gradients(arguments: _Arguments) -> list[torch.Tensor]:
+    dout, x, w, _, _, bias, wanted = arguments
+    return [_gradient_like(of, want, dout)
+            for of, want in zip((x, w, bias), wanted, strict=True)]  # fmt: skip
+
+
+def _product_backward_fake(*arguments: Any) -> Any:
+    return tuple(_product_gradients(arguments))
+
+
+def _product_backward_kernel(*arguments: Any) -> Any:
+    dout, x, w, offsets, counts, bias, wanted = arguments
+    made = _product_gradients(arguments)
+    there = (wanted[0], wanted[1], wanted[2] and bias is not None)
+    outputs: dict[str, Any] = {
+        name: y for name, y, want in zip(("dx", "dw", "dbias"), made, there, strict=True) if want
+    }
+    if outputs:
+        with torch.no_grad():
+            fm.grouped_product_backward(
+                _readable_rows(dout), x, w, offsets=offsets, counts=counts, **outputs,
+                wanted=(False, False, False),
+            )  # fmt: skip
+    return tuple(made)
+
+
+_product_backward: Any = _define(
+    "grouped_product_backward", _MOE_BACKWARD,
+    "(Tensor dout, Tensor x, Tensor w, Tensor? offsets, Tensor? counts, Tensor? bias, "
+    "bool[] wanted) -> (Tensor dx, Tensor dw, Tensor dbias)",
+    _product_backward_kernel, _product_backward_fake,
+    record=_record_once(lambda: _product_backward, 6),
+)  # fmt: skip
+
+
+def _chosen(made: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(x if want else None for x, want in zip(made, wanted, strict=True))
 
 
 # ---- routing ---------------------------------------------------------------------------------
@@ -703,16 +1085,54 @@ def _route_check(
     )  # fmt: skip
 
 
+def _routing_gradient(
+    grads: _Arguments, ids: Any, logits: Any, weights: Any, like: Any, *options: Any
+) -> Any:
+    """That of logits or of given weights, from those of a routing's parts."""
+    dweights = grads[1]
+    dlse = grads[5] if len(grads) > 5 else None
+    if dweights is None:
+        dweights = torch.zeros_like(like)
+    dlse = None if dlse is None else dlse.resolve_neg()
+    return _route_backward(dweights.resolve_neg(), ids, logits, weights, dlse, *options)
+
+
+def _route_record(return_lse: bool) -> Callable[..., Any]:
+    def record(below: Callable[..., Any], logits: Any, top_k: int, *options: Any) -> Any:
+        _moe_autograd.check_device(("logits",), (logits,))
+        scoring, renormalize, bias, num_groups, top_groups, scale = options
+        overload = _route_with_lse if return_lse else _route
+
+        def compute(logits: Any) -> tuple[Any, ...]:
+            return tuple(
+                below(overload, logits, top_k, scoring, renormalize, bias, num_groups, top_groups,
+                      scale)
+            )  # fmt: skip
+
+        def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+            return (
+                _routing_gradient(
+                    grads, made[0], tensors[0], None, made[1], scoring, renormalize, scale
+                ),
+            )
+
+        steps = _moe_autograd.Steps(compute, differentiate, (1, 5) if return_lse else (1,))
+        return _moe_autograd.recorded(steps, logits)
+
+    return record
+
+
 _ROUTE_SCHEMA = (
     "(Tensor logits, int top_k, str scoring, bool renormalize, Tensor? selection_bias, "
     f"int num_groups, int? top_groups, float scale) -> {_PARTS}"
 )
 _route = _define(
-    "moe_route", _MOE, _ROUTE_SCHEMA + ")", _route_kernel(False), _route_fake, check=_route_check
-)
+    "moe_route", _MOE, _ROUTE_SCHEMA + ")", _route_kernel(False), _route_fake, check=_route_check,
+    record=_route_record(False),
+)  # fmt: skip
 _route_with_lse = _define(
     "moe_route_with_lse", _MOE, _ROUTE_SCHEMA + ", Tensor lse)", _route_kernel(True),
-    _route_with_lse_fake, check=_route_check,
+    _route_with_lse_fake, check=_route_check, record=_route_record(True),
 )  # fmt: skip
 
 
@@ -732,11 +1152,30 @@ def _route_given_kernel(
     return parts[:-1]
 
 
+def _route_given_record(
+    below: Callable[..., Any], ids: Any, weights: Any, num_experts: int, renormalize: bool,
+    scale: float, expert_map: Any,
+) -> Any:  # fmt: skip
+    _moe_autograd.check_device(("weights",), (weights,))
+
+    def compute(weights: Any) -> tuple[Any, ...]:
+        return tuple(below(_route_given, ids, weights, num_experts, renormalize, scale, expert_map))
+
+    def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+        return (
+            _routing_gradient(
+                grads, made[0], None, tensors[0], made[1], "softmax", renormalize, scale
+            ),
+        )
+
+    return _moe_autograd.recorded(_moe_autograd.Steps(compute, differentiate, (1,)), weights)
+
+
 _route_given = _define(
     "moe_route_given", _MOE,
     "(Tensor ids, Tensor? weights, int num_experts, bool renormalize, float scale, "
     f"Tensor? expert_map) -> {_PARTS})",
-    _route_given_kernel, _route_given_fake,
+    _route_given_kernel, _route_given_fake, record=_route_given_record,
 )  # fmt: skip
 
 
@@ -763,11 +1202,16 @@ def moe_route(
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    operator = _route_with_lse if return_lse else _route
-    parts = operator(
-        logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale
-    )
-    return MoeRouting(*parts)
+    return traced_moe_route(
+        logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
+        return_lse,
+    )  # fmt: skip
+
+
+def traced_moe_route(logits: torch.Tensor, top_k: int, *options: Any) -> MoeRouting:
+    """moe_route by its operator; return_lse comes last."""
+    operator = _route_with_lse if options[-1] else _route
+    return MoeRouting(*operator(logits, top_k, *options[:-1]))
 
 
 def moe_route_given(
@@ -789,8 +1233,12 @@ def moe_route_given(
             )
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    parts = _route_given(ids, weights, num_experts, renormalize, scale, expert_map)
-    return MoeRouting(*parts)
+    return traced_moe_route_given(ids, weights, num_experts, renormalize, scale, expert_map)
+
+
+def traced_moe_route_given(*arguments: Any) -> MoeRouting:
+    """moe_route_given by its operator."""
+    return MoeRouting(*_route_given(*arguments))
 
 
 # ---- the layer -------------------------------------------------------------------------------
@@ -857,17 +1305,48 @@ def _forward_check(
     fm.moe_plan(_described(x), _described(w_gate_up), _described(w_down), routing, **named)
 
 
+def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
+    def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        given, options = arguments[:7], _layer_options(*arguments[7:])
+        tensors = (*given, *(options[name] for name in _LAYER_TENSORS[7:]))
+        _moe_autograd.check_device(_LAYER_TENSORS, tensors)
+
+        # What is saved is what autograd is told of, and nothing beside it.
+        options.update(dict.fromkeys(_LAYER_TENSORS[7:]))
+
+        def compute(*tensors: Any) -> tuple[Any, ...]:
+            layer = options | dict(zip(_LAYER_TENSORS[7:], tensors[7:], strict=True))
+            return tuple(below(_forward_with_pre_activation, *tensors[:7], *layer.values()))
+
+        def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+            flags = dict(zip(_LAYER_TENSORS, wanted, strict=True))
+            gradients = _moe_backward(
+                grads[0].resolve_neg(), *tensors, made[1],
+                *(options[name] for name in _LAYER_OPTIONS),
+                [flags[name] for name in _LAYER_GRADIENTS],
+            )  # fmt: skip
+            by_name = dict(zip(_LAYER_GRADIENTS, gradients, strict=True))
+            return tuple(by_name[name] if flags[name] else None for name in _LAYER_TENSORS)
+
+        steps = _moe_autograd.Steps(compute, differentiate, (0,))
+        out, pre_activation = _moe_autograd.recorded(steps, *tensors)
+        return (out, pre_activation) if return_pre_activation else out
+
+    return record
+
+
 _FORWARD_SCHEMA = (
     "(Tensor x, Tensor w_gate_up, Tensor w_down, Tensor weights, Tensor offsets, Tensor pairs, "
     f"Tensor slots, {_LAYER_SCHEMA} -> "
 )
 _forward = _define(
     "moe_forward", _MOE, _FORWARD_SCHEMA + "Tensor", _forward_kernel(False), _forward_fake,
-    check=_forward_check,
+    check=_forward_check, record=_forward_record(False),
 )  # fmt: skip
 _forward_with_pre_activation = _define(
     "moe_forward_with_pre_activation", _MOE, _FORWARD_SCHEMA + "(Tensor, Tensor)",
     _forward_kernel(True), _forward_with_pre_activation_fake, check=_forward_check,
+    record=_forward_record(True),
 )  # fmt: skip
 
 
@@ -904,12 +1383,20 @@ def moe_forward(
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
-    operator = _forward_with_pre_activation if return_pre_activation else _forward
-    _, weights, offsets, pairs, slots, _ = routing
-    return operator(
-        x, w_gate_up, w_down, weights, offsets, pairs, slots, w_up, gate, activation, b_gate_up,
+    return traced_moe_forward(
+        x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
         b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
     )  # fmt: skip
+
+
+def traced_moe_forward(
+    x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, routing: MoeRouting,
+    return_pre_activation: bool, *options: Any,
+) -> Any:  # fmt: skip
+    """moe_forward by its operator."""
+    operator = _forward_with_pre_activation if return_pre_activation else _forward
+    _, weights, offsets, pairs, slots, _ = routing
+    return operator(x, w_gate_up, w_down, weights, offsets, pairs, slots, *options)
 
 
 # ---- products, and all in one ----------------------------------------------------------------
@@ -932,10 +1419,27 @@ def _product_check(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel:
     )  # fmt: skip
 
 
+def _product_record(
+    below: Callable[..., Any], x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any
+) -> Any:
+    _moe_autograd.check_device(("x", "w", "bias"), (x, w, bias))
+
+    def compute(*tensors: Any) -> tuple[Any, ...]:
+        return (below(_product, *tensors, kernel),)
+
+    def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+        flags = [wanted[0], wanted[1], wanted[4]]
+        dx, dw, dbias = _chosen(_product_backward(grads[0].resolve_neg(), *tensors, flags), flags)
+        return dx, dw, None, None, dbias
+
+    steps = _moe_autograd.Steps(compute, differentiate, (0,))
+    return _moe_autograd.recorded(steps, x, w, offsets, counts, bias)[0]
+
+
 _product = _define(
     "grouped_product", _MOE,
     "(Tensor x, Tensor w, Tensor? offsets, Tensor? counts, Tensor? bias, str? kernel) -> Tensor",
-    _product_kernel, _product_fake, check=_product_check,
+    _product_kernel, _product_fake, check=_product_check, record=_product_record,
 )  # fmt: skip
 
 
@@ -958,7 +1462,12 @@ def grouped_product(
             )
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    made: torch.Tensor = _product(x, w, offsets, counts, bias, kernel)
+    return traced_grouped_product(x, w, offsets, counts, bias, kernel)
+
+
+def traced_grouped_product(*arguments: Any) -> torch.Tensor:
+    """grouped_product by its operator."""
+    made: torch.Tensor = _product(*arguments)
     return made
 
 
@@ -984,12 +1493,49 @@ def _fused_fold(
     return (rows, router_weights, w_gate_up, w_down, top_k, logits, *options), lead
 
 
+_ROUTER_MULTIPLE = 8  # of experts, for the router's product
+
+
+def _router_logits(rows: torch.Tensor, router: torch.Tensor, bias: Any) -> torch.Tensor:
+    """By the library's product, to the bits that fused_moe has; where it has none by torch."""
+    if router.shape[0] % _ROUTER_MULTIPLE:
+        logits = rows @ router.T
+        return logits if bias is None else logits + bias
+    every = torch.arange(2, dtype=torch.int32, device=rows.device) * torch.iinfo(torch.int32).max
+    made: torch.Tensor = _product(
+        rows, router[None], every, None, None if bias is None else bias[None], None
+    )
+    return made
+
+
+def _fused_record(
+    below: Callable[..., Any], tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any,
+    top_k: int, logits: Any, router_bias: Any, *options: Any,
+) -> Any:  # fmt: skip
+    """In its three parts, each of which torch records."""
+    names = ("tokens", "router_weights", "w_gate_up", "w_down", "logits", "router_bias")
+    given = (tokens, router_weights, w_gate_up, w_down, logits, router_bias)
+    _moe_autograd.check_device(names, given)
+    if (router_weights is None) == (logits is None):
+        got = "neither it nor logits" if logits is None else "both it and logits"
+        raise InvalidArgumentError(f"router_weights: got {got}, accepted is one of the two")
+    routing_options, layer = options[:6], options[6:]
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    if logits is None:
+        logits = _router_logits(rows, router_weights, router_bias)
+    else:
+        logits = logits.reshape(-1, logits.shape[-1])
+    _, weights, *order = _route(logits, top_k, *routing_options)
+    made = _forward(rows, w_gate_up, w_down, weights, *order, *layer)
+    return made.view(tokens.shape)
+
+
 _fused = _define(
     "fused_moe", _MOE,
     "(Tensor tokens, Tensor? router_weights, Tensor w_gate_up, Tensor w_down, int top_k, "
     "Tensor? logits, Tensor? router_bias, str scoring, bool renormalize, Tensor? selection_bias, "
     f"int num_groups, int? top_groups, float scale, {_LAYER_SCHEMA} -> Tensor",
-    _fused_kernel, _fused_fake, _fused_fold,
+    _fused_kernel, _fused_fake, _fused_fold, record=_fused_record,
 )  # fmt: skip
 
 
@@ -1033,9 +1579,14 @@ def fused_moe(
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    made: torch.Tensor = _fused(
+    return traced_fused_moe(
         tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
         b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
     )  # fmt: skip
+
+
+def traced_fused_moe(*arguments: Any) -> torch.Tensor:
+    """fused_moe by its operator."""
+    made: torch.Tensor = _fused(*arguments)
     return made

@@ -29,12 +29,12 @@ namespace flashmoe::sm90_backward {
 
 static const void* const kMain = reinterpret_cast<const void*>(0x90);
 static const void* const kPrologue = reinterpret_cast<const void*>(0x91);
-static const void* const kSinks = reinterpret_cast<const void*>(0x92);
+static const void* const kBehind = reinterpret_cast<const void*>(0x92);
 
 // Numbers unlike the real ones, so that a literal would show.
 static LoadedKernel loaded[kMaxDevices];
 static LoadedKernel loaded_prologue[kMaxDevices];
-static LoadedKernel loaded_sinks[kMaxDevices];
+static LoadedKernel loaded_behind[kMaxDevices];
 extern const Entry entry_fp16_d64_dv64;
 const Entry entry_fp16_d64_dv64 = {
     {{{"attention_backward_sm90_fp16_d64_dv64", kMain, 200000, loaded},
@@ -49,9 +49,10 @@ const Entry entry_fp16_d64_dv64 = {
      {"attention_backward_prologue_sm90_fp16_d64_dv64", kPrologue, 0, loaded_prologue},
      40,
      160,
-     {"attention_backward_sinks_sm90_fp16_d64_dv64", kSinks, 640, loaded_sinks},
+     {"attention_backward_behind_sm90_fp16_d64_dv64", kBehind, 640, loaded_behind},
      192,
-     0},
+     0,
+     5},
     false,
     32,
     48,
@@ -61,7 +62,7 @@ const Entry entry_fp16_d64_dv64 = {
 template <class Traits>
 static LoadedKernel loaded_of[3][kMaxDevices];
 template <class Traits>
-static Entry entry_of(const char* name, const char* prologue, const char* sinks) {
+static Entry entry_of(const char* name, const char* prologue, const char* behind) {
   return {{{{name, kMain, Traits::kSharedBytes, loaded_of<Traits>[0]},
             Dtype::kBFloat16,
             Traits::kDim,
@@ -74,9 +75,10 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks)
            {prologue, kPrologue, 0, loaded_of<Traits>[1]},
            64,
            256,
-           {sinks, kSinks, 256, loaded_of<Traits>[2]},
-           1024,
+           {behind, kBehind, 256, loaded_of<Traits>[2]},
+           512,
            Traits::kSplitFloats,
+           132,
            Traits::kCluster},
           Traits::kCapped,
           kBoxColumns,
@@ -85,23 +87,23 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks)
 extern const Entry entry_bf16_d64_dv64;
 const Entry entry_bf16_d64_dv64 = entry_of<Traits<__nv_bfloat16, 64, 64>>(
     "attention_backward_sm90_bf16_d64_dv64", "attention_backward_prologue_sm90_bf16_d64_dv64",
-    "attention_backward_sinks_sm90_bf16_d64_dv64");
+    "attention_backward_behind_sm90_bf16_d64_dv64");
 extern const Entry entry_bf16_d128_dv128;
 const Entry entry_bf16_d128_dv128 = entry_of<Traits<__nv_bfloat16, 128, 128>>(
     "attention_backward_sm90_bf16_d128_dv128", "attention_backward_prologue_sm90_bf16_d128_dv128",
-    "attention_backward_sinks_sm90_bf16_d128_dv128");
+    "attention_backward_behind_sm90_bf16_d128_dv128");
 extern const Entry entry_bf16_d192_dv128;
 const Entry entry_bf16_d192_dv128 = entry_of<Traits<__nv_bfloat16, 192, 128>>(
     "attention_backward_sm90_bf16_d192_dv128", "attention_backward_prologue_sm90_bf16_d192_dv128",
-    "attention_backward_sinks_sm90_bf16_d192_dv128");
+    "attention_backward_behind_sm90_bf16_d192_dv128");
 extern const Entry entry_bf16_d192_dv192;
 const Entry entry_bf16_d192_dv192 = entry_of<Traits<__nv_bfloat16, 192, 192>>(
     "attention_backward_sm90_bf16_d192_dv192", "attention_backward_prologue_sm90_bf16_d192_dv192",
-    "attention_backward_sinks_sm90_bf16_d192_dv192");
+    "attention_backward_behind_sm90_bf16_d192_dv192");
 extern const Entry entry_bf16_d256_dv256;
 const Entry entry_bf16_d256_dv256 = entry_of<Traits<__nv_bfloat16, 256, 256>>(
     "attention_backward_sm90_bf16_d256_dv256", "attention_backward_prologue_sm90_bf16_d256_dv256",
-    "attention_backward_sinks_sm90_bf16_d256_dv256");
+    "attention_backward_behind_sm90_bf16_d256_dv256");
 
 }  // namespace flashmoe::sm90_backward
 
@@ -124,6 +126,7 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks,
       160,
       {sinks, kSinks, 640, loaded<kKernel>[2]},
       192,
+      0,
       0};
 }
 #define ENTRY(index, name, dtype, dim, tile_q, tile_k, shared_bytes)               \
@@ -601,7 +604,8 @@ void dsinks_are_of_a_third_launch(const char* family) {
   const flashmoe_plan plan = call.plan();
   CHECK(plan.launch_count == 3);
   const flashmoe_launch& launch = plan.launches[2];
-  CHECK(launch.kernel == "attention_backward_sinks_" + std::string(family) + "_fp16_d64_dv64");
+  const std::string name = family == std::string("sm90") ? "behind_sm90" : "sinks_sm89";
+  CHECK(launch.kernel == "attention_backward_" + name + "_fp16_d64_dv64");
   CHECK(launch.grid[0] == 6 && launch.block[0] == 192);
   CHECK(launch.shared_bytes == 640 + fake::kStaticSharedBytes);
   for (uint16_t* const moved : {sinks, sinks + 1}) {
@@ -613,6 +617,35 @@ void dsinks_are_of_a_third_launch(const char* family) {
     CHECK(p.score.sinks == moved && p.score.sink_stride == 1 && p.score.sinks_are_fp32 == 0);
     CHECK(p.dsinks == dsinks && p.dsink_stride == 2 && p.dsinks_are_fp32 == 1);
   }
+}
+
+// Behind the kernel of Hopper, in a call with bounds that adds to nothing; blocks for dsinks come
+// first.
+void calls_with_bounds_are_repaired() {
+  Call call;
+  CHECK(call.plan().launch_count == 2);
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  call.params.accumulate = 1;
+  CHECK(call.plan().launch_count == 2);
+  call.params.accumulate = 0;
+  const flashmoe_plan plan = call.plan();
+  CHECK(plan.launch_count == 3 && plan.launches[2].grid[0] == 5);
+  CHECK(plan.launches[2].block[0] == 192);
+  CHECK(std::strcmp(plan.launches[2].kernel, "attention_backward_behind_sm90_fp16_d64_dv64") == 0);
+  watch();
+  CHECK(call.run() == FLASHMOE_OK && seen.size() == 3 && seen[2].launch.grid.x == 5);
+  uint16_t sinks[6] = {};
+  flashmoe_tensor of_sinks = call.tensors[kQ];
+  int64_t six = 6, one = 1;
+  of_sinks.data = sinks;
+  of_sinks.ndim = 1;
+  of_sinks.shape = &six;
+  of_sinks.strides = &one;
+  call.params.sinks = &of_sinks;
+  call.params.dsinks = &of_sinks;
+  CHECK(call.plan().launch_count == 3 && call.plan().launches[2].grid[0] == 6 + 5);
+  call.params.kernel = "sm89";
+  CHECK(call.plan().launch_count == 3 && call.plan().launches[2].grid[0] == 6);
 }
 
 // Encodes nothing again, moves the maps whose addresses changed and no others, and its launches get
@@ -1011,6 +1044,7 @@ int main(int argc, char** argv) {
   gradients_may_be_absent();
   gradients_may_be_of_fp32_or_added_to();
   for (const char* family : {"sm90", "sm89"}) dsinks_are_of_a_third_launch(family);
+  calls_with_bounds_are_repaired();
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();
   tensors_may_have_no_rows();

@@ -94,7 +94,8 @@ struct Instance;
   const Entry entry_bf16_d##dim = {                                                         \
       {kernel_of<Instance<dim>>("attention_forward_sm89_bf16_d" #dim "_dv" #dim, 32 << 10), \
        Dtype::kBFloat16, dim, dim, 128, 64, 2, 128},                                        \
-      2};
+      2,                                                                                    \
+      false};
 FLASHMOE_SM89(64)
 FLASHMOE_SM89(128)
 #undef FLASHMOE_SM89
@@ -115,7 +116,8 @@ using Instance = Traits<__nv_bfloat16, kDim, kDim>;
       kBoxColumns,                                                                         \
       0,                                                                                   \
       0,                                                                                   \
-      {}};
+      {},                                                                                  \
+      Instance<dim>::kRagged};
 FLASHMOE_SM90(64)
 FLASHMOE_SM90(128)
 #undef FLASHMOE_SM90
@@ -133,7 +135,8 @@ using SplitInstance = Traits<__nv_bfloat16, kDim, kDim, SplitTuning<kDim, kDim>>
       kBoxColumns,                                                                          \
       SplitInstance<dim>::kConsumers,                                                       \
       SplitInstance<dim>::kPartBytes,                                                       \
-      kernel_of<SplitInstance<dim>, Combine>("attention_combine_sm90_split_kv", 0)};
+      kernel_of<SplitInstance<dim>, Combine>("attention_combine_sm90_split_kv", 0),         \
+      SplitInstance<dim>::kRagged};
 FLASHMOE_SPLIT_KV(64)
 FLASHMOE_SPLIT_KV(128)
 #undef FLASHMOE_SPLIT_KV

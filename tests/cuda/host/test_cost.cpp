@@ -10,15 +10,6 @@
 
 namespace flashmoe {
 
-double attention_flops(const AttentionProblem& p) {
-  double keys = 0;
-  for (int64_t query = 0; query < p.seq_q; ++query) {
-    keys += static_cast<double>(
-        p.bounded_right ? std::clamp<int64_t>(query + p.right_offset + 1, 0, p.seq_k) : p.seq_k);
-  }
-  return 2 * keys * static_cast<double>(p.batch * p.heads_q * (p.dim + p.dim_v));
-}
-
 namespace {
 
 // Microseconds by name, in the run of benchmarks/results/attention_split_tuning_h200.json.

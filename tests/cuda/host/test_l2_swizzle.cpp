@@ -59,7 +59,8 @@ int64_t steps_of_tile(const Launch& launch, int64_t first_row) {
   constexpr int64_t kGroup = 64;
   const AttentionProblem& p = launch.problem;
   const int64_t keys = launch.entry.tile_k;
-  const int64_t shift = kv_block_alignment(p, launch.entry.tile_k, first_row, launch.entry.tile_q);
+  const int64_t shift =
+      kv_block_alignment_of_tiles(p, launch.entry.tile_k, first_row, launch.entry.tile_q);
   CHECK(shift >= 0 && shift < keys);
   int64_t steps = 0;
   int64_t step_of_group = -1;

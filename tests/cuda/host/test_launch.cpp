@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "cuda/attention/sm89_few_rows/params.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/host/fake_cuda.h"
 #include "flashmoe/flashmoe.h"
 
@@ -73,6 +75,22 @@ const Entry entry_fp16_d64_dv64 = {
      2,
      128},
     2,
+    false,
+};
+static LoadedKernel loaded_ragged[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_ragged;
+const Entry entry_fp16_d64_dv64_ragged = {
+    {{"attention_forward_sm89_fp16_d64_dv64_ragged", reinterpret_cast<const void*>(0x8a), 32864,
+      loaded_ragged},
+     Dtype::kFloat16,
+     64,
+     64,
+     128,
+     64,
+     2,
+     128},
+    2,
+    true,
 };
 }  // namespace flashmoe::sm89
 
@@ -94,6 +112,27 @@ const Entry entry_fp16_d64_dv64 = {
     0,
     0,
     {},
+    false,
+};
+static LoadedKernel loaded_ragged[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_ragged;
+const Entry entry_fp16_d64_dv64_ragged = {
+    {{"attention_forward_sm90_fp16_d64_dv64_ragged", reinterpret_cast<const void*>(0x93), 230080,
+      loaded_ragged},
+     Dtype::kFloat16,
+     64,
+     64,
+     192,
+     128,
+     2,
+     512},
+    false,
+    48,
+    32,
+    0,
+    0,
+    {},
+    true,
 };
 static LoadedKernel loaded_split[kMaxDevices];
 static LoadedKernel loaded_combine[kMaxDevices];
@@ -115,6 +154,7 @@ const Entry entry_split_kv_fp16_d64_dv64 = {
     192 * (64 * 4 + 8),
     {"attention_combine_sm90_split_kv_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0,
      loaded_combine},
+    false,
 };
 }  // namespace flashmoe::sm90
 
@@ -288,6 +328,446 @@ void the_plan_is_what_the_launch_gets() {
     CHECK(first.device.device_type == FLASHMOE_DEVICE_CUDA && first.device.device_id == 0);
     check_read_back(plan);
   }
+}
+
+// A tensor of int32 beside a call.
+struct Table {
+  int64_t shape[2];
+  int64_t strides[2];
+  flashmoe_tensor tensor;
+
+  Table(int64_t rows, int64_t columns, uintptr_t at) : shape{rows, columns}, strides{columns, 1} {
+    const int32_t rank = columns == 1 ? 1 : 2;
+    tensor = {reinterpret_cast<void*>((int64_t{5} << 40) + static_cast<int64_t>(at << 20)),
+              {FLASHMOE_DEVICE_CUDA, 0},
+              rank,
+              {FLASHMOE_DTYPE_INT, 32, 1},
+              shape,
+              strides,
+              0};
+  }
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+};
+
+sm89::RaggedParams seen_ragged;
+
+// Queries one behind the other, keys in pages. Of the tables the host sees no number.
+void ragged_batches_have_kernels_of_their_own() {
+  fake::on_launch = [](const void* params) {
+    std::memcpy(&seen_ragged, params, sizeof seen_ragged);
+  };
+  Call call("sm89", 1, 1000, 1000, 6, 2);
+  for (const int i : {1, 2}) {  // 30 pages of 16 keys
+    call.shapes[i][0] = 30;
+    call.shapes[i][1] = 16;
+    call.strides[i][0] = 16 * 2 * 64;
+  }
+  Table cu_seqlens_q(5, 1, 1), seqused_k(4, 1, 2), page_table(4, 9, 3), k_begin(4, 1, 4);
+  page_table.strides[0] = 20;
+  page_table.strides[1] = 2;
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+  sequences.cu_seqlens_q = &cu_seqlens_q.tensor;
+  sequences.seqused_k = &seqused_k.tensor;
+  sequences.page_table = &page_table.tensor;
+  call.params.sequences = &sequences;
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  call.params.window = FLASHMOE_WINDOW_LEFT;
+  call.params.window_left = 20;
+  const auto run = [&] {
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, "sm89") == 0 && plan.launch_count == 1 && plan.flops == 0);
+    CHECK(plan.workspace_bytes == 0 && plan.microseconds > 0);
+    CHECK(std::strcmp(plan.launches[0].kernel, "attention_forward_sm89_fp16_d64_dv64_ragged") == 0);
+    fake::last = {};
+    CHECK(call.run() == FLASHMOE_OK);
+    CHECK(fake::last.grid.x == plan.launches[0].grid[0] && fake::last.shared_bytes == 32864);
+    check_read_back(plan);
+  };
+
+  // Of any lengths: as many slots as there are whole tiles of 128 rows, and one more a sequence.
+  run();
+  const SequenceParams& seen = seen_ragged.sequences;
+  CHECK(fake::last.grid.x == 6 * (1000 / 128 + 4) && seen_ragged.slots.count == 11);
+  CHECK(seen_ragged.slots.tiles_per_sequence == 0 && seen_ragged.by_slots.value == 11);
+  CHECK(seen_ragged.by_tiles_per_kv.value == 3 && seen_ragged.last_slots_first == 0);
+  CHECK(seen_ragged.heads_per_tile == 1);
+  CHECK(seen.cu_seqlens_q.data == cu_seqlens_q.tensor.data && seen.cu_seqlens_q.stride == 1);
+  CHECK(seen.seqused_k.data == seqused_k.tensor.data);
+  CHECK(!seen.k_begin.given() && !seen.seqused_q.given() && !seen.cu_seqlens_k.given());
+  CHECK(!seen.batch_index.given() && seen.count == 4 && seen.rows_q == 1000);
+  CHECK(seen.keys.page_table.data == page_table.tensor.data && seen.keys.page_table.stride == 20);
+  CHECK(seen.keys.page_step == 2 && seen.keys.batch_k == 30 && seen.keys.page_size == 16);
+  CHECK(seen.paged == 1 && seen.from_ends == 1 && seen.room_k == 9 * 16);
+  CHECK(seen.most_q == 1000 && seen.most_k == 9 * 16);
+  CHECK(seen_ragged.score.left_offset == -20 && seen_ragged.score.right_offset == 0);
+  CHECK(seen_ragged.tensors.k_strides.batch == 16 * 2 * 64);
+
+  // A bound of few tiles makes do with fewer.
+  sequences.max_seqlen_q = 200;
+  sequences.max_seqlen_k = 100;
+  call.params.causal = FLASHMOE_CAUSAL_TOP_LEFT;
+  call.params.window = 0;
+  call.params.window_left = 0;
+  run();
+  CHECK(fake::last.grid.x == 6 * 2 * 4 && seen_ragged.slots.tiles_per_sequence == 2);
+  CHECK(seen.most_q == 200 && seen.most_k == 100 && seen.from_ends == 0);
+  CHECK(seen_ragged.last_slots_first == 1 && seen_ragged.score.left_offset == kNoLeftOffset);
+
+  // Of one query each, tiles are of all heads of a KV head.
+  sequences.max_seqlen_q = 1;
+  run();
+  CHECK(fake::last.grid.x == 2 * 4 && seen_ragged.slots.tiles_per_sequence == 1);
+  CHECK(seen_ragged.heads_per_tile == 3 && seen_ragged.by_tiles_per_kv.value == 1);
+  sequences.max_seqlen_q = 200;
+
+  // A plan that is kept takes tables from anywhere, and no other tables.
+  seqused_k.tensor.data = static_cast<char*>(seqused_k.tensor.data) + 64;
+  CHECK(call.run() == FLASHMOE_OK && seen.seqused_k.data == seqused_k.tensor.data);
+  sequences.k_begin = &k_begin.tensor;
+  CHECK(call.run() == FLASHMOE_OK && seen.k_begin.data == k_begin.tensor.data);
+
+  // What its kernels do not compute, a family refuses.
+  flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  for (const char* family : {"sm89_few_rows", "attention_forward_sm89_fp16_d64_dv64"}) {
+    call.params.kernel = family;
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  }
+  call.params.kernel = "attention_forward_sm89_fp16_d64_dv64_ragged";
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  page_table.shape[1] = (1 << 25) + 1;  // times 16 keys
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(flashmoe_last_error(), "more than 2^29 rows") != nullptr);
+  call.params.sequences = nullptr;
+  for (const int i : {1, 2}) call.shapes[i][0] = 1;
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+}
+
+sm90::RaggedParams seen_ragged90;
+
+// Where the copy engine goes for an element, whose addresses are modulo 2^64; 0: it is cut.
+uint64_t address_in(const fake::Map& map, const std::array<int64_t, 5>& at) {
+  uint64_t address = reinterpret_cast<uintptr_t>(map.data);
+  for (size_t i = 0; i < 5; ++i) {
+    if (at[i] < 0 || at[i] >= static_cast<int64_t>(map.extents[i])) return 0;
+    address += static_cast<uint64_t>(at[i]) * (i == 0 ? 2 : map.steps[i - 1]);
+  }
+  return address;
+}
+
+// The ragged map of a call's tensor holds the rows of any sequence, each where it is, and no
+// others: beside brute force. Kernels get there by so many rows for each of a batch.
+void check_rows(const fake::Map& map, const Call& call, size_t tensor, int32_t rows_per_batch) {
+  static std::mt19937 random_numbers(1);
+  const auto from = [](int64_t least, int64_t most) {
+    return static_cast<int>(std::uniform_int_distribution<int64_t>(least, most)(random_numbers));
+  };
+  const int64_t* const shape = call.shapes[tensor];
+  const int64_t* const strides = call.strides[tensor];
+  const auto data = reinterpret_cast<uintptr_t>(call.tensors[tensor].data);
+  // The copy engine wants memory where the map begins, and limits strides, the driver extents.
+  CHECK(map.rank == 5 && map.data == call.tensors[tensor].data);
+  for (const cuuint64_t step : map.steps) CHECK(step % 16 == 0 && step < cuuint64_t{1} << 40);
+  for (const cuuint64_t extent : map.extents) CHECK(extent >= 1 && extent < cuuint64_t{1} << 31);
+  for (int i = 0; i < 500; ++i) {
+    const int batch = from(0, shape[0] - 1);
+    const int head = from(0, shape[2] - 1);
+    const int begin = from(0, shape[1] - 1);
+    const int length = from(1, shape[1] - begin);
+    const int box = static_cast<int>(map.box[1]);
+    int row = from(-2 * box, length + box);
+    if (row < 0 && row + box > length) row = -box;  // never both ends
+    const auto at = sm90::RaggedRow::at(row, begin + batch * rows_per_batch, length);
+    for (int r = 0; r < box; ++r) {
+      const bool exists = row + r >= 0 && row + r < length;
+      const int64_t element =
+          batch * strides[0] + (begin + row + r) * strides[1] + head * strides[2];
+      const uint64_t wanted = exists ? data + static_cast<uint64_t>(2 * element) : 0;
+      const int64_t repeated = strides[2] == 0 ? 0 : head;
+      CHECK(address_in(map, {0, at.row + r, repeated, at.base, at.wrap}) == wanted);
+    }
+  }
+}
+
+// The last four maps, of q, k, v and out.
+void check_rows_of(const Call& call) {
+  const sm90::RowsPerBatch& per_batch = seen_ragged90.rows_per_batch;
+  const int32_t of[] = {per_batch.q, per_batch.k, per_batch.v, per_batch.out};
+  CHECK(fake::maps.size() >= 4);
+  for (size_t i = 0; i < 4; ++i) {
+    check_rows(fake::maps[fake::maps.size() - 4 + i], call, i, of[i]);
+  }
+}
+
+// By sm90, whose maps end where a sequence does.
+void sm90_cuts_boxes_at_sequences() {
+  fake::on_launch = [](const void* params) {
+    std::memcpy(static_cast<void*>(&seen_ragged90), params, sizeof seen_ragged90);
+  };
+  const sm90::RaggedParams& seen = seen_ragged90;
+  Call call("sm90", 1, 5000, 3000, 6, 2);
+  call.params.lse = &call.tensors[4];
+  call.strides[2][2] = 0;  // one v for all heads
+  Table cu_seqlens_q(5, 1, 1), cu_seqlens_k(5, 1, 2), seqused_k(4, 1, 3);
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+  sequences.cu_seqlens_q = &cu_seqlens_q.tensor;
+  sequences.cu_seqlens_k = &cu_seqlens_k.tensor;
+  sequences.seqused_k = &seqused_k.tensor;
+  sequences.max_seqlen_q = 700;
+  call.params.sequences = &sequences;
+  call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  // Of q and out, of k and v: rows, and what of boxes.
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const auto check_maps = [&](size_t first, const int64_t (&queries)[2], const int64_t (&keys)[2]) {
+    CHECK(fake::maps.size() == first + 4);
+    for (size_t i = 0; i < 4; ++i) {
+      const fake::Map& map = fake::maps[first + i];
+      const bool of_q = i == 0 || i == 3;
+      const auto& [rows, box_rows] = of_q ? queries : keys;
+      const auto stride = static_cast<cuuint64_t>(2 * call.strides[i][1]);
+      CHECK(map.rank == 5 && map.box[0] == 32 && map.box[1] == static_cast<cuuint32_t>(box_rows));
+      CHECK(map.box[2] == 1 && map.box[3] == 1 && map.box[4] == 1);
+      CHECK(map.extents[0] == 64 && map.extents[1] == static_cast<cuuint64_t>(kMost));
+      CHECK(map.extents[2] == (i == 2 ? 1 : static_cast<cuuint64_t>(call.shapes[i][2])));
+      CHECK(map.extents[3] == static_cast<cuuint64_t>(rows + kMost));
+      CHECK(map.extents[4] == static_cast<cuuint64_t>(kMost + 1));
+      CHECK(map.steps[0] == stride && map.steps[2] == stride);
+      CHECK(map.steps[3] == (cuuint64_t{1} << 34) - stride);
+    }
+    check_rows_of(call);
+  };
+  fake::maps.clear();
+  fake::moves.clear();
+  for (int i = 0; i < 3; ++i) {
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, "sm90") == 0 && plan.launch_count == 1 && plan.flops == 0);
+    CHECK(plan.workspace_bytes == 0 && plan.microseconds > 0);
+    CHECK(std::strcmp(plan.launches[0].kernel, "attention_forward_sm90_fp16_d64_dv64_ragged") == 0);
+    CHECK(call.run() == FLASHMOE_OK);
+    check_read_back(plan);
+    // No more than there may be: 4 tiles of 192 rows of each sequence, of 6 heads.
+    CHECK(fake::last.grid.x == 96 && fake::last.block.x == 512);
+    check_maps(0, {5000, 48}, {3000, 128});
+  }
+  CHECK(seen.sequences.count == 4 && seen.sequences.rows_q == 5000 && seen.seq_q == 700);
+  CHECK(seen.seq_k == 3000 && seen.sequences.seqused_k.data == seqused_k.tensor.data);
+  CHECK(seen.v_repeats.head == 0 && seen.k_repeats.head == 1 && seen.grows == 1);
+  CHECK(seen.heads_per_tile == 1 && seen.heads_kv == 2 && seen.by_heads.value == 6 &&
+        seen.by_heads_per_kv.value == 3);
+  CHECK(seen.keys_of_l2 > 1000 && seen.tensors.lse == call.tensors[4].data);
+
+  // Tables and tensors may be anywhere.
+  seqused_k.tensor.data = static_cast<char*>(seqused_k.tensor.data) + 64;
+  for (const int tensor : {0, 1, 2, 3, 4}) call.move(tensor);
+  CHECK(call.run() == FLASHMOE_OK);
+  CHECK(seen.sequences.seqused_k.data == seqused_k.tensor.data);
+  CHECK(seen.tensors.k == call.tensors[1].data && seen.tensors.lse == call.tensors[4].data);
+  if (fake::state.has_map_moves) {
+    CHECK(fake::maps.size() == 4 && fake::moves.size() == 4);
+    CHECK(fake::mapped_by(seen.q) == call.tensors[0].data);
+    CHECK(fake::mapped_by(seen.k) == call.tensors[1].data);
+    CHECK(fake::mapped_by(seen.v) == call.tensors[2].data);
+    CHECK(fake::mapped_by(seen.out) == call.tensors[3].data);
+  } else {
+    check_maps(4, {5000, 48}, {3000, 128});
+  }
+
+  // A window on both sides: later tiles are not longer.
+  call.params.window = FLASHMOE_WINDOW_LEFT;
+  call.params.window_left = 30;
+  CHECK(call.run() == FLASHMOE_OK && seen.grows == 0 && seen.score.left_offset == -30);
+
+  // Of padded batches each sequence has a row of its own, and so many keys as there are rows at
+  // most.
+  Call padded("sm90", 3, 200, 300, 6, 2);
+  Table lengths(3, 1, 4);
+  flashmoe_attention_sequences used = flashmoe_attention_sequences_init();
+  used.seqused_q = used.seqused_k = &lengths.tensor;
+  padded.params.sequences = &used;
+  CHECK(padded.run() == FLASHMOE_OK && fake::last.grid.x == 3 * 2 * 6);
+  CHECK(seen.rows_per_batch.q == 200 && seen.rows_per_batch.k == 300);
+  CHECK(seen.rows_per_batch.v == 300 && seen.rows_per_batch.out == 200);
+  check_rows_of(padded);
+  // Heads may be apart by more than rows are, one k may be all sequences', and rows far apart.
+  const auto with_strides = [&](int tensor, int64_t of_batch, int64_t of_rows, int64_t of_heads) {
+    int64_t* const strides = padded.strides[tensor];
+    strides[0] = of_batch;
+    strides[1] = of_rows;
+    strides[2] = of_heads;
+  };
+  with_strides(0, 6 * 200 * 64, 64, 200 * 64);
+  with_strides(1, 0, 2 * 64, 64);
+  with_strides(2, 3 * ((int64_t{1} << 33) - 8), (int64_t{1} << 33) - 8, 0);
+  CHECK(padded.run() == FLASHMOE_OK);
+  CHECK(seen.rows_per_batch.q == 1200 && seen.rows_per_batch.k == 0);
+  check_rows_of(padded);
+  // Of single rows the batch's may be anything.
+  Call single("sm90", 3, 1, 1, 2, 2);
+  single.params.sequences = &used;
+  for (int64_t (&strides)[4] : single.strides) {
+    strides[0] = 1000;
+    strides[1] = 8;
+  }
+  CHECK(single.run() == FLASHMOE_OK && seen.rows_per_batch.v == 1);
+  check_rows_of(single);
+
+  // What the two dimensions of rows cannot count is not for this family.
+  const auto refuses = [&](const char* reason) {
+    flashmoe_plan unused = flashmoe_plan_init();
+    CHECK(flashmoe_attention_forward_plan(&padded.params, &unused) == FLASHMOE_ERROR_UNSUPPORTED);
+    if (std::strstr(flashmoe_last_error(), reason) == nullptr) std::puts(flashmoe_last_error());
+    CHECK(std::strstr(flashmoe_last_error(), reason) != nullptr);
+  };
+  with_strides(1, 300 * 2 * 64 + 8, 2 * 64, 64);
+  refuses(
+      "k has sequences with a stride of 38408 along the batch, accepted are multiples of that "
+      "from row to row, 128");
+  with_strides(1, 300 * 2 * 64, 2 * 64, 64);
+  with_strides(2, 0, int64_t{1} << 33, 0);
+  refuses("rows of sequences in v are 17179869184 bytes apart, accepted are less than 2^34");
+  with_strides(2, ((int64_t{1} << 29) - 150) * 128, 128, 64);  // twice that and 300 rows
+  refuses("v has sequences in memory of 2^30 rows or more");
+  with_strides(2, ((int64_t{1} << 29) - 151) * 128, 128, 64);
+  CHECK(padded.run() == FLASHMOE_OK);
+  check_rows_of(padded);
+
+  // Rows of pages come in boxes of 1, 2, 4 and up to as many rows as a step has.
+  Call paged("sm90", 1, 1000, 16, 6, 2);
+  for (const int i : {1, 2}) {  // 30 pages of 16 keys
+    paged.shapes[i][0] = 30;
+    paged.strides[i][0] = 16 * 2 * 64;
+  }
+  Table page_table(4, 9, 5);
+  sequences.cu_seqlens_k = nullptr;
+  sequences.page_table = &page_table.tensor;
+  paged.params.sequences = &sequences;
+  fake::maps.clear();
+  fake::moves.clear();
+  for (int i = 0; i < 2; ++i) CHECK(paged.run() == FLASHMOE_OK && fake::maps.size() == 20);
+  CHECK(seen.sequences.paged == 1 && seen.sequences.keys.page_table.data == page_table.tensor.data);
+  CHECK(seen.sequences.keys.page_size == 16 && seen.seq_k == 9 * 16);
+  for (size_t size = 0; size < 8; ++size) {
+    for (size_t i : {1, 2}) {
+      const fake::Map& of_pages = fake::maps[4 + 8 * (i - 1) + size];
+      CHECK(of_pages.data == paged.tensors[i].data && of_pages.rank == 4);
+      CHECK(of_pages.box[0] == 32 && of_pages.box[1] == 1U << size);
+      CHECK(of_pages.extents[1] == 16 && of_pages.extents[2] == 2 && of_pages.extents[3] == 30);
+      CHECK(of_pages.steps[2] == 2 * 16 * 2 * 64);
+    }
+    CHECK(fake::mapped_by(seen.k_pages[size]) == paged.tensors[1].data);
+    CHECK(fake::mapped_by(seen.v_pages[size]) == paged.tensors[2].data);
+  }
+  for (const int tensor : {1, 2}) paged.move(tensor);
+  CHECK(paged.run() == FLASHMOE_OK);
+  CHECK(fake::moves.size() == (fake::state.has_map_moves ? 16 : 0));
+  CHECK(fake::maps.size() == (fake::state.has_map_moves ? 20 : 40));
+  for (size_t size = 0; size < 8; ++size) {
+    CHECK(fake::mapped_by(seen.k_pages[size]) == paged.tensors[1].data);
+    CHECK(fake::mapped_by(seen.v_pages[size]) == paged.tensors[2].data);
+  }
+  // The smaller pages are, the longer it takes.
+  const double microseconds = plan_of(paged).microseconds;
+  for (const int i : {1, 2}) {
+    paged.shapes[i][0] = 480;
+    paged.shapes[i][1] = 1;
+  }
+  page_table.shape[1] = page_table.strides[0] = 9 * 16;
+  CHECK(plan_of(paged).microseconds > 2 * microseconds);
+  // There may be no page, and a table that names some: what it asks for is of no map.
+  for (const int i : {1, 2}) {
+    paged.shapes[i][0] = 0;
+    paged.tensors[i].data = nullptr;
+  }
+  fake::maps.clear();
+  CHECK(paged.run() == FLASHMOE_OK && fake::maps.size() == 20);
+  for (const fake::Map& each : fake::maps) CHECK(each.data != nullptr);
+  CHECK(fake::maps[4].data == paged.tensors[0].data && fake::maps[4].extents[3] == 1);
+  fake::moves.clear();
+
+  // The query heads of a KV head share a tile where no sequence has more than one query, and its
+  // rows are alike. They are the rows of its boxes.
+  Call decoding("sm90", 5, 1, 400, 12, 3);
+  Table used_keys(5, 1, 6);
+  flashmoe_attention_sequences of_decoding = flashmoe_attention_sequences_init();
+  of_decoding.seqused_k = &used_keys.tensor;
+  decoding.params.sequences = &of_decoding;
+  const auto packs = [&] {
+    fake::maps.clear();
+    CHECK(decoding.run() == FLASHMOE_OK && fake::maps.size() == 4);
+    CHECK(seen.heads_per_tile == 4 || seen.heads_per_tile == 1);
+    const bool packed = seen.heads_per_tile == 4;
+    CHECK(fake::last.grid.x == (packed ? 5 * 3 : 5 * 12));
+    CHECK(seen.by_heads.value == (packed ? 3 : 12) &&
+          seen.by_heads_per_kv.value == (packed ? 1 : 4));
+    CHECK(seen.seq_q == (packed ? 4 : 1) && seen.sequences.most_q == 1);
+    return packed;
+  };
+  CHECK(packs());
+  const double packed_microseconds = plan_of(decoding).microseconds;
+  for (const size_t i : {size_t{0}, size_t{3}}) {
+    const fake::Map& of_heads = fake::maps[i];
+    CHECK(of_heads.box[1] == 48 && of_heads.data == decoding.tensors[i].data);
+    const int32_t per_batch = i == 0 ? seen.rows_per_batch.q : seen.rows_per_batch.out;
+    for (int batch = 0; batch < 5; ++batch) {
+      for (int tile = 0; tile < 3; ++tile) {
+        const auto at = sm90::RaggedRow::of_heads(0, batch * per_batch);
+        for (int r = 0; r < 48; ++r) {
+          const auto wanted = reinterpret_cast<uintptr_t>(decoding.tensors[i].data) +
+                              static_cast<uint64_t>(2 * 64 * (12 * batch + 4 * tile + r));
+          CHECK(address_in(of_heads, {0, at.row + r, tile, at.base, at.wrap}) ==
+                (r < 4 ? wanted : 0));
+        }
+      }
+    }
+  }
+  for (const size_t i : {size_t{1}, size_t{2}}) {
+    check_rows(fake::maps[i], decoding, i, seen.rows_per_batch.k);
+  }
+  decoding.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  CHECK(packs());
+  decoding.params.causal = FLASHMOE_CAUSAL_TOP_LEFT;
+  CHECK(!packs());
+  decoding.params.causal = FLASHMOE_CAUSAL_NONE;
+  decoding.params.window = FLASHMOE_WINDOW_LEFT;
+  CHECK(!packs());
+  decoding.params.window = 0;
+  Table sinks(12, 1, 7);
+  sinks.tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+  decoding.params.sinks = &sinks.tensor;
+  CHECK(!packs());
+  CHECK(plan_of(decoding).microseconds > packed_microseconds);
+  decoding.params.sinks = nullptr;
+  decoding.strides[0][2] = 0;  // one head of q for all
+  CHECK(!packs());
+
+  // Whole tiles are its only schedule of these, and neither kernel computes what is the other's.
+  flashmoe_plan plan = flashmoe_plan_init();
+  for (const char* kernel : {"sm90_split_kv", "attention_forward_sm90_split_kv_fp16_d64_dv64",
+                             "attention_forward_sm90_fp16_d64_dv64"}) {
+    padded.params.kernel = kernel;
+    CHECK(flashmoe_attention_forward_plan(&padded.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  }
+  padded.params.kernel = "sm90_whole_tiles";
+  CHECK(flashmoe_attention_forward_plan(&padded.params, &plan) == FLASHMOE_OK);
+  padded.params.sequences = nullptr;
+  padded.params.kernel = "attention_forward_sm90_fp16_d64_dv64_ragged";
+  CHECK(flashmoe_attention_forward_plan(&padded.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  fake::moves.clear();
+}
+
+// The estimates are of sequences that are alike, and share the rows that there are.
+void loose_bounds_cost_little() {
+  Call call("sm89", 1, 8192, 8192, 8, 8);
+  Table starts(17, 1, 1);
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+  sequences.cu_seqlens_q = sequences.cu_seqlens_k = &starts.tensor;
+  call.params.sequences = &sequences;
+  const double loose = plan_of(call).microseconds;
+  sequences.max_seqlen_q = sequences.max_seqlen_k = 512;
+  CHECK(plan_of(call).microseconds == loose);
+  const Call dense("sm89", 16, 512, 512, 8, 8);
+  CHECK(plan_of(dense).microseconds == loose);
 }
 
 void sm90_encodes_its_maps_once() {
@@ -1056,6 +1536,9 @@ int main(int argc, char** argv) {
   fake::state.has_map_moves = without != "no-map-moves";
   driver_launches = without.empty() || without == "no-map-moves";
   the_plan_is_what_the_launch_gets();
+  ragged_batches_have_kernels_of_their_own();
+  sm90_cuts_boxes_at_sequences();
+  loose_bounds_cost_little();
   sm90_encodes_its_maps_once();
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();

@@ -9,13 +9,6 @@
 #include "cuda/attention/sm90/l2_swizzle.h"
 #include "flashmoe/flashmoe.h"
 
-namespace flashmoe {
-
-// Of the estimates in cost.cpp, which are not asked for here.
-double attention_flops(const AttentionProblem&) { return 0; }
-
-}  // namespace flashmoe
-
 namespace flashmoe::sm90 {
 namespace {
 

@@ -1,0 +1,10 @@
+// Appending to a cache of keys and values as Python calls it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace flashmoe {
+
+void define_kv_append(nanobind::module_& module);
+
+}  // namespace flashmoe

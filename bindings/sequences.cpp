@@ -1,0 +1,57 @@
+#include "bindings/sequences.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "bindings/errors.h"
+#include "bindings/options.h"
+
+namespace flashmoe {
+
+bool Sequences::find(const nb::dict& tables, const nb::dict& bounds, nb::handle (&each)[kCount]) {
+  bool any = false;
+  for (size_t i = 0; i < kCount; ++i) {
+    const bool is_table = i < kTableCount;
+    const char* const name = is_table ? kTables[i].name : kBounds[i - kTableCount].name;
+    // The dicts own what is found.
+    PyObject* const found = PyDict_GetItemString((is_table ? tables : bounds).ptr(), name);
+    each[i] = found != nullptr ? found : Py_None;
+    any = any || !each[i].is_none();
+  }
+  return any;
+}
+
+bool Sequences::find(nb::handle sequences, nb::handle (&each)[kCount]) {
+  if (sequences.is_none()) return false;
+  if (!PyTuple_Check(sequences.ptr()) ||
+      PyTuple_Size(sequences.ptr()) != static_cast<Py_ssize_t>(kCount)) {
+    raise_type_error("sequences: got " + short_repr(sequences) +
+                     ", accepted is None or a tuple of the " + std::to_string(kCount) +
+                     " arguments that flash_attention has of them");
+  }
+  bool any = false;
+  for (size_t i = 0; i < kCount; ++i) {
+    each[i] = PyTuple_GetItem(sequences.ptr(), static_cast<Py_ssize_t>(i));
+    any = any || !each[i].is_none();
+  }
+  return any;
+}
+
+bool Sequences::unpack_bounds(const std::string& packed, flashmoe_attention_sequences* params) {
+  const char* at = packed.c_str();
+  for (const Bound& bound : kBounds) {
+    char* end = nullptr;
+    params->*bound.param = std::strtoll(at, &end, 10);
+    if (end == at || *end != ' ') return false;
+    at = end + 1;
+  }
+  return *at == '\0';
+}
+
+void Sequences::set_bound(const Bound& bound, nb::handle given) {
+  params.*bound.param =
+      parse_integer(bound.name, given, 0, INT64_MAX,
+                    "is a number of 0 or more, or None for what the tensors have room for");
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,77 @@
+// Where the sequences of a ragged, padded or paged batch are, from Python objects to the C ABI's
+// flashmoe_attention_sequences: what a call of attention has beside its own tensors and options.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "bindings/tensor.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe {
+
+namespace nb = nanobind;
+
+struct Sequences {
+  struct Table {
+    const char* name;
+    const flashmoe_tensor* flashmoe_attention_sequences::* param;
+  };
+  struct Bound {
+    const char* name;
+    int64_t flashmoe_attention_sequences::* param;
+  };
+  static constexpr Table kTables[] = {
+      {"cu_seqlens_q", &flashmoe_attention_sequences::cu_seqlens_q},
+      {"cu_seqlens_k", &flashmoe_attention_sequences::cu_seqlens_k},
+      {"seqused_q", &flashmoe_attention_sequences::seqused_q},
+      {"seqused_k", &flashmoe_attention_sequences::seqused_k},
+      {"k_begin", &flashmoe_attention_sequences::k_begin},
+      {"batch_index", &flashmoe_attention_sequences::batch_index},
+      {"page_table", &flashmoe_attention_sequences::page_table},
+  };
+  static constexpr Bound kBounds[] = {
+      {"max_seqlen_q", &flashmoe_attention_sequences::max_seqlen_q},
+      {"max_seqlen_k", &flashmoe_attention_sequences::max_seqlen_k},
+  };
+  static constexpr size_t kTableCount = sizeof kTables / sizeof kTables[0];
+  static constexpr size_t kCount = kTableCount + sizeof kBounds / sizeof kBounds[0];
+
+  flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
+  TensorView views[kTableCount];
+
+  // From each table and bound in this order, tables first, None where there is none: by
+  // borrow(name, tensor, view).
+  template <class Borrow>
+  void read(const nb::handle (&each)[kCount], const Borrow& borrow) {
+    for (size_t i = 0; i < kCount; ++i) {
+      if (each[i].is_none()) continue;
+      if (i < kTableCount) {
+        borrow(kTables[i].name, each[i], &views[i]);
+      } else {
+        set_bound(kBounds[i - kTableCount], each[i]);
+      }
+    }
+  }
+  // The same by name, absent is None; false where there is none.
+  static bool find(const nb::dict& tables, const nb::dict& bounds, nb::handle (&each)[kCount]);
+  // The same of what flash_attention passes: None, or a tuple of all.
+  static bool find(nb::handle sequences, nb::handle (&each)[kCount]);
+
+  // From the bounds as XLA's attribute has them, numbers in their order with a space behind each;
+  // false where it is something else.
+  static bool unpack_bounds(const std::string& packed, flashmoe_attention_sequences* params);
+
+  const flashmoe_attention_sequences* ready() {
+    for (size_t i = 0; i < kTableCount; ++i) params.*kTables[i].param = views[i].get();
+    return &params;
+  }
+
+ private:
+  void set_bound(const Bound& bound, nb::handle given);
+};
+
+}  // namespace flashmoe

@@ -1,0 +1,29 @@
+// The checks of flashmoe_attention_sequences: all that there are, in one place.
+#pragma once
+
+#include <cstddef>
+
+#include "core/checks.h"
+#include "core/ops/attention/checks.h"
+#include "core/ops/attention/problem.h"
+
+namespace flashmoe {
+
+// A table of params that may have some.
+template <const flashmoe_tensor* flashmoe_attention_sequences::* kMember, class Params>
+const flashmoe_tensor* table_of(const Params& params) {
+  return params.sequences != nullptr ? params.sequences->*kMember : nullptr;
+}
+
+// What can be said of them alone: their size, their bounds, and what is given together.
+flashmoe_status check_sequences(const flashmoe_attention_sequences& given);
+
+// Their tensors beside q and k, and what the problem makes of them: its batch, its lengths as
+// bounds and its tables.
+flashmoe_status read_sequences(const AttentionArguments& arguments, const View& q, const View& k,
+                               AttentionProblem* problem);
+
+// print_attention() of a problem that has them.
+int print_sequences(const AttentionProblem& problem, char* text, size_t size);
+
+}  // namespace flashmoe

@@ -1,0 +1,52 @@
+// The merge of partial attention results: what the C ABI's arguments become after one validation,
+// and what every backend takes. A plain struct; see docs/architecture.md for the flow.
+#pragma once
+
+#include <cstdint>
+
+#include "core/ops/attention/problem.h"
+
+namespace flashmoe {
+
+// [batch, heads, seq] numbers; data is nullptr: absent.
+template <class Data>
+struct RowNumbers {
+  Data* data;
+  RowStrides strides;
+};
+
+// A validated call. Every extent and every reachable byte offset fits in int64; all but dim_v may
+// be 0. Numbers are fp32, or fp64 where all rows are. outs, prior_out and out are each of a dtype
+// of its own.
+struct MergeStatesProblem {
+  flashmoe_device device;
+
+  int64_t partials;  // of outs and lses
+  int64_t batch;
+  int64_t seq;
+  int64_t heads;
+  int64_t dim_v;
+
+  RowsView<const void> outs;    // [partials, batch, seq, heads, dim_v]
+  RowNumbers<const void> lses;  // [partials, batch, heads, seq]
+  int64_t outs_stride;          // elements from one partial to the next
+  int64_t lses_stride;
+  RowsView<const void> prior_out;    // [batch, seq, heads, dim_v] or absent: the first partial
+  RowNumbers<const void> prior_lse;  // [batch, heads, seq]; there with prior_out
+  RowsView<void> out;                // [batch, seq, heads, dim_v]
+  RowNumbers<void> lse;              // [batch, heads, seq] or absent
+
+  KernelName kernel;  // the kernel or family that the call asks for, or ""
+};
+
+template <class Visit>
+void visit_addresses(MergeStatesProblem* p, const Visit& visit) {
+  visit(&p->outs.data);
+  visit(&p->lses.data);
+  visit(&p->prior_out.data);
+  visit(&p->prior_lse.data);
+  visit(&p->out.data);
+  visit(&p->lse.data);
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,295 @@
+// Lengths are read once, by the thread that calls, into a list in the workspace. The tiles of a
+// sequence are taken as those of a dense batch are (attention_backward_tiles.h), and sequences by
+// the work of one tile, the most first: a long one does not begin when the others have ended.
+//
+// Blocks of dq have room for as many rows as the tensor has. Offsets that go back and forth may
+// name more, since sequences then share rows: only then are there several rounds, each of as many
+// sequences as there is room for.
+//
+// What a sequence leaves of its room is set to 0 before all else: with such offsets it may be
+// another's.
+#include "cpu/attention_backward_sequences.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <new>
+
+#include "cpu/attention_backward_tiles.h"
+#include "cpu/attention_schedule.h"
+#include "cpu/sequence_rows.h"
+#include "cpu/thread_pool.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+struct Sequence {
+  SequenceRows rows;
+  int64_t batch;
+  int64_t end_tile;     // of all tiles of its round, behind this sequence's last
+  int64_t first_block;  // of all that sum dq in its round
+  double tile_work;
+};
+
+AttentionBackwardProblem problem_of(const AttentionBackwardProblem& p, const SequenceRows& rows) {
+  AttentionBackwardProblem own = p;
+  narrow_to(rows, &own);
+  return own;
+}
+
+// Of rows whose dq is summed, there are at most so many at a time. False: too many to be numbered.
+bool count_blocks(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
+                  int64_t* blocks) {
+  AttentionBackwardProblem longest = p;
+  longest.batch = 1;
+  const BackwardCut cut(longest, kernel);
+  *blocks = 0;
+  if (cut.blocks_in_all == 0 || p.batch == 0) return true;
+  const int64_t group = p.heads_q / p.heads_kv;
+  if (__builtin_mul_overflow(cut.blocks, p.batch, blocks)) *blocks = INT64_MAX;
+  if (p.sequences.cu_seqlens_q.data != nullptr) {
+    // Each sequence may begin a block that it does not fill.
+    const int64_t of_rows = p.sequences.rows_q * group / cut.block_rows + p.batch;
+    *blocks = std::min(*blocks, of_rows);
+  }
+  return !__builtin_mul_overflow(*blocks, p.heads_kv, blocks) && *blocks <= UINT32_MAX;
+}
+
+// The parts of the workspace that threads share.
+struct Shared {
+  uint64_t list;  // bytes
+  uint64_t dq_sums;
+  uint64_t turns;
+
+  Shared(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel, int64_t blocks) {
+    list = whole_lines(static_cast<uint64_t>(p.batch) * sizeof(Sequence));
+    dq_sums = static_cast<uint64_t>(blocks) * whole_lines(kernel.dq_sums_bytes(p));
+    turns = whole_lines(static_cast<uint64_t>(blocks) * sizeof(Turn));
+  }
+  uint64_t bytes() const { return list + dq_sums + turns; }
+};
+
+// ---- what no sequence has ---------------------------------------------------------------------
+
+void zero(const RowsView<void>& to, int64_t batch, Range rows, int64_t heads, int64_t dim) {
+  if (to.data == nullptr || rows.count == 0) return;
+  const int64_t bytes = dtype_bytes(to.dtype);
+  auto* const first =
+      static_cast<unsigned char*>(address_of_row(to.data, to.strides, bytes, batch, rows.begin));
+  if (to.strides.head == dim && to.strides.seq == heads * dim) {
+    std::memset(first, 0, static_cast<size_t>(rows.count * heads * dim * bytes));
+    return;
+  }
+  for (int64_t row = 0; row < rows.count; ++row) {
+    for (int64_t head = 0; head < heads; ++head) {
+      std::memset(first + (row * to.strides.seq + head * to.strides.head) * bytes, 0,
+                  static_cast<size_t>(dim * bytes));
+    }
+  }
+}
+
+void zero_queries(const AttentionBackwardProblem& p, int64_t batch, int64_t begin, int64_t end) {
+  zero(p.dq, batch, {begin, end - begin}, p.heads_q, p.dim);
+}
+
+void zero_keys(const AttentionBackwardProblem& p, int64_t batch, int64_t begin, int64_t end) {
+  zero(p.dk, batch, {begin, end - begin}, p.heads_kv, p.dim);
+  zero(p.dv, batch, {begin, end - begin}, p.heads_kv, p.dim_v);
+}
+
+// Of the rows and keys that there is room for in sequence b those that it has not. Of one without
+// queries no key has a gradient.
+void zero_around(const AttentionBackwardProblem& p, int64_t b) {
+  const SequenceTables& tables = p.sequences;
+  const SequenceRows rows = rows_of_sequence(p, b);
+  const Range room_q = room_of_queries(tables, b);
+  zero_queries(p, rows.batch_q, room_q.begin, rows.queries.begin);
+  zero_queries(p, rows.batch_q, rows.queries.end(), room_q.end());
+  const Range room_k = room_of_keys(tables, b);
+  const int64_t batch_k = tables.cu_seqlens_k.data != nullptr ? 0 : b;
+  const Range keys = rows.keys.count > 0 ? rows.keys : Range{room_k.begin, 0};
+  zero_keys(p, batch_k, room_k.begin, keys.begin);
+  zero_keys(p, batch_k, keys.end(), room_k.end());
+}
+
+// Before the first offset and behind the last: between them every row is in some room.
+void zero_ends(const AttentionBackwardProblem& p) {
+  const SequenceTables& tables = p.sequences;
+  const auto outside = [&](const Numbers& offsets, int64_t rows, const auto& zero_rows) {
+    if (offsets.data == nullptr) return;
+    zero_rows(p, 0, 0, std::clamp<int64_t>(offsets.at(0), 0, rows));
+    zero_rows(p, 0, std::clamp<int64_t>(offsets.at(p.batch), 0, rows), rows);
+  };
+  outside(tables.cu_seqlens_q, tables.rows_q, zero_queries);
+  outside(tables.cu_seqlens_k, tables.rows_k, zero_keys);
+}
+
+struct Zeros {
+  const AttentionBackwardProblem& problem;
+  std::atomic<int64_t> next{0};
+};
+
+void work_on_zeros(void* context, int32_t) {
+  Zeros& zeros = *static_cast<Zeros*>(context);
+  for (;;) {
+    const int64_t b = zeros.next.fetch_add(1, std::memory_order_relaxed);
+    if (b > zeros.problem.batch) return;
+    if (b < zeros.problem.batch) {
+      zero_around(zeros.problem, b);
+    } else {
+      zero_ends(zeros.problem);
+    }
+  }
+}
+
+// ---- rounds -----------------------------------------------------------------------------------
+
+// Fills the list with the sequences that have queries, in the order of their work; returns the end
+// of it, and the work of all.
+Sequence* read_sequences(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
+                         Sequence* list, double* all_work) {
+  Sequence* end = list;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    Sequence& sequence = *end;
+    sequence = {};
+    sequence.batch = b;
+    sequence.rows = rows_of_sequence(p, b);
+    if (sequence.rows.queries.count == 0) continue;
+    const AttentionBackwardProblem own = problem_of(p, sequence.rows);
+    const BackwardCut cut(own, kernel);
+    if (cut.tiles_in_all == 0) return list;  // dsinks alone are wanted
+    const double work = attention_backward_flops(own);
+    sequence.tile_work = work / static_cast<double>(cut.tiles_in_all);
+    *all_work += work;
+    ++end;
+  }
+  std::sort(list, end, [](const Sequence& a, const Sequence& b) {
+    return a.tile_work != b.tile_work ? a.tile_work > b.tile_work : a.batch < b.batch;
+  });
+  return end;
+}
+
+struct Round {
+  const AttentionBackwardProblem& problem;
+  const AttentionBackwardKernel& kernel;
+  const Sequence* begin;
+  const Sequence* end;
+  int64_t tiles;
+  int64_t sinks;  // pieces of work behind the tiles
+  unsigned char* dq_sums;
+  Turn* turns;
+  unsigned char* scratch;
+  uint64_t scratch_bytes;  // per thread
+  std::atomic<int64_t> next{0};
+};
+
+void work_on_sequence(const Round& round, int64_t index, void* scratch) {
+  const Sequence& sequence =
+      *std::upper_bound(round.begin, round.end, index,
+                        [](int64_t i, const Sequence& each) { return i < each.end_tile; });
+  const AttentionBackwardProblem own = problem_of(round.problem, sequence.rows);
+  const BackwardCut cut(own, round.kernel);
+  const uint64_t bytes = whole_lines(round.kernel.dq_sums_bytes(own));
+  const BackwardTiles tiles = {own, round.kernel, cut,
+                               round.dq_sums + static_cast<uint64_t>(sequence.first_block) * bytes,
+                               round.turns + sequence.first_block};
+  work_on_tile(tiles, index - (sequence.end_tile - cut.tiles_in_all), scratch);
+}
+
+// Over the sequences in their order, so that equal lengths have the bits of a dense batch.
+void write_dsink(const Round& round, int64_t head) {
+  double sum = 0.0;
+  for (int64_t b = 0; b < round.problem.batch; ++b) {
+    const SequenceRows rows = rows_of_sequence(round.problem, b);
+    if (rows.queries.count == 0) continue;
+    sum = round.kernel.add_dsink(problem_of(round.problem, rows), head, sum);
+  }
+  round.kernel.write_dsink(round.problem, head, sum);
+}
+
+void work(void* context, int32_t worker) {
+  Round& round = *static_cast<Round*>(context);
+  void* scratch = round.scratch + static_cast<uint64_t>(worker) * round.scratch_bytes;
+  for (;;) {
+    const int64_t index = round.next.fetch_add(1, std::memory_order_relaxed);
+    if (index >= round.tiles + round.sinks) return;
+    if (index < round.tiles) {
+      work_on_sequence(round, index, scratch);
+    } else {
+      write_dsink(round, index - round.tiles);
+    }
+  }
+}
+
+// Takes sequences from `begin` on while their blocks fit in `room`; sets their places, and returns
+// the end of them.
+Sequence* take_round(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
+                     int64_t room, Sequence* begin, Sequence* end, int64_t* tiles) {
+  int64_t blocks = 0;
+  *tiles = 0;
+  for (; begin != end; ++begin) {
+    const BackwardCut cut(problem_of(p, begin->rows), kernel);
+    if (blocks + cut.blocks_in_all > room) return begin;
+    begin->first_block = blocks;
+    blocks += cut.blocks_in_all;
+    begin->end_tile = *tiles += cut.tiles_in_all;
+  }
+  return begin;
+}
+
+}  // namespace
+
+flashmoe_status backward_sequences_bytes(const AttentionBackwardProblem& p,
+                                         const AttentionBackwardKernel& kernel, uint64_t* bytes,
+                                         const Reason& reason) {
+  int64_t blocks = 0;
+  if (!count_blocks(p, kernel, &blocks)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%lld sequences of at most %lld queries and %lld KV heads may have more "
+                         "than %u blocks of rows",
+                         static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
+                         static_cast<long long>(p.heads_kv), UINT32_MAX);
+  }
+  *bytes = Shared(p, kernel, blocks).bytes();
+  return FLASHMOE_OK;
+}
+
+void launch_backward_sequences(const AttentionBackwardProblem& p,
+                               const AttentionBackwardKernel& kernel, int32_t threads,
+                               unsigned char* workspace) {
+  int64_t room = 0;  // that plan() has found to be enough
+  count_blocks(p, kernel, &room);
+  const Shared shared(p, kernel, room);
+  if (!p.accumulate) {
+    Zeros zeros = {p};
+    const auto most = static_cast<int32_t>(std::min<int64_t>(threads, p.batch + 1));
+    parallel_run(most, work_on_zeros, &zeros);
+  }
+  auto* const list = reinterpret_cast<Sequence*>(workspace);
+  auto* const turns = reinterpret_cast<Turn*>(workspace + shared.list + shared.dq_sums);
+  double all_work = 0;
+  Sequence* const end = read_sequences(p, kernel, list, &all_work);
+  threads = choose_threads(all_work, threads);
+  Sequence* begin = list;
+  do {
+    int64_t tiles = 0;
+    Sequence* const last = take_round(p, kernel, room, begin, end, &tiles);
+    for (int64_t i = 0; i < room; ++i) new (&turns[i]) Turn(0);
+    const int64_t sinks = last == end && p.dsinks.data != nullptr ? p.heads_q : 0;
+    Round round = {p,
+                   kernel,
+                   begin,
+                   last,
+                   tiles,
+                   sinks,
+                   workspace + shared.list,
+                   turns,
+                   workspace + shared.bytes(),
+                   whole_lines(kernel.scratch_bytes(p))};
+    const int64_t pieces = std::max<int64_t>(tiles + sinks, 1);
+    parallel_run(static_cast<int32_t>(std::min<int64_t>(threads, pieces)), work, &round);
+    begin = last;
+  } while (begin != end);
+}
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,42 @@
+// Between the launcher and the per-ISA kernels of the merge of partial attention results: one row
+// of work and who computes it. Included by translation units compiled with different -m flags, so
+// it holds plain declarations only: no inline function, no standard header that brings any.
+#pragma once
+
+#include <stdint.h>
+
+#include "core/dtype.h"
+
+namespace flashmoe::cpu {
+
+// Partials that go through the registers together.
+constexpr int32_t kMergedAtOnce = 32;
+
+// out = prior_weight * prior + sum of weights[i] * x[i], in order; 0 of none.
+template <class Real>
+struct MergeRow {
+  const void* prior;  // nullptr: none
+  Dtype prior_dtype;
+  Real prior_weight;
+  int32_t count;
+  const void* x[kMergedAtOnce];
+  Real weights[kMergedAtOnce];
+  void* out;
+  Dtype out_dtype;
+  int64_t columns;
+};
+
+// The kernel of one instruction set for one dtype of partials.
+struct MergeKernel {
+  const char* isa;
+  void (*merge)(const MergeRow<float>& row);
+};
+
+// One per instruction set, indexed by Dtype.
+extern const MergeKernel kScalarMerge[3];
+#if FLASHMOE_CPU_X86
+extern const MergeKernel kAvx2Merge[3];
+extern const MergeKernel kAvx512Merge[3];
+#endif
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,136 @@
+// Where the rows of one sequence of flashmoe_attention_sequences are, and the dense problem that it
+// is: what forward and backward share. No number of the tables leads outside of a tensor.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/ops/attention/problem.h"
+
+namespace flashmoe::cpu {
+
+// Rows [begin, begin + count).
+struct Range {
+  int64_t begin;
+  int64_t count;
+
+  int64_t end() const { return begin + count; }
+};
+
+struct SequenceRows {
+  int64_t batch_q;  // row of the batch that its queries are in
+  int64_t batch_k;
+  Range queries;
+  Range keys;  // of pages, as if those of its table were one behind the other
+};
+
+// What `offsets` give sequence b of `rows` rows.
+inline Range packed_range(const Numbers& offsets, int64_t b, int64_t rows) {
+  const int64_t begin = std::clamp<int64_t>(offsets.at(b), 0, rows);
+  return {begin, std::clamp<int64_t>(offsets.at(b + 1), begin, rows) - begin};
+}
+
+// What there is room for in the rows that sequence b begins with.
+inline Range room_of_queries(const SequenceTables& tables, int64_t b) {
+  if (tables.cu_seqlens_q.data == nullptr) return {0, tables.rows_q};
+  return packed_range(tables.cu_seqlens_q, b, tables.rows_q);
+}
+inline Range room_of_keys(const SequenceTables& tables, int64_t b) {
+  if (tables.paged) return {0, tables.page_count * tables.rows_k};
+  if (tables.cu_seqlens_k.data == nullptr) return {0, tables.rows_k};
+  return packed_range(tables.cu_seqlens_k, b, tables.rows_k);
+}
+
+inline void cut_at_end(const Numbers& used, int64_t b, Range* range) {
+  if (used.data != nullptr) range->count = std::clamp<int64_t>(used.at(b), 0, range->count);
+}
+
+inline Range queries_of(const AttentionProblem& p, int64_t b) {
+  Range queries = room_of_queries(p.sequences, b);
+  cut_at_end(p.sequences.seqused_q, b, &queries);
+  queries.count = std::min(queries.count, p.seq_q);
+  return queries;
+}
+
+inline Range keys_of(const AttentionProblem& p, int64_t b) {
+  const SequenceTables& tables = p.sequences;
+  Range keys = room_of_keys(tables, b);
+  cut_at_end(tables.seqused_k, b, &keys);
+  if (tables.k_begin.data != nullptr) {
+    const int64_t skipped = std::clamp<int64_t>(tables.k_begin.at(b), 0, keys.count);
+    keys.begin += skipped;
+    keys.count -= skipped;
+  }
+  keys.count = std::min(keys.count, p.seq_k);
+  return keys;
+}
+
+// Of a sequence without queries no keys are looked for.
+inline SequenceRows rows_of_sequence(const AttentionProblem& p, int64_t b) {
+  const SequenceTables& tables = p.sequences;
+  SequenceRows rows = {tables.cu_seqlens_q.data != nullptr ? 0 : b, 0, queries_of(p, b), {0, 0}};
+  if (rows.queries.count == 0) return rows;
+  if (tables.batch_index.data != nullptr) {
+    rows.batch_k = tables.batch_index.at(b);
+    if (rows.batch_k < 0 || rows.batch_k >= tables.batch_k) return rows;
+  } else if (!tables.paged && tables.cu_seqlens_k.data == nullptr) {
+    rows.batch_k = b;
+  }
+  rows.keys = keys_of(p, b);
+  return rows;
+}
+
+// The address of a row that the tensor has. Through bytes, as no dtype is known here.
+template <class Data>
+Data* address_of_row(Data* data, const RowStrides& strides, int64_t bytes, int64_t batch,
+                     int64_t row) {
+  const int64_t elements = batch * strides.batch + row * strides.seq;
+  return reinterpret_cast<Data*>(reinterpret_cast<uintptr_t>(data) +
+                                 static_cast<uintptr_t>(elements * bytes));
+}
+
+template <class Data>
+void move_to_row(RowsView<Data>* view, int64_t batch, int64_t row) {
+  view->data = address_of_row(view->data, view->strides, dtype_bytes(view->dtype), batch, row);
+}
+
+// Has the problem of all sequences become the dense one that this sequence is.
+inline void narrow_to(const SequenceRows& rows, AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  p.batch = 1;
+  p.seq_q = rows.queries.count;
+  p.seq_k = rows.keys.count;
+  set_bounds(p.sequences.mask, &p);
+  if (p.seq_q > 0) {
+    move_to_row(&p.q, rows.batch_q, rows.queries.begin);
+    move_to_row(&p.out, rows.batch_q, rows.queries.begin);
+    const int64_t bytes = p.q.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);
+    if (p.lse != nullptr) {
+      p.lse = address_of_row(p.lse, p.lse_strides, bytes, rows.batch_q, rows.queries.begin);
+    }
+  }
+  if (p.seq_k > 0 && !p.sequences.paged) {
+    move_to_row(&p.k, rows.batch_k, rows.keys.begin);
+    move_to_row(&p.v, rows.batch_k, rows.keys.begin);
+  }
+}
+
+// The same with the gradients. Of a gradient that is absent a null pointer stays.
+inline void narrow_to(const SequenceRows& rows, AttentionBackwardProblem* problem) {
+  AttentionBackwardProblem& p = *problem;
+  narrow_to(rows, static_cast<AttentionProblem*>(problem));
+  if (p.seq_q > 0) {
+    move_to_row(&p.dout, rows.batch_q, rows.queries.begin);
+    if (p.dq.data != nullptr) move_to_row(&p.dq, rows.batch_q, rows.queries.begin);
+    const int64_t bytes = p.q.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);
+    if (p.dlse != nullptr) {
+      p.dlse = address_of_row(p.dlse, p.dlse_strides, bytes, rows.batch_q, rows.queries.begin);
+    }
+  }
+  if (p.seq_k == 0) return;
+  for (RowsView<void>* gradient : {&p.dk, &p.dv}) {
+    if (gradient->data != nullptr) move_to_row(gradient, rows.batch_k, rows.keys.begin);
+  }
+}
+
+}  // namespace flashmoe::cpu

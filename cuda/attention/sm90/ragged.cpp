@@ -1,0 +1,346 @@
+// Batches of sequences in whole tiles of one query head: their estimate, plan, parameters and
+// launch. Lengths are read by the kernel alone: nothing here depends on them.
+#include <algorithm>
+#include <climits>
+
+#include "cuda/attention/sm90/cost.h"
+#include "cuda/attention/sm90/fill.h"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/ragged_order.h"
+#include "cuda/attention/sm90/ragged_rows.h"
+#include "cuda/attention/sm90/schedules.h"
+#include "cuda/attention/walkable.h"
+
+namespace flashmoe::sm90 {
+namespace {
+
+// What a launch takes until its first tile is found, beside a dense one.
+constexpr double kStartOfSequences = 1.5;
+
+// A view in a ragged map (ragged_rows.h).
+struct RaggedMap {
+  MapShape shape;
+  const void* data;
+};
+
+// The rows of a view as a ragged map counts them, with those of its batch one behind the other.
+struct CountedRows {
+  int64_t stride;
+  int64_t per_batch;  // from one row of the batch to the next
+  int64_t count;
+};
+
+struct StridesOfRows {
+  int64_t row;
+  int64_t batch;
+};
+
+// Of a single row the stride may be anything: then the batch's are the rows, if it has several.
+template <class Data>
+StridesOfRows strides_of_rows(const RowsView<Data>& view, int64_t batch, int64_t rows,
+                              int columns) {
+  const int64_t of_batch = batch > 1 ? view.strides.batch : 0;
+  if (rows > 1) return {view.strides.seq, of_batch};
+  return {of_batch > 0 ? of_batch : columns, of_batch};
+}
+
+// Of a view that check_counted takes.
+template <class Data>
+CountedRows counted_rows(const RowsView<Data>& view, int64_t batch, int64_t rows, int columns) {
+  const auto [stride, batch_stride] = strides_of_rows(view, batch, rows, columns);
+  const int64_t per_batch = batch_stride / stride;
+  return {stride, per_batch, per_batch > 0 ? (batch - 1) * per_batch + rows : rows};
+}
+
+template <class Data>
+flashmoe_status check_counted(const char* name, const RowsView<Data>& view, int64_t batch,
+                              int64_t rows, int columns, const Reason& reason) {
+  const auto [stride, batch_stride] = strides_of_rows(view, batch, rows, columns);
+  const int64_t bytes = stride * dtype_bytes(view.dtype);
+  if (bytes >= RaggedRow::kWrapBytes) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "rows of sequences in %s are %lld bytes apart, accepted are less than 2^34", name,
+        static_cast<long long>(bytes));
+  }
+  if (batch_stride % stride != 0) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s has sequences with a stride of %lld along the batch, accepted are "
+                         "multiples of that from row to row, %lld",
+                         name, static_cast<long long>(batch_stride),
+                         static_cast<long long>(stride));
+  }
+  const int64_t per_batch = batch_stride / stride;
+  // `base` is below the end of its dimension, and that fits in int32.
+  constexpr int64_t kEnd = RaggedRow::kMost - 1;
+  if (rows >= kEnd || (per_batch > 0 && batch - 1 > (kEnd - 1 - rows) / per_batch)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s has sequences in memory of 2^30 rows or more, accepted are fewer",
+                         name);
+  }
+  return FLASHMOE_OK;
+}
+
+template <class Data>
+RaggedMap ragged_map(const RowsView<Data>& view, int64_t dim, const CountedRows& rows,
+                     int64_t heads, int columns, int box_rows) {
+  constexpr int64_t kMost = RaggedRow::kMost;
+  const int64_t wrap = RaggedRow::kWrapBytes / dtype_bytes(view.dtype) - rows.stride;
+  return {{5,
+           {dim, kMost, heads, kMost + rows.count, kMost + 1},
+           {1, rows.stride, view.strides.head, rows.stride, wrap},
+           {columns, box_rows, 1, 1, 1}},
+          view.data};
+}
+
+// The same of sequences of one row at most, in tiles whose rows are so many heads: no sequence ends
+// before them, so that nothing has to be taken back.
+template <class Data>
+RaggedMap heads_map(const RowsView<Data>& view, int64_t dim, const CountedRows& rows, int64_t tiles,
+                    int64_t heads, int columns, int box_rows) {
+  return {{5,
+           {dim, heads, tiles, rows.count, 1},
+           {1, view.strides.head, heads * view.strides.head, rows.stride, 0},
+           {columns, box_rows, 1, 1, 1}},
+          view.data};
+}
+
+// See RaggedParams. All heads of a KV head are one tile's, or none: rows that see the same keys and
+// begin with the same sink, none.
+int64_t heads_per_tile(const AttentionProblem& p, const Entry& entry) {
+  const AttentionMask& mask = p.sequences.mask;
+  const bool left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0;
+  const bool right =
+      mask.causal != FLASHMOE_CAUSAL_NONE || (mask.window & FLASHMOE_WINDOW_RIGHT) != 0;
+  const int64_t group = p.heads_q / p.heads_kv;
+  const auto walkable = [&](const RowStrides& strides) {
+    return strides.head > 0 && group * strides.head * dtype_bytes(p.q.dtype) < kMaxStrideBytes;
+  };
+  const bool alike =
+      !left && (!right || mask.causal != FLASHMOE_CAUSAL_TOP_LEFT) && p.sinks.data == nullptr;
+  const bool packs = p.seq_q == 1 && group > 1 && group <= entry.tile_q;
+  return packs && alike && walkable(p.q.strides) && walkable(p.out.strides) ? group : 1;
+}
+
+// Those of q, k, v and out.
+struct RaggedMaps {
+  RaggedMap q;
+  RaggedMap k;
+  RaggedMap v;
+  RaggedMap out;
+};
+
+// Without keys the tensors may be null, which a map is not; none is read then. Pages have maps of
+// their own.
+bool maps_keys(const AttentionProblem& p) {
+  return !p.sequences.paged && p.seq_k > 0 && tensor_rows(p).batch_k > 0;
+}
+
+RaggedMaps ragged_maps(const AttentionProblem& p, const Entry& entry) {
+  const TensorRows rows = tensor_rows(p);
+  const int64_t heads = heads_per_tile(p, entry);
+  const int columns = entry.box_columns;
+  const auto queries = [&](const auto& view, int64_t dim) {
+    const CountedRows counted = counted_rows(view, rows.batch_q, rows.rows_q, columns);
+    if (heads > 1) {
+      return heads_map(view, dim, counted, p.heads_q / heads, heads, columns, entry.box_rows);
+    }
+    return ragged_map(view, dim, counted, p.heads_q, columns, entry.box_rows);
+  };
+  const RaggedMap q = queries(p.q, p.dim);
+  const auto keys = [&](const RowsView<const void>& view, int64_t dim) {
+    if (!maps_keys(p)) return q;
+    return ragged_map(view, dim, counted_rows(view, rows.batch_k, rows.rows_k, columns), p.heads_kv,
+                      columns, entry.tile_k);
+  };
+  return {q, keys(p.k, p.dim), keys(p.v, p.dim_v), queries(p.out, p.dim_v)};
+}
+
+// Refuses what ragged maps cannot be of.
+flashmoe_status check_counted(const AttentionProblem& p, const Entry& entry, const Reason& reason) {
+  if (p.batch == 0 || p.seq_q == 0) return FLASHMOE_OK;  // and strides are 0 then
+  const TensorRows rows = tensor_rows(p);
+  const auto check = [&](const char* name, const auto& view, int64_t batch, int64_t of_batch) {
+    return check_counted(name, view, batch, of_batch, entry.box_columns, reason);
+  };
+  FLASHMOE_TRY(check("q", p.q, rows.batch_q, rows.rows_q));
+  FLASHMOE_TRY(check("out", p.out, rows.batch_q, rows.rows_q));
+  if (!maps_keys(p)) return FLASHMOE_OK;
+  FLASHMOE_TRY(check("k", p.k, rows.batch_k, rows.rows_k));
+  return check("v", p.v, rows.batch_k, rows.rows_k);
+}
+
+RowsPerBatch rows_per_batch(const AttentionProblem& p, const Entry& entry) {
+  const TensorRows rows = tensor_rows(p);
+  const auto of = [&](const auto& view, int64_t batch, int64_t of_batch) {
+    return static_cast<int32_t>(counted_rows(view, batch, of_batch, entry.box_columns).per_batch);
+  };
+  RowsPerBatch result = {};
+  result.q = of(p.q, rows.batch_q, rows.rows_q);
+  result.out = of(p.out, rows.batch_q, rows.rows_q);
+  if (!maps_keys(p)) return result;
+  result.k = of(p.k, rows.batch_k, rows.rows_k);
+  result.v = of(p.v, rows.batch_k, rows.rows_k);
+  return result;
+}
+
+bool reads_pages(const AttentionProblem& p) { return p.sequences.paged && p.seq_k > 0; }
+
+// What is kept with a plan: as of dense batches, and what the maps of pages are of.
+struct KeptRagged : Kept<RaggedParams> {
+  const void* pages[2];
+};
+
+// Calls function(map, size) for each map of pages, in boxes of 2^size rows, until one is false.
+template <class Function>
+bool every_map_of_pages(const Entry& entry, CUtensorMap (&maps)[kPageBoxes],
+                        const Function& function) {
+  for (int size = 0; size < kPageBoxes && 1 << size <= entry.tile_k; ++size) {
+    if (!function(&maps[size], size)) return false;
+  }
+  return true;
+}
+
+// Where there are none, tables name none that there is, and nothing is read: but of a map all the
+// same, which is of something.
+const void* mapped_pages(const AttentionProblem& p, const void* data) {
+  return p.sequences.batch_k > 0 ? data : p.q.data;
+}
+
+MapShape pages_map(const AttentionProblem& p, const RowStrides& strides, int64_t dim, int columns,
+                   int rows) {
+  const SequenceTables& tables = p.sequences;
+  if (tables.batch_k == 0) return rows_map(strides, dim, 1, 1, 1, columns, rows);
+  return rows_map(strides, dim, tables.rows_k, p.heads_kv, tables.batch_k, columns, rows);
+}
+
+bool encode_pages(const AttentionProblem& p, const Entry& entry, KeptRagged* kept) {
+  if (!reads_pages(p)) return true;
+  kept->pages[0] = mapped_pages(p, p.k.data);
+  kept->pages[1] = mapped_pages(p, p.v.data);
+  const auto encode = [&](CUtensorMap(&maps)[kPageBoxes], const void* data,
+                          const RowStrides& strides, int64_t dim) {
+    return every_map_of_pages(entry, maps, [&](CUtensorMap* map, int size) {
+      return encode_map(map, p.k.dtype, data,
+                        pages_map(p, strides, dim, entry.box_columns, 1 << size));
+    });
+  };
+  return encode(kept->params.k_pages, kept->pages[0], p.k.strides, p.dim) &&
+         encode(kept->params.v_pages, kept->pages[1], p.v.strides, p.dim_v);
+}
+
+bool move_pages(const AttentionProblem& p, const Entry& entry, KeptRagged* kept) {
+  if (!reads_pages(p)) return true;
+  const auto move = [&](CUtensorMap(&maps)[kPageBoxes], const void** mapped, const void* data) {
+    const void* const from = *mapped;
+    return every_map_of_pages(entry, maps, [&](CUtensorMap* map, int) {
+      *mapped = from;
+      return move_map(map, mapped, mapped_pages(p, data));
+    });
+  };
+  return move(kept->params.k_pages, &kept->pages[0], p.k.data) &&
+         move(kept->params.v_pages, &kept->pages[1], p.v.data);
+}
+
+bool encode_maps(const AttentionProblem& p, const Entry& entry, KeptRagged* kept) {
+  const RaggedMaps maps = ragged_maps(p, entry);
+  int i = 0;
+  const auto encode = [&](CUtensorMap* map, const RaggedMap& of) {
+    kept->mapped[i++] = of.data;
+    return encode_map(map, p.q.dtype, of.data, of.shape);
+  };
+  RaggedParams& params = kept->params;
+  return encode(&params.q, maps.q) && encode(&params.k, maps.k) && encode(&params.v, maps.v) &&
+         encode(&params.out, maps.out) && encode_pages(p, entry, kept);
+}
+
+bool move_maps(const AttentionProblem& p, const Entry& entry, KeptRagged* kept) {
+  const RaggedMaps maps = ragged_maps(p, entry);
+  RaggedParams& params = kept->params;
+  return move_map(&params.q, &kept->mapped[0], maps.q.data) &&
+         move_map(&params.k, &kept->mapped[1], maps.k.data) &&
+         move_map(&params.v, &kept->mapped[2], maps.v.data) &&
+         move_map(&params.out, &kept->mapped[3], maps.out.data) && move_pages(p, entry, kept);
+}
+
+void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts,
+                 RaggedParams* params) {
+  fill_tensors(p, params);
+  const int64_t heads = heads_per_tile(p, entry);
+  params->rows_per_batch = rows_per_batch(p, entry);
+  params->heads_per_tile = static_cast<int32_t>(heads);
+  if (heads > 1) params->seq_q = params->heads_per_tile;  // rows of a tile's sequence
+  params->by_heads = Divisor::of(static_cast<uint32_t>(p.heads_q / heads));
+  params->by_heads_per_kv = Divisor::of(static_cast<uint32_t>(p.heads_q / p.heads_kv / heads));
+  params->heads_kv = static_cast<int32_t>(p.heads_kv);
+  const ScoreOptions& score = params->score;
+  params->grows = score.bounded_right != 0 && score.left_offset == kNoLeftOffset ? 1 : 0;
+  // Beside the traffic of queries and outputs, as of dense batches.
+  params->keys_of_l2 =
+      static_cast<int32_t>(std::min<int64_t>(facts.l2_bytes * 3 / 4 / key_bytes(p), INT32_MAX));
+}
+
+// What a step takes by the boxes of small pages, of what its products take: the copy engine begins
+// boxes one after another. An estimate, of no measurement.
+double share_of_pages(const AttentionProblem& p, const Entry& entry) {
+  constexpr double kClocksOfABox = 25;
+  constexpr double kFlopsOfAClock = 4096;
+  constexpr double kBoxesAtEnds = 6;  // pages begin and end anywhere in a step
+  if (!reads_pages(p)) return 1;
+  const auto page_size = static_cast<unsigned>(std::min<int64_t>(p.sequences.rows_k, entry.tile_k));
+  int boxes_of_page = 0;
+  for (unsigned rest = page_size; rest != 0; rest &= rest - 1) ++boxes_of_page;
+  const double keys = entry.tile_k;
+  const double columns = 1.0 * (entry.dim + entry.dim_v) / entry.box_columns;
+  const double boxes = (keys / page_size * boxes_of_page + kBoxesAtEnds) * columns;
+  const double products = 2.0 * entry.tile_q * keys * (entry.dim + entry.dim_v) / kFlopsOfAClock;
+  return std::max(1.0, boxes * kClocksOfABox / products);
+}
+
+}  // namespace
+
+flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& work,
+                                const Entry* entry, const DeviceFacts& facts,
+                                WholeTiles* whole_tiles, const Reason& reason) {
+  FLASHMOE_TRY(check_counted(problem, *entry, reason));
+  // What a chunk of sequences may have, in whatever order tables have them, the kernel counts.
+  constexpr int64_t kMost = INT_MAX / 2;
+  const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
+  const int64_t sequences = std::min<int64_t>(problem.batch, kSequencesPerChunk);
+  if (problem.batch > kMost || problem.heads_q > kMost ||
+      tiles_per_head * sequences > kMost / std::max<int64_t>(problem.heads_q, 1)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                         "more than 2^30 tiles of query rows of 32 sequences");
+  }
+  int64_t tiles = 0;
+  has_slots_by_rows(problem, entry->tile_q, &tiles);
+  const int64_t heads = heads_per_tile(problem, *entry);
+  const double microseconds =
+      share_of_pages(problem, *entry) *
+      tile_microseconds(with_packed_heads(work, heads), tile_speed(entry->dim), facts);
+  *whole_tiles = {entry,
+                  std::min<int64_t>(tiles * (problem.heads_q / heads), facts.multiprocessors),
+                  kStartOfSequences + kBesideFewRows * microseconds};
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_ragged(const AttentionProblem& problem, const Plan& plan, void* stream) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
+  const int device_id = problem.device.device_id;
+  Prepared<KeptRagged> kept(plan.detail);
+  if (!kept.ready() || !move_maps(problem, entry, &*kept)) {
+    kept.set_ready(false);  // unless the driver takes every map
+    const DeviceFacts* facts = nullptr;
+    FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
+    FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
+                                       [&] { return encode_maps(problem, entry, &*kept); }));
+    fill_params(problem, entry, *facts, &kept->params);
+    kept.set_ready(true);
+  }
+  RaggedParams& params = kept->params;
+  fill_addresses(problem, &params);
+  params.sequences = sequence_params(problem);
+  return launch_planned(plan, 0, &params, stream);
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,193 @@
+// Batches of sequences: their tiles, which a warp of its own finds ahead of the loads, and who
+// takes which (ragged_order.h).
+//
+// The host knows neither the lengths nor how many tiles there are. So the second warp of the
+// producer's warpgroup reads the tables, a chunk of sequences at a time, and leaves this block's
+// tiles in a ring of shared memory, whose slots are free when the consumers are past their tiles.
+#pragma once
+
+#include "cuda/attention/sm90/kv_block_alignment.h"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/ragged_order.h"
+#include "cuda/attention/sm90/ragged_rows.h"
+#include "cuda/attention/sm90/steps.cuh"
+#include "cuda/attention/sm90/traits.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/tile/thread.cuh"
+
+namespace flashmoe::sm90 {
+
+// A query tile, as Tile is, with the sequence that it is of.
+struct alignas(16) RaggedTile {
+  int batch;  // row of the batch that its queries are in
+  int head;   // of RaggedParams' heads
+  int head_kv;
+  int first_row;
+  float sink;
+  RowState begin;
+  int kv_block_alignment;
+  Sequence sequence;
+  int batch_k;    // row of the batch that its keys are in; of paged ones the table's
+  int first_key;  // of its steps, as in Steps
+  int end_key;
+  int misses_pages;  // a key's page is none: who loads says so
+};
+
+static_assert(sizeof(RaggedTile) == kRaggedTileBytes);
+
+// A sequence of a chunk.
+struct alignas(16) ChunkSequence {
+  Sequence sequence;
+  int batch_q;
+  int batch_k;
+  int tiles;  // of one head
+};
+
+static_assert(sizeof(ChunkSequence) == kChunkSequenceBytes);
+
+// A chunk in the lanes of a warp (tile_at).
+struct WarpLanes {
+  TilesOfSequence own;
+
+  __device__ __forceinline__ int top() const { return __reduce_max_sync(kFullWarp, own.top); }
+
+  template <class Count>
+  __device__ __forceinline__ int sum(const Count& count) const {
+    return __reduce_add_sync(kFullWarp, count(own));
+  }
+
+  template <class Count, class Above>
+  __device__ __forceinline__ TileOfChunk find(int place, const Count& count,
+                                              const Above& above) const {
+    const int lane = static_cast<int>(threadIdx.x) % kThreadsPerWarp;
+    const int counted = count(own);
+    int end = counted;
+#pragma unroll
+    for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
+      const int before = __shfl_up_sync(kFullWarp, end, distance);
+      if (lane >= distance) end += before;
+    }
+    const int found = __ffs(static_cast<int>(__ballot_sync(kFullWarp, end > place))) - 1;
+    return {found, place + __shfl_sync(kFullWarp, above(own) - (end - counted), found)};
+  }
+};
+
+// A row of a tile in the tensors.
+struct PlaceOfRow {
+  int head;
+  int position;
+
+  static __device__ __forceinline__ PlaceOfRow of(const RaggedParams& params,
+                                                  const RaggedTile& tile, int row) {
+    if (params.heads_per_tile > 1) {
+      return {tile.head * params.heads_per_tile + row, tile.sequence.begin_q};
+    }
+    return {tile.head, tile.sequence.begin_q + row};
+  }
+  __device__ __forceinline__ int64_t offset(const RowStrides& strides, int batch) const {
+    return batch * strides.batch + head * strides.head + position * strides.seq;
+  }
+};
+
+// The tiles of this block, one after another, found by a warp that has the memory of a chunk for
+// itself.
+template <class Traits>
+class RaggedScheduler {
+ public:
+  __device__ __forceinline__ RaggedScheduler(const RaggedParams& params, ChunkSequence* chunk)
+      : params_(params), chunk_(chunk), tiles_(static_cast<int>(blockIdx.x)) {}
+
+  // False when there are no more. All lanes come to know which it is.
+  __device__ __forceinline__ bool next() {
+    while (!tiles_.next(lanes_, params_.grows != 0, params_.by_heads, blocks(), &found_, &head_)) {
+      if (!next_chunk()) return false;
+    }
+    return true;
+  }
+
+  // Describes what next() found. Piece by piece: the scheduling warp has few registers.
+  __device__ __forceinline__ void describe(RaggedTile* tile) const {
+    const ChunkSequence& of = chunk_[found_.lane];
+    const Sequence& sequence = of.sequence;
+    tile->batch = of.batch_q;
+    tile->batch_k = of.batch_k;
+    tile->misses_pages = 0;
+    tile->sequence = sequence;
+    tile->head = head_;
+    tile->head_kv = params_.by_heads_per_kv.quotient(head_);
+    // As in dense batches: where later tiles are longer, rows are missing from the first.
+    const int spare = params_.grows != 0 ? of.tiles * Traits::kTileQ - sequence.length_q : 0;
+    const int first_row =
+        (of.tiles - 1 - found_.rank) * Traits::kTileQ - spare / kRowsPerGroup * kRowsPerGroup;
+    tile->first_row = first_row;
+    // A single step parts no rows' ends, and begins with key 0: it may hold both ends of the keys,
+    // of which a ragged map cuts one. A bound that hides nothing is none, as in dense batches.
+    const int right_offset = params_.score.right_offset + sequence.diagonal;
+    tile->kv_block_alignment =
+        sequence.length_k <= Traits::kStepKeys
+            ? 0
+            : kv_block_alignment(Traits::kStepKeys, first_row, Traits::kTileQ,
+                                 right_offset < sequence.length_k - 1, right_offset);
+    const Steps<Traits> steps(params_.score, sequence, first_row, Traits::kTileQ,
+                              tile->kv_block_alignment);
+    tile->first_key = steps.first;
+    tile->end_key = steps.end;
+    const float sink = sink_of<typename Traits::Element>(params_.score, head_);
+    tile->sink = sink;
+    tile->begin = state_of_sink(sink);
+  }
+
+ private:
+  static __device__ __forceinline__ int blocks() { return static_cast<int>(gridDim.x); }
+
+  __device__ __forceinline__ bool next_chunk() {
+    constexpr int kMostKeys = (1 << 30) / kSequencesPerChunk;  // so that their sum fits
+    if (first_ >= params_.sequences.count) return false;
+    const int lane = static_cast<int>(threadIdx.x) % kThreadsPerWarp;
+    ChunkSequence own = {};
+    if (first_ + lane < params_.sequences.count) own = read(first_ + lane);
+    first_ += kSequencesPerChunk;
+    __syncwarp();  // what was there was read
+    chunk_[lane] = own;
+    __syncwarp();
+    lanes_.own = TilesOfSequence::of(own.tiles, keys_of_longest(own), Traits::kTileQ);
+    const int keys = __reduce_add_sync(kFullWarp, min(own.sequence.length_k, kMostKeys));
+    const int heads = heads_per_section(params_.heads_kv, keys, params_.keys_of_l2) *
+                      params_.by_heads_per_kv.number();
+    tiles_.begin_chunk(lanes_, __reduce_add_sync(kFullWarp, own.tiles) * params_.by_heads.number(),
+                       heads, blocks());
+    return true;
+  }
+
+  __device__ __forceinline__ ChunkSequence read(int number) const {
+    const SequenceParams& sequences = params_.sequences;
+    const SequenceRows queries = sequences.queries_of(number);
+    const SequenceRows keys = sequences.keys_of(number);
+    // Rows that are heads see what the one query sees: the diagonal of later ones hides no more.
+    const int rows = queries.length * params_.heads_per_tile;
+    return {{queries.begin, keys.begin, rows, keys.length,
+             sequences.diagonal_of(queries.length, keys.length)},
+            queries.batch,
+            keys.batch,
+            ceil_div<Traits::kTileQ>(rows)};
+  }
+
+  // That the last tile of a sequence sees.
+  __device__ __forceinline__ int keys_of_longest(const ChunkSequence& of) const {
+    if (of.tiles == 0) return 0;
+    const int first_row = (of.tiles - 1) * Traits::kTileQ;
+    return max(0, of.sequence.end_key(params_.score, of.sequence.length_q - 1) -
+                      of.sequence.first_key(params_.score, first_row));
+  }
+
+  const RaggedParams& params_;
+  ChunkSequence* chunk_;
+  TilesOfChunks tiles_;
+  WarpLanes lanes_ = {};
+  TileOfChunk found_ = {};
+  int head_ = 0;
+  int first_ = 0;  // sequence of the next chunk
+};
+
+}  // namespace flashmoe::sm90

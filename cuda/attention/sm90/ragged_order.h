@@ -1,0 +1,184 @@
+// Who takes which tile of a batch of sequences, without anyone having counted them before: a pure
+// function of their lengths, which every block works out for itself, and the host in tests.
+//
+// Sequences are taken in chunks of as many as a warp has lanes. A chunk's tiles are sorted by the
+// keys that they see, the longest first: by levels, of about as many keys as a tile has rows. A
+// level holds the tiles of one sequence after those of another, and of each tile those of all
+// heads. Blocks are dealt these in rounds of one tile each, every other of which runs backwards.
+// After two rounds they move on among each other: where the levels end would else be to the same
+// blocks' advantage every time.
+//
+// So each block has about as much to do as any other. In which order it does it is free: all blocks
+// take the tiles of some heads first, as many as have keys and values that fit the L2 together,
+// then those of the next heads (a section of heads), and so on.
+#pragma once
+
+#include "cuda/divisor.h"
+#include "cuda/tile/extents.h"
+
+#ifdef __CUDACC__
+#define FLASHMOE_IN_KERNEL __device__ __forceinline__
+#else
+#define FLASHMOE_IN_KERNEL inline
+#endif
+
+namespace flashmoe::sm90 {
+
+inline constexpr int kSequencesPerChunk = kThreadsPerWarp;
+
+// The tiles of one head of a sequence, of which a lane has one.
+struct TilesOfSequence {
+  int count;
+  // Level of the longest. Where later tiles see more keys, each of the others is one level below
+  // the one behind it; none is below 0. Else all are on this one.
+  int top;
+
+  FLASHMOE_IN_KERNEL int from_level_on(bool grows, int level) const {
+    if (!grows) return level <= top ? count : 0;
+    const int levels = top - level + 1;
+    return levels < 0 ? 0 : levels < count ? levels : count;
+  }
+
+  // Of `count` tiles of so many rows, the longest of which sees so many keys.
+  static FLASHMOE_IN_KERNEL TilesOfSequence of(int count, int keys, int rows) {
+    const int top = (keys + rows - 1) / rows;
+    return {count, top < count - 1 ? count - 1 : top};
+  }
+};
+
+// A tile of one head in a chunk.
+struct TileOfChunk {
+  int lane;
+  int rank;  // among those of its sequence, the longest first
+};
+
+// The tile at a place in the order of all of a chunk's, of one head. `level` is one that it is not
+// above, and becomes its own. `lanes` are the TilesOfSequence of a chunk: lanes.top() is the
+// highest level; lanes.sum(f) the sum of f(tiles) over them; lanes.find(place, f, g) the first lane
+// at which the sum of f reaches beyond `place`, with what is left of it behind the lanes before,
+// plus g(tiles).
+template <class Lanes>
+FLASHMOE_IN_KERNEL TileOfChunk tile_at(const Lanes& lanes, bool grows, int place, int* level) {
+  const auto from = [=](int at) {
+    return [=](const TilesOfSequence& tiles) { return tiles.from_level_on(grows, at); };
+  };
+  int low = 0;
+  int high = *level + 1;
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    if (lanes.sum(from(middle)) > place) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  *level = low;
+  const auto above = from(low + 1);
+  return lanes.find(
+      place - lanes.sum(above),
+      [=](const TilesOfSequence& tiles) {
+        return tiles.from_level_on(grows, low) - tiles.from_level_on(grows, low + 1);
+      },
+      above);
+}
+
+// The positions of a block among the tiles of all heads of a chunk.
+class RaggedRounds {
+ public:
+  // By so much blocks move on after two rounds. With twice the number of blocks of a GH100, 132 or
+  // 114, it makes a prime: so a block does not come upon the same heads every time.
+  static constexpr int kTurn = 29;
+
+  explicit FLASHMOE_IN_KERNEL RaggedRounds(int block) : own_slot_(block) {}
+
+  // Of a chunk, of which end() was not called yet.
+  FLASHMOE_IN_KERNEL void begin() {
+    round_ = 0;
+    slot_ = own_slot_;
+    backwards_ = false;
+  }
+
+  // The next of so many positions that so many blocks are dealt, or -1.
+  FLASHMOE_IN_KERNEL int next(int tiles, int blocks) {
+    while (round_ < tiles) {
+      const int position = round_ + (backwards_ ? blocks - 1 - slot_ : slot_);
+      round_ += blocks;
+      if (backwards_) slot_ = (slot_ + kTurn) % blocks;
+      backwards_ = !backwards_;
+      if (position < tiles) return position;
+    }
+    return -1;
+  }
+
+  // The next chunk begins behind the block that had this one's end.
+  FLASHMOE_IN_KERNEL void end(int tiles, int blocks) {
+    own_slot_ -= tiles % blocks;
+    if (own_slot_ < 0) own_slot_ += blocks;
+  }
+
+ private:
+  int own_slot_;  // of this block in the first round of the chunk
+  int slot_ = 0;  // in this round
+  int round_ = 0;
+  bool backwards_ = false;
+};
+
+// KV heads of a section, of so many: about as many in each.
+FLASHMOE_IN_KERNEL int heads_per_section(int heads_kv, int keys, int keys_of_l2) {
+  const int fitting = keys_of_l2 / (keys > 1 ? keys : 1);
+  if (fitting >= heads_kv) return heads_kv;
+  const int sections = fitting > 1 ? (heads_kv + fitting - 1) / fitting : heads_kv;
+  return (heads_kv + sections - 1) / sections;
+}
+
+// The tiles of a block, chunk by chunk.
+class TilesOfChunks {
+ public:
+  explicit FLASHMOE_IN_KERNEL TilesOfChunks(int block) : rounds_(block) {}
+
+  // Goes on to a chunk of so many tiles of all heads. Sections are of so many heads.
+  template <class Lanes>
+  FLASHMOE_IN_KERNEL void begin_chunk(const Lanes& lanes, int tiles, int heads, int blocks) {
+    rounds_.end(tiles_, blocks);
+    tiles_ = tiles;
+    heads_ = heads;
+    first_head_ = 0;
+    begin_section(lanes);
+  }
+
+  // The next of the chunk. False when there are no more.
+  template <class Lanes>
+  FLASHMOE_IN_KERNEL bool next(const Lanes& lanes, bool grows, const Divisor& by_heads_q,
+                               int blocks, TileOfChunk* tile, int* head) {
+    const int heads_q = static_cast<int>(by_heads_q.value);
+    while (first_head_ < heads_q && tiles_ > 0) {
+      for (int position; (position = rounds_.next(tiles_, blocks)) >= 0;) {
+        const int place = by_heads_q.quotient(position);
+        *head = position - place * heads_q;
+        if (*head < first_head_ || *head - first_head_ >= heads_) continue;
+        *tile = tile_at(lanes, grows, place, &level_);
+        return true;
+      }
+      first_head_ += heads_;
+      begin_section(lanes);
+    }
+    return false;
+  }
+
+ private:
+  template <class Lanes>
+  FLASHMOE_IN_KERNEL void begin_section(const Lanes& lanes) {
+    rounds_.begin();
+    level_ = lanes.top();
+  }
+
+  RaggedRounds rounds_;
+  int tiles_ = 0;       // of all heads
+  int level_ = 0;       // of the last tile
+  int first_head_ = 0;  // of the section
+  int heads_ = 0;
+};
+
+}  // namespace flashmoe::sm90
+
+#undef FLASHMOE_IN_KERNEL

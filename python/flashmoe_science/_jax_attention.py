@@ -1,0 +1,142 @@
+"""JAX's own function of attention, jax.nn.dot_product_attention, by ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flashmoe_science.attention import flash_attention
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
+
+_RANK = 4
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: None = None,
+    return_residual: bool = False,
+) -> Any:
+    """jax.nn.dot_product_attention, by FlashMoE alone.
+
+    Lengths are read when the program runs. With them it computes on the CPU, and a program that is
+    compiled for a GPU is refused.
+
+    Args:
+        query: [batch, seq_q, heads_q, dim], or without a batch [seq_q, heads_q, dim]. fp16, bf16,
+            on the CPU also fp32 and fp64. dim is a multiple of 8, at most 256.
+        key: [batch, seq_k, heads_kv, dim], or [seq_k, heads_kv, dim], same dtype; heads_kv divides
+            heads_q.
+        value: [batch, seq_k, heads_kv, dim_v], or [seq_k, heads_kv, dim_v], same dtype.
+        bias, mask: None: there are neither biases nor masks of the logits.
+        scale: Factor of the logits, positive; None is 1 / sqrt(dim).
+        is_causal: Query i sees the keys up to i, counted from the first of both.
+        query_seq_lengths: [batch], int32: of so many queries each row of the batch has the results;
+            the others' are 0.
+        key_value_seq_lengths: [batch], int32: so many keys of each row are seen.
+        local_window_size: (left, right), or a number for both: query i sees the keys from i - left
+            to i + right. Without is_causal for as many queries as keys and no lengths.
+        implementation: None.
+        return_residual: Also return the log-sum-exp of each row's logits, [batch, seq_q, heads_q],
+            of key's dtype and without a gradient.
+
+    Returns:
+        [batch, seq_q, heads_q, dim_v], or with return_residual (that, residual); without a batch if
+        query has none. A query that sees no key gives 0 and -inf, where JAX's own function has the
+        mean of all values.
+
+    Raises:
+        NotImplementedError: There is a bias, a mask, or a window that is not here, or no kernel
+            serves the call.
+        ValueError, TypeError: A shape, a dtype or an option is wrong. Sentences of the library call
+            query, key and value q, k and v.
+    """
+    for name, given in (("bias", bias), ("mask", mask)):
+        if given is not None:
+            raise UnsupportedError(
+                f"{name}: got one, accepted is None: what is seen is said by is_causal, "
+                "local_window_size, query_seq_lengths and key_value_seq_lengths; keep "
+                "jax.nn.dot_product_attention where another one is needed"
+            )
+    if implementation is not None:
+        raise InvalidArgumentError(
+            f"implementation: got {implementation!r}, accepted is None: FlashMoE is the only one"
+        )
+    rank = jnp.ndim(query)
+    q, k, v = (
+        _with_batch(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    batch, seq_q, seq_k = q.shape[0], q.shape[1], k.shape[1]
+    used_q = _lengths("query_seq_lengths", query_seq_lengths, batch, seq_q)
+    used_k = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, seq_k)
+    aligned = used_q is None and used_k is None and seq_q == seq_k
+    out, lse = flash_attention(
+        q, k, v, causal="top_left" if is_causal else False, scale=scale,
+        window=_window(local_window_size, is_causal, aligned),
+        seqused_q=used_q, seqused_k=used_k, return_lse=True,
+    )  # fmt: skip
+    residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2)).astype(k.dtype)
+    if used_q is not None:  # others are not written
+        seen = (jnp.arange(seq_q) < used_q[:, None])[..., None]
+        residual = jnp.where(seen, residual, -jnp.inf)
+        out = jnp.where(seen[..., None], out, 0)
+    if rank < _RANK:
+        out, residual = out[0], residual[0]
+    return (out, residual) if return_residual else out
+
+
+def _with_batch(name: str, array: Any, rank: int) -> Any:
+    array = jnp.asarray(array)
+    if rank not in (_RANK - 1, _RANK) or array.ndim != rank:
+        raise InvalidArgumentError(
+            f"{name}: got {array.ndim} dimensions, accepted are 4, or 3 of all without a batch"
+        )
+    return array if rank == _RANK else array[None]
+
+
+def _lengths(name: str, lengths: Any, batch: int, most: int) -> Any:
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    if lengths.dtype != np.int32:
+        raise ArgumentTypeError(f"{name}: got dtype {lengths.dtype}, accepted is int32")
+    if lengths.shape != (batch,):
+        raise InvalidArgumentError(
+            f"{name}: got shape {list(lengths.shape)}, accepted is [batch] = [{batch}]"
+        )
+    # What is longer than the rows has all of them, and so JAX has it.
+    return jnp.clip(lengths, 0, most)
+
+
+def _window(
+    size: int | tuple[int, int] | None, is_causal: bool, aligned: bool
+) -> tuple[int, int | None] | None:
+    """flash_attention's. Its causal mask from the top left has windows stand there, too; else they
+    stand at the last query and key."""
+    if size is None:
+        return None
+    left, right = (size, size) if isinstance(size, int) else size
+    if right < 0:
+        raise InvalidArgumentError(
+            f"local_window_size: got {size}, accepted are numbers of 0 or more"
+        )
+    if is_causal:
+        return left, None
+    if not aligned:
+        raise UnsupportedError(
+            f"local_window_size: got {size} without is_causal, accepted is None, or as many "
+            "queries as keys and no lengths: other windows are not counted from the first key"
+        )
+    return left, right

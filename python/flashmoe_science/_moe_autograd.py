@@ -1,0 +1,162 @@
+"""The mixture of experts as torch's autograd has it.
+
+The native half comes here with calls that torch records gradients of, and these go on to the
+operators of flashmoe_science.torch, which share what is below. Imported when the first such call
+comes, by which time torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from flashmoe_science._autograd import is_recorded
+from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
+from flashmoe_science.moe import MoeRouting
+
+_Tensors = Sequence[Any]
+_GIVEN = "{}: got one in a call that gradients are recorded of, accepted is None"
+_LACKING = (
+    "{0}: requires grad, but no kernel computes the gradients of this call (the mixture of experts "
+    "has them on the CPU alone in this version, and {0} is on {1}); call under torch.no_grad() or "
+    "pass {0}.detach()"
+)
+_TWICE = (
+    "the mixture of experts: its gradients are differentiated again, and have no derivative yet; "
+    "accepted is one differentiation, without create_graph=True or a transform of torch.func "
+    "around another"
+)
+
+
+def check_device(names: Sequence[str], tensors: _Tensors) -> None:
+    """Raises where gradients would be recorded that no kernel computes."""
+    for name, x in zip(names, tensors, strict=True):
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.is_cuda:
+            raise UnsupportedError(_LACKING.format(name, x.device))
+
+
+class Steps(NamedTuple):
+    """How a call is computed, and differentiated."""
+
+    compute: Callable[..., tuple[Any, ...]]
+    """Outputs, of tensors."""
+    differentiate: Callable[..., Sequence[Any]]
+    """The gradients of the tensors, or None: of those of the outputs, the tensors, the outputs, and
+    whether each tensor's is wanted."""
+    differentiable: tuple[int, ...]
+    """Which of the outputs have gradients."""
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, steps: Steps, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        made = steps.compute(*tensors)
+        ctx.mark_non_differentiable(
+            *(x for i, x in enumerate(made) if i not in steps.differentiable)
+        )
+        ctx.save_for_backward(*tensors, *made)
+        ctx.steps, ctx.count = steps, len(tensors)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        steps, count = ctx.steps, ctx.count
+        if all(grads[i] is None for i in steps.differentiable):
+            return None, *(None,) * count
+        saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        return None, *steps.differentiate(grads, saved[:count], saved[count:], wanted)
+
+
+def recorded(steps: Steps, *tensors: Any) -> tuple[Any, ...]:
+    """The outputs, with what torch differentiates them by."""
+    apply: Any = _Recorded.apply
+    made: tuple[Any, ...] = apply(steps, *tensors)
+    return made
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Any], *tensors: Any) -> Any:
+        return compute(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Any) -> NoReturn:
+        raise UnsupportedError(_TWICE)
+
+
+def once(compute: Callable[..., Any], *tensors: Any) -> Any:
+    """compute(*tensors), where that is what has no derivative: who differentiates it is told so."""
+    if not is_recorded(*(x for x in tensors if isinstance(x, torch.Tensor))):
+        return compute(*tensors)
+    apply: Any = _Once.apply
+    return apply(compute, *tensors)
+
+
+# ---- calls of the native half ----------------------------------------------------------------
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidArgumentError(_GIVEN.format(name))
+
+
+def moe_route(
+    logits: Any, top_k: Any, scoring: Any, renormalize: Any, selection_bias: Any, num_groups: Any,
+    top_groups: Any, scale: Any, return_lse: Any, out: Any, stream: Any,
+) -> MoeRouting:  # fmt: skip
+    from flashmoe_science.torch import operators
+
+    _refuse(out=out, stream=stream)
+    return operators.traced_moe_route(
+        logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
+        return_lse,
+    )  # fmt: skip
+
+
+def moe_route_given(
+    ids: Any, weights: Any, num_experts: Any, renormalize: Any, scale: Any, expert_map: Any,
+    out: Any, stream: Any,
+) -> MoeRouting:  # fmt: skip
+    from flashmoe_science.torch import operators
+
+    _refuse(out=out, stream=stream)
+    return operators.traced_moe_route_given(
+        ids, weights, num_experts, renormalize, scale, expert_map
+    )
+
+
+def moe_forward(
+    x: Any, w_gate_up: Any, w_down: Any, routing: Any, w_up: Any, gate: Any, activation: Any,
+    b_gate_up: Any, b_up: Any, b_down: Any, alpha: Any, limit: Any, up_offset: Any,
+    weight_on_input: Any, out: Any, pre_activation: Any, return_pre_activation: Any, kernel: Any,
+    stream: Any,
+) -> Any:  # fmt: skip
+    from flashmoe_science.torch import operators
+
+    _refuse(out=out, pre_activation=pre_activation, stream=stream)
+    return operators.traced_moe_forward(
+        x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
+        b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
+    )  # fmt: skip
+
+
+def grouped_product(
+    x: Any, w: Any, offsets: Any, counts: Any, bias: Any, out: Any, kernel: Any, stream: Any
+) -> Any:
+    from flashmoe_science.torch import operators
+
+    _refuse(out=out, stream=stream)
+    return operators.traced_grouped_product(x, w, offsets, counts, bias, kernel)
+
+
+def fused_moe(*arguments: Any) -> Any:
+    from flashmoe_science.torch import operators
+
+    *layer, out, kernel, stream = arguments
+    _refuse(out=out, stream=stream)
+    return operators.traced_fused_moe(*layer, kernel)

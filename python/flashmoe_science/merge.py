@@ -1,0 +1,175 @@
+"""merge_states: attention over keys that lie apart, from what attention over each part gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, overload
+
+from flashmoe_science import _core
+from flashmoe_science._dtypes import parse_dtype, parse_flag
+from flashmoe_science._tracing import is_traced
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+from flashmoe_science.plan import Plan
+
+_T = TypeVar("_T")
+_BFLOAT = 4  # DLPack's code
+
+
+class Partials(NamedTuple):
+    """Partials by the C ABI's names."""
+
+    outs: Any
+    lses: Any
+    prior_out: Any
+    prior_lse: Any
+
+
+def parse_partials(outs: Any, lses: Any) -> Partials:
+    """Of one tensor of partials, or two tensors of one partial each."""
+    two = isinstance(outs, (tuple, list))
+    if two != isinstance(lses, (tuple, list)):
+        raise ArgumentTypeError(
+            f"lses: got {type(lses).__name__}, accepted are two tensors where outs is two, and one "
+            "where outs is one"
+        )
+    if not two:
+        return Partials(outs, lses, None, None)
+    for name, given in (("outs", outs), ("lses", lses)):
+        if len(given) != 2:
+            raise InvalidArgumentError(
+                f"{name}: got a sequence of {len(given)} tensors, accepted are two, or one tensor "
+                "with an axis of partials in front; attention can write to its slices"
+            )
+        for i, tensor in enumerate(given):
+            if tensor is None:
+                raise ArgumentTypeError(f"{name}[{i}]: got None, accepted is a tensor")
+    return Partials(outs[1], lses[1], outs[0], lses[0])
+
+
+def parse_name(dtype: object) -> str | None:
+    """Of a new out, as array libraries call it."""
+    if dtype is None:
+        return None
+    code, bits = parse_dtype(getattr(dtype, "__name__", dtype))  # of numpy.float32 and jnp.float32
+    return f"{'bfloat' if code == _BFLOAT else 'float'}{bits}"
+
+
+@overload
+def merge_states(
+    outs: _T | Sequence[_T],
+    lses: _T | Sequence[_T],
+    *,
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    dtype: object = None,
+    return_lse: Literal[False] = False,
+    out: _T | None = None,
+    lse: _T | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> _T: ...
+
+
+@overload
+def merge_states(
+    outs: _T | Sequence[_T],
+    lses: _T | Sequence[_T],
+    *,
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    dtype: object = None,
+    return_lse: Literal[True],
+    out: _T | None = None,
+    lse: _T | None = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> tuple[_T, _T]: ...
+
+
+def merge_states(
+    outs: Any,
+    lses: Any,
+    *,
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    dtype: object = None,
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> Any:
+    """Attention over all keys, of partial results that flash_attention gave over parts of them.
+
+    For each row and head lse = log sum_i exp(lse_i) and out = sum_i exp(lse_i - lse) out_i, in the
+    order of the partials: for prefixes that requests share, the shards of a ring, the splits of a
+    long sequence. Sums are accumulated in fp32 (of fp64 in fp64), every partial is read once, and
+    the same inputs give the same bits on every run and with any number of threads.
+
+    Takes tensors as flash_attention does, and returns the same kind. This version computes it on
+    the CPU: tensors on a GPU are refused. It has no derivative: torch's tensors that require grad
+    and JAX's derivatives are refused.
+
+    Args:
+        outs: [partials, batch, seq, heads, dim] in layout "bshd", [partials, batch, heads, seq,
+            dim] in "bhsd", of any number of partials; of rank 4 one. Slices of it can be the `out`
+            of flash_attention. Or two tensors (first, second) of rank 4, each of a dtype of its
+            own. fp16, bf16, fp32 or fp64. dim is a multiple of 8. Here and below the last
+            dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
+        lses: [partials, batch, heads, seq], or two of [batch, heads, seq]: the natural log-sum-exp
+            of each partial, fp32, with outs of fp64 fp64; any strides.
+        layout: "bshd" or "bhsd".
+        dtype: Of a new out: fp16, bf16 or fp32. None is that of the first partial.
+        return_lse: Also return the log-sum-exp over all partials, to be merged again.
+        out: Where to write the result, [batch, seq, heads, dim]. It may be the first of two
+            tensors, which is then updated in place, and overlaps no other. Not for JAX.
+        lse: Where to write the log-sum-exp, [batch, heads, seq]; it may be the first of two. Not
+            for JAX.
+        kernel, stream: As of flash_attention.
+
+    Returns:
+        out, or (out, lse) with return_lse. A partial whose lse is -inf, of a row that saw no key,
+        weighs nothing, and its out is not read; where all are so, out is 0 and lse -inf. Partials
+        of lse +inf share the row equally. NaN in an lse makes the row NaN.
+
+        Sinks are to be counted once: give them to the call of one partial alone.
+
+    Raises: What flash_attention raises. A message names the argument.
+    """
+    if is_traced():
+        from flashmoe_science.torch import merge
+
+        return merge.merge_states(
+            outs, lses, layout=layout, dtype=dtype, return_lse=return_lse, out=out, lse=lse,
+            kernel=kernel, stream=stream,
+        )  # fmt: skip
+    partials = parse_partials(outs, lses)
+    name = parse_name(dtype)
+    return _core.merge_states(*partials, layout, name, return_lse, out, lse, kernel, stream)
+
+
+def merge_states_plan(
+    outs: Any,
+    lses: Any,
+    *,
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    dtype: object = None,
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    kernel: str | None = None,
+) -> Plan:
+    """What merge_states would do with these arguments. Reads no data and launches nothing.
+
+    Raises what merge_states would raise for its arguments.
+    """
+    from flashmoe_science import _dispatch
+
+    tensors = {**parse_partials(outs, lses)._asdict(), "out": out, "lse": lse}
+    options = {
+        "layout": layout, "kernel": kernel, "dtype": parse_name(dtype),
+        "return_lse": parse_flag("return_lse", return_lse),
+    }  # fmt: skip
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if any(_dispatch.is_jax(tensor) for tensor in given.values()):
+        from flashmoe_science import jax
+
+        return Plan.of(jax.plan("merge_states", given, options))
+    return Plan.of(_core.plan("merge_states", given, options))

@@ -1,0 +1,323 @@
+"""Gradients of the mixture of experts.
+
+`moe_backward`, `moe_route_backward` and `grouped_product_backward` are those of the functions of
+flashmoe_science.moe of these names, and `fused_moe_backward` of a whole layer. torch's autograd
+calls them by itself. In this version the CPU computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from flashmoe_science import _moe
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+from flashmoe_science.moe import (
+    Activation,
+    Gate,
+    MoeRouting,
+    Scoring,
+    grouped_product,
+    moe_route,
+)
+
+
+class MoeGradients(NamedTuple):
+    """Gradients of moe_forward, by what they are of; None where one is not wanted."""
+
+    x: Any
+    """[T, H]."""
+    w_gate_up: Any
+    """As w_gate_up."""
+    w_up: Any
+    """As w_up; None without one."""
+    w_down: Any
+    """As w_down."""
+    b_gate_up: Any
+    """As b_gate_up, as the other two are as their biases; None without one."""
+    b_up: Any
+    b_down: Any
+    weights: Any
+    """[T, K] fp32: of routing.weights."""
+
+
+class ProductGradients(NamedTuple):
+    """Gradients of grouped_product; None where one is not wanted."""
+
+    x: Any
+    w: Any
+    bias: Any
+
+
+class FusedMoeGradients(NamedTuple):
+    """Gradients of fused_moe, by what they are of; None where it had no such tensor."""
+
+    tokens: Any
+    router_weights: Any
+    router_bias: Any
+    logits: Any
+    w_gate_up: Any
+    w_up: Any
+    w_down: Any
+    b_gate_up: Any
+    b_up: Any
+    b_down: Any
+
+
+def _flags(wanted: Any, kind: type) -> list[bool] | None:
+    """A flag for each gradient; None is all."""
+    names = kind._fields  # type: ignore[attr-defined]
+    if wanted is None:
+        return None
+    if not isinstance(wanted, Sequence) or len(wanted) != len(names):
+        raise ArgumentTypeError(
+            f"wanted: got {wanted!r}, accepted is a flag for each of {', '.join(names)}, or None"
+        )
+    return [bool(flag) for flag in wanted]
+
+
+def moe_backward(
+    dout: Any,
+    x: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    routing: MoeRouting,
+    *,
+    w_up: Any = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: Any = None,
+    b_up: Any = None,
+    b_down: Any = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    pre_activation: Any = None,
+    wanted: Sequence[bool] | None = None,
+    accumulate: bool = False,
+    dx: Any = None,
+    dw_gate_up: Any = None,
+    dw_up: Any = None,
+    dw_down: Any = None,
+    db_gate_up: Any = None,
+    db_up: Any = None,
+    db_down: Any = None,
+    dweights: Any = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> MoeGradients:
+    """The gradients of moe_forward, from that of its out.
+
+    Any of them may be left out, and what only it needs is not computed: those of frozen experts, or
+    those of weights, which may be asked for later, in a call of their own, to the same bits. They
+    have the dtype of what they are of, or are fp32 where such tensors are given. The same inputs
+    give the same bits, with any number of threads. A NaN of a token reaches its own dx and dweights
+    and the gradients of its experts, and nothing else.
+
+    Beyond `limit` g and u have gradients of 0, at it their own. Takes tensors of NumPy, torch, CuPy
+    or any library with DLPack on the CPU; a GPU has no kernel for it yet.
+
+    Args:
+        dout: [T, H], x's dtype.
+        x, w_gate_up, w_down, routing, w_up, gate, activation: As moe_forward had them.
+        b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input: Likewise.
+        pre_activation: What moe_forward returned with return_pre_activation; None computes it
+            again, to the same bits.
+        wanted: A flag for each of MoeGradients, in order; None is all. One that is not wanted, and
+            not given below, is None in what is returned.
+        accumulate: Add to the gradients that are given; those that are not are not computed.
+        dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
+            the shape of what they are of, of its dtype or fp32 (dweights is fp32); strides are
+            their own, as moe_forward takes them. May overlap no other tensor.
+        kernel: "cpu", or None.
+        stream: As in flash_attention.
+
+    Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
+    """
+    tensors = {
+        "dout": dout, "x": x, "w_gate_up": w_gate_up, "w_up": w_up, "w_down": w_down,
+        "b_gate_up": b_gate_up, "b_up": b_up, "b_down": b_down, "pre_activation": pre_activation,
+    }  # fmt: skip
+    outputs = {
+        "dx": dx, "dw_gate_up": dw_gate_up, "dw_up": dw_up, "dw_down": dw_down,
+        "db_gate_up": db_gate_up, "db_up": db_up, "db_down": db_down, "dweights": dweights,
+    }  # fmt: skip
+    options = {
+        "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
+        "up_offset": up_offset, "weight_on_input": weight_on_input, "accumulate": accumulate,
+        "kernel": kernel, "wanted": _flags(wanted, MoeGradients),
+    }  # fmt: skip
+    return MoeGradients(*_moe.moe_backward(tensors, routing, options, outputs, stream))
+
+
+def grouped_product_backward(
+    dout: Any,
+    x: Any,
+    w: Any,
+    *,
+    offsets: Any = None,
+    counts: Any = None,
+    wanted: Sequence[bool] | None = None,
+    accumulate: bool = False,
+    dx: Any = None,
+    dw: Any = None,
+    dbias: Any = None,
+    kernel: str | None = None,
+    stream: object = None,
+) -> ProductGradients:
+    """The gradients of grouped_product, from that of its out:
+
+        dx[r] = w[e]^T dout[r]    dw[e] = sum of dout[r] x[r]^T    dbias[e] = sum of dout[r]
+
+    over the rows r of expert e. Rows that no expert has get dx = 0, and experts without rows a dw
+    and a dbias of 0. Dtypes, accumulation, kinds of tensors and devices as in moe_backward.
+
+    Args:
+        dout: As out of grouped_product.
+        x, w, offsets, counts: As grouped_product had them. x may be None without dw, w without dx.
+        wanted: A flag for each of ProductGradients; None is x and w.
+        accumulate: Add to the gradients that are given; those that are not are not computed.
+        dx, dw, dbias: Where to write, as in moe_backward.
+        kernel, stream: As in moe_backward.
+
+    Raises: What flash_attention raises. A message names the argument.
+    """
+    flags = _flags(wanted, ProductGradients)
+    options = {"accumulate": accumulate, "kernel": kernel, "wanted": flags}
+    tensors = {"dout": dout, "x": x, "w": w, "offsets": offsets, "counts": counts}
+    outputs = {"dx": dx, "dw": dw, "dbias": dbias}
+    return ProductGradients(*_moe.grouped_product_backward(tensors, options, outputs, stream))
+
+
+def moe_route_backward(
+    dweights: Any,
+    routing: MoeRouting,
+    *,
+    logits: Any = None,
+    weights: Any = None,
+    dlse: Any = None,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    out: Any = None,
+    stream: object = None,
+) -> Any:
+    """The gradient of moe_route's logits, or of moe_route_given's weights, from that of the
+    routing's weights. The choice of experts has none.
+
+    Args:
+        dweights: [T, K] fp32.
+        routing: What moe_route or moe_route_given made. Of it the ids are read.
+        logits: As moe_route had them.
+        weights: As moe_route_given had them, in place of logits.
+        dlse: [T] fp32: the gradient of routing.lse; None is none.
+        scoring, renormalize, scale: As in that call. Groups and a selection_bias decide the choice
+            alone, and so do not matter here.
+        accumulate: Add to what `out` holds: the gradient of an auxiliary loss, for one.
+        out: Where to write; of the shape of logits or weights, of their dtype or fp32.
+        stream: As in flash_attention.
+
+    Returns:
+        out, or a new tensor.
+
+    Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
+    """
+    options = {
+        "scoring": scoring, "renormalize": renormalize, "scale": scale, "accumulate": accumulate,
+    }  # fmt: skip
+    if accumulate and out is None:
+        raise InvalidArgumentError("out: got None, with accumulate accepted is what to add to")
+    tensors = {"dweights": dweights, "logits": logits, "given_weights": weights, "dlse": dlse}
+    return _moe.moe_route_backward(tensors, routing, options, out, stream)
+
+
+def fused_moe_backward(
+    dout: Any,
+    tokens: Any,
+    router_weights: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    top_k: int,
+    *,
+    logits: Any = None,
+    router_bias: Any = None,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    selection_bias: Any = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+    w_up: Any = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: Any = None,
+    b_up: Any = None,
+    b_down: Any = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    kernel: str | None = None,
+    stream: object = None,
+) -> FusedMoeGradients:
+    """The gradients of fused_moe, from that of its out: of the layer, and through the routing of
+    the router. Nothing of the forward is kept: routing and what the activation is applied to are
+    computed again, to the same bits.
+
+    Args:
+        dout: Of the shape and dtype of tokens.
+        tokens: [T, H]: rows, here.
+        router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring: As fused_moe had
+            them. A router of which the number of experts is no multiple of 8 is the caller's:
+            pass logits.
+        renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate: Likewise.
+        activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input: Likewise.
+        kernel, stream: As in moe_backward.
+
+    Raises: What flash_attention raises. A message names the argument.
+    """
+    if (router_weights is None) == (logits is None):
+        raise InvalidArgumentError(
+            "router_weights: got "
+            + ("neither it nor logits" if logits is None else "both it and logits")
+            + ", accepted is one of the two"
+        )
+    rows = router = None
+    made = logits
+    if router_weights is not None:
+        rows = _moe.all_rows(tokens)
+        router = router_weights[None]
+        bias = None if router_bias is None else router_bias[None]
+        made = grouped_product(tokens, router, offsets=rows, bias=bias, stream=stream)
+    routing = moe_route(
+        made, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+        num_groups=num_groups, top_groups=top_groups, scale=scale, stream=stream,
+    )  # fmt: skip
+    layer = moe_backward(
+        dout, tokens, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
+        b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
+        up_offset=up_offset, weight_on_input=weight_on_input, kernel=kernel, stream=stream,
+    )  # fmt: skip
+    dlogits = moe_route_backward(
+        layer.weights, routing, logits=made, scoring=scoring, renormalize=renormalize, scale=scale,
+        stream=stream,
+    )  # fmt: skip
+    through = ProductGradients(None, None, None)
+    dtokens = layer.x
+    if router_weights is not None:
+        through = grouped_product_backward(
+            dlogits, tokens, router, offsets=rows, wanted=(False, True, router_bias is not None),
+            stream=stream,
+        )  # fmt: skip
+        grouped_product_backward(
+            dlogits, None, router, offsets=rows, accumulate=True, dx=dtokens, stream=stream
+        )
+    return FusedMoeGradients(
+        dtokens,
+        None if through.w is None else through.w[0],
+        None if through.bias is None else through.bias[0],
+        dlogits if router_weights is None else None,
+        layer.w_gate_up, layer.w_up, layer.w_down, layer.b_gate_up, layer.b_up, layer.b_down,
+    )  # fmt: skip

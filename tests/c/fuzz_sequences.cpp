@@ -1,0 +1,377 @@
+// Ragged, padded and paged calls of numbers from anywhere: fuzz_sequences [calls] [seed].
+//
+// Extents, layouts, strides and dtypes are those of fuzz_call.h; lengths, offsets and page numbers
+// are sane, strange or both. Every call must succeed, agree with a plain loop in double precision
+// that reads flashmoe.h its own way, and write nothing that no sequence has. Calls with a fault in
+// the tables must be refused, and change nothing. Meant to be built with AddressSanitizer and
+// UBSan.
+#include <algorithm>
+#include <cinttypes>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "flashmoe/flashmoe.h"
+#include "fuzz_call.h"
+
+namespace {
+
+uint64_t seed = 0;
+int64_t call_number = 0;
+int64_t computed = 0;
+
+#define EXPECT(condition)                                                                       \
+  do {                                                                                          \
+    if (!(condition)) {                                                                         \
+      std::fprintf(stderr,                                                                      \
+                   "%s:%d: seed %" PRIu64 ", call %" PRId64 ": failed: %s\n  last error: %s\n", \
+                   __FILE__, __LINE__, seed, call_number, #condition, flashmoe_last_error());   \
+      std::exit(1);                                                                             \
+    }                                                                                           \
+  } while (0)
+
+// int32 in memory of its own, that ends where it is said to.
+struct Table {
+  int64_t shape[2] = {};
+  int64_t strides[2] = {};
+  flashmoe_tensor tensor = {};
+  Memory block;
+  std::vector<int32_t> before;
+
+  int64_t at(int64_t i, int64_t j = 0) const { return data()[i * strides[0] + j * strides[1]]; }
+  bool given() const { return tensor.ndim != 0; }
+
+  // Of numbers that `number` makes.
+  template <class Number>
+  void fill(Random* random, int rank, int64_t rows, int64_t columns, const Number& number) {
+    shape[0] = rows, shape[1] = columns;
+    const int64_t step = random->range(1, 2);
+    strides[1] = step;
+    strides[0] = columns * step + (rank == 2 ? random->below(3) : 0);
+    const size_t count = static_cast<size_t>(rows * strides[0]);
+    block = allocate_memory(count * sizeof(int32_t));
+    for (size_t i = 0; i < count; ++i) data()[i] = static_cast<int32_t>(number());
+    before.assign(data(), data() + count);
+    tensor.data = block.get();
+    tensor.device = {FLASHMOE_DEVICE_CPU, 0};
+    tensor.ndim = rank;
+    tensor.dtype = {FLASHMOE_DTYPE_INT, 32, 1};
+    tensor.shape = shape;
+    tensor.strides = strides;
+  }
+  bool unchanged() const {
+    return before.empty() ||
+           std::memcmp(block.get(), before.data(), before.size() * sizeof(int32_t)) == 0;
+  }
+
+ private:
+  int32_t* data() const { return reinterpret_cast<int32_t*>(block.get()); }
+};
+
+struct Ragged {
+  Call call{false};
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+  Table cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table;
+  int64_t batch = 0;
+
+  std::vector<Table*> tables() {
+    return {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k,
+            &k_begin,      &batch_index,  &page_table};
+  }
+};
+
+int64_t strange_number(Random* random, int64_t most) {
+  if (random->chance(0.7)) return random->range(0, most);
+  return random->one_of<int64_t>({INT32_MIN, -1, 0, most + 1, 2 * most, INT32_MAX});
+}
+
+// What a valid dense call is made into. Its arguments are laid out anew.
+void make_ragged(Random* random, Ragged* ragged) {
+  Call& call = ragged->call;
+  make_valid(random, &call);
+  call.params.struct_size = sizeof call.params;  // sequences are behind those of older callers
+  if (call.params.window == 0xa5a5a5a5) {
+    call.params.window = 0;
+    call.params.window_left = call.params.window_right = 0;
+    call.params.softcap = 0;
+  }
+  const bool bhsd = call.params.layout == FLASHMOE_LAYOUT_BHSD;
+  const int seq = bhsd ? 2 : 1;
+  const bool packed_q = random->chance(0.5);
+  const int64_t way = random->below(4);  // rows of the batch, batch_index, cu_seqlens_k, pages
+  ragged->batch = packed_q ? random->range(0, 4) : call.q.shape[0];
+  if (packed_q) call.q.shape[0] = call.out.shape[0] = call.lse.shape[0] = 1;
+  const int64_t batch_k = way == 0   ? ragged->batch
+                          : way == 2 ? 1
+                                     : random->range(way == 1 ? 0 : 1, 5);
+  call.k.shape[0] = call.v.shape[0] = batch_k;
+  if (way == 3) call.k.shape[seq] = call.v.shape[seq] = random->one_of<int64_t>({0, 1, 2, 3, 5, 8});
+  for (int i = 0; i < call.count(); ++i) {
+    call.arguments[static_cast<size_t>(i)]->allocate(random, call.is_output(i));
+  }
+  const int64_t rows_q = call.q.shape[seq];
+  const int64_t rows_k = call.k.shape[seq];
+  const int64_t pages = way == 3 ? random->range(0, 4) : 1;
+  const auto lengths = [&](Table* table, int64_t most) {
+    if (!random->chance(0.5)) return;
+    table->fill(random, 1, ragged->batch, 1, [&] { return strange_number(random, most); });
+  };
+  const auto offsets = [&](Table* table, int64_t most) {
+    int64_t now = 0;
+    const bool sane = random->chance(0.7);
+    table->fill(random, 1, ragged->batch + 1, 1, [&] {
+      if (!sane) return strange_number(random, most);
+      now = std::min(most, now + random->range(0, 6));
+      return now;
+    });
+  };
+  if (packed_q) offsets(&ragged->cu_seqlens_q, rows_q);
+  lengths(&ragged->seqused_q, rows_q);
+  lengths(&ragged->seqused_k, rows_k * pages);
+  lengths(&ragged->k_begin, rows_k / 2);
+  if (way == 1) {
+    ragged->batch_index.fill(random, 1, ragged->batch, 1,
+                             [&] { return strange_number(random, batch_k); });
+  }
+  if (way == 2) offsets(&ragged->cu_seqlens_k, rows_k);
+  if (way == 3) {
+    ragged->page_table.fill(random, 2, ragged->batch, pages,
+                            [&] { return strange_number(random, batch_k - 1); });
+  }
+  flashmoe_attention_sequences& s = ragged->sequences;
+  const auto place = [](const flashmoe_tensor** slot, const Table& table) {
+    *slot = table.given() ? &table.tensor : nullptr;
+  };
+  place(&s.cu_seqlens_q, ragged->cu_seqlens_q);
+  place(&s.cu_seqlens_k, ragged->cu_seqlens_k);
+  place(&s.seqused_q, ragged->seqused_q);
+  place(&s.seqused_k, ragged->seqused_k);
+  place(&s.k_begin, ragged->k_begin);
+  place(&s.batch_index, ragged->batch_index);
+  place(&s.page_table, ragged->page_table);
+  if (random->chance(0.3)) s.max_seqlen_q = random->one_of<int64_t>({1, 3, 12, 1000, INT64_MAX});
+  if (random->chance(0.3)) s.max_seqlen_k = random->one_of<int64_t>({1, 3, 12, 1000, INT64_MAX});
+  call.params.sequences = &s;
+}
+
+// ---- flashmoe.h, read another way -----------------------------------------------------------
+
+// Where a row is: of k and v or of q, [batch, row]; {-1, 0}: hidden.
+struct Place {
+  int64_t batch;
+  int64_t row;
+};
+
+std::vector<Place> places_of(int64_t batch, int64_t begin, int64_t end, int64_t rows) {
+  std::vector<Place> places;
+  for (int64_t row = std::max<int64_t>(begin, 0); row < std::min(end, rows); ++row) {
+    places.push_back({batch, row});
+  }
+  return places;
+}
+
+void keep_first(std::vector<Place>* places, int64_t count) {
+  if (count < static_cast<int64_t>(places->size())) {
+    places->resize(static_cast<size_t>(std::max<int64_t>(count, 0)));
+  }
+}
+
+std::vector<Place> queries_of(const Ragged& ragged, int64_t b, int64_t rows) {
+  const Table& offsets = ragged.cu_seqlens_q;
+  std::vector<Place> places = offsets.given() ? places_of(0, offsets.at(b), offsets.at(b + 1), rows)
+                                              : places_of(b, 0, rows, rows);
+  if (ragged.seqused_q.given()) keep_first(&places, ragged.seqused_q.at(b));
+  if (ragged.sequences.max_seqlen_q != 0) keep_first(&places, ragged.sequences.max_seqlen_q);
+  return places;
+}
+
+std::vector<Place> keys_of(const Ragged& ragged, int64_t b, int64_t batch_k, int64_t rows) {
+  std::vector<Place> places;
+  if (ragged.page_table.given()) {
+    for (int64_t page = 0; page < ragged.page_table.shape[1]; ++page) {
+      const int64_t number = ragged.page_table.at(b, page);
+      for (int64_t row = 0; row < rows; ++row) {
+        places.push_back(number >= 0 && number < batch_k ? Place{number, row} : Place{-1, 0});
+      }
+    }
+  } else if (ragged.cu_seqlens_k.given()) {
+    places = places_of(0, ragged.cu_seqlens_k.at(b), ragged.cu_seqlens_k.at(b + 1), rows);
+  } else {
+    const int64_t of = ragged.batch_index.given() ? ragged.batch_index.at(b) : b;
+    if (of >= 0 && of < batch_k) places = places_of(of, 0, rows, rows);
+  }
+  if (ragged.seqused_k.given()) keep_first(&places, ragged.seqused_k.at(b));
+  if (ragged.k_begin.given()) {
+    const int64_t skipped =
+        std::clamp<int64_t>(ragged.k_begin.at(b), 0, static_cast<int64_t>(places.size()));
+    places.erase(places.begin(), places.begin() + skipped);
+  }
+  if (ragged.sequences.max_seqlen_k != 0) keep_first(&places, ragged.sequences.max_seqlen_k);
+  return places;
+}
+
+double number_at(const Call& call, const Argument& argument, Place place, int64_t h, int64_t d) {
+  return load(element_at(call, argument, place.batch, place.row, h, d), argument.tensor.dtype);
+}
+
+void restore(Argument* argument, const unsigned char* element) {
+  const auto offset = static_cast<size_t>(element - argument->block.get());
+  std::memcpy(argument->block.get() + offset, argument->before.data() + offset,
+              argument->tensor.dtype.bits / 8);
+}
+
+// One row of out and lse: whether it is what these keys give. Nothing is changed.
+bool is_right(const Call& call, Place query, int64_t i, int64_t queries,
+              const std::vector<Place>& keys, int64_t h) {
+  const flashmoe_attention_forward_params& p = call.params;
+  const int head = p.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2;
+  const int64_t g = h / (call.q.shape[head] / call.k.shape[head]);
+  const int64_t dim = call.q.shape[3], dim_v = call.v.shape[3];
+  const double scale =
+      p.scale != 0 ? static_cast<double>(p.scale) : 1 / std::sqrt(static_cast<double>(dim));
+  const double cap = static_cast<double>(p.softcap);
+  double largest = -HUGE_VAL;
+  if (p.sinks != nullptr) {
+    largest = load(call.sinks.element(h, 0, 0, 0), call.sinks.tensor.dtype);
+  }
+  double sum = p.sinks != nullptr ? 1 : 0;
+  const double sink = largest;
+  std::vector<double> logits;
+  std::vector<Place> seen;
+  for (size_t j = 0; j < keys.size(); ++j) {
+    if (keys[j].batch < 0 ||
+        !is_seen(p, i, static_cast<int64_t>(j), queries, static_cast<int64_t>(keys.size()))) {
+      continue;
+    }
+    double score = 0;
+    for (int64_t d = 0; d < dim; ++d) {
+      score += number_at(call, call.q, query, h, d) * number_at(call, call.k, keys[j], g, d);
+    }
+    logits.push_back(cap == 0 ? score * scale : cap * std::tanh(score * scale / cap));
+    seen.push_back(keys[j]);
+    largest = std::fmax(largest, logits.back());
+  }
+  if (p.sinks != nullptr) sum = std::exp(sink - largest);
+  for (double& logit : logits) sum += logit = std::exp(logit - largest);
+  const flashmoe_dtype dtype = call.q.tensor.dtype;
+  const double unit = dtype.bits >= 32 ? 2e-5 : dtype.code == FLASHMOE_DTYPE_FLOAT ? 4e-3 : 3e-2;
+  const double allowed = unit * (1 + scale * static_cast<double>(dim) / 64);
+  bool right = true;
+  for (int64_t d = 0; d < dim_v; ++d) {
+    double expected = 0;
+    for (size_t j = 0; j < seen.size(); ++j) {
+      expected += logits[j] / sum * number_at(call, call.v, seen[j], g, d);
+    }
+    right = right && std::fabs(number_at(call, call.out, query, h, d) - expected) <= allowed;
+  }
+  if (p.lse == nullptr) return right;
+  const double lse = load(call.lse.element(query.batch, h, query.row, 0), call.lse.tensor.dtype);
+  return right && (sum == 0 ? lse == -HUGE_VAL : std::fabs(lse - largest - std::log(sum)) <= 1e-3);
+}
+
+void run(Random* random, Ragged* ragged) {
+  Call& call = ragged->call;
+  flashmoe_plan plan = flashmoe_plan_init();
+  const flashmoe_status planned = call.plan(&plan);
+  // fuzz_call.h makes some such, and fuzz_invalid looks into that.
+  if (std::strstr(flashmoe_last_error(), "an output needs distinct elements") != nullptr &&
+      planned == FLASHMOE_ERROR_INVALID_ARGUMENT) {
+    return;
+  }
+  EXPECT(planned == FLASHMOE_OK);
+  ++computed;
+  const Memory workspace = allocate_memory(plan.workspace_bytes);
+  EXPECT(call.run(workspace.get(), plan.workspace_bytes, nullptr) == FLASHMOE_OK);
+  const bool bhsd = call.params.layout == FLASHMOE_LAYOUT_BHSD;
+  const int seq = bhsd ? 2 : 1;
+  const int64_t heads = call.q.shape[bhsd ? 1 : 2];
+  // Of rows that several sequences have either's result is right.
+  std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>> owners;
+  for (int64_t b = 0; b < ragged->batch; ++b) {
+    const std::vector<Place> queries = queries_of(*ragged, b, call.q.shape[seq]);
+    for (size_t i = 0; i < queries.size(); ++i) {
+      owners[{queries[i].batch, queries[i].row}].push_back(b);
+    }
+  }
+  for (const auto& [row, sequences] : owners) {
+    const Place query = {row.first, row.second};
+    for (int64_t h = 0; h < heads; ++h) {
+      bool right = false;
+      for (const int64_t b : sequences) {
+        const std::vector<Place> queries = queries_of(*ragged, b, call.q.shape[seq]);
+        const std::vector<Place> keys = keys_of(*ragged, b, call.k.shape[0], call.k.shape[seq]);
+        const int64_t i = query.row - queries.front().row;
+        right = right || is_right(call, query, i, static_cast<int64_t>(queries.size()), keys, h);
+      }
+      // Two threads may both have written a part.
+      EXPECT(right || sequences.size() > 1);
+      for (int64_t d = 0; d < call.v.shape[3]; ++d) {
+        restore(&call.out, element_at(call, call.out, query.batch, query.row, h, d));
+      }
+      if (call.params.lse != nullptr) {
+        restore(&call.lse, call.lse.element(query.batch, h, query.row, 0));
+      }
+    }
+  }
+  for (const Argument* argument : call.arguments) EXPECT(argument->unchanged());
+  for (const Table* table : ragged->tables()) EXPECT(table->unchanged());
+  if (!random->chance(0.3)) return;
+
+  // The same call with something wrong in its tables.
+  std::vector<Table*> given;
+  for (Table* table : ragged->tables()) {
+    if (table->given()) given.push_back(table);
+  }
+  flashmoe_attention_sequences& s = ragged->sequences;
+  Table* const table =
+      given.empty() ? nullptr
+                    : given[static_cast<size_t>(random->below(static_cast<int64_t>(given.size())))];
+  switch (table == nullptr ? random->below(3) : random->below(8)) {
+    case 0:
+      s.struct_size = random->one_of({size_t{0}, sizeof s - 8, sizeof s + 8, SIZE_MAX});
+      break;
+    case 1: s.max_seqlen_q = random->one_of<int64_t>({-1, INT64_MIN}); break;
+    case 2: s.max_seqlen_k = random->one_of<int64_t>({-1, INT64_MIN}); break;
+    case 3: table->tensor.ndim = random->one_of({-1, 0, 3, INT32_MAX}); break;
+    case 4: table->tensor.dtype.bits = random->one_of<uint8_t>({8, 16, 64}); break;
+    case 5: table->tensor.dtype.code = random->one_of<uint8_t>({1, 2, 4, 17}); break;
+    case 6:
+      // More offsets of queries are more sequences.
+      table->shape[0] = table == &ragged->cu_seqlens_q
+                            ? random->one_of<int64_t>({-1, 0, INT64_MAX})
+                            : random->one_of<int64_t>({-1, table->shape[0] + 100, INT64_MAX});
+      break;
+    default: table->tensor.shape = nullptr;
+  }
+  EXPECT(call.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
+  EXPECT(call.run(workspace.get(), plan.workspace_bytes, nullptr) ==
+         FLASHMOE_ERROR_INVALID_ARGUMENT);
+  for (const Argument* argument : call.arguments) EXPECT(argument->unchanged());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int64_t calls = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 5000;
+  seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
+  std::printf("fuzz_sequences %" PRId64 " %" PRIu64 "\n", calls, seed);
+  std::fflush(stdout);
+  for (call_number = 0; call_number < calls; ++call_number) {
+    Random random(seed * 1000003 + static_cast<uint64_t>(call_number));
+    if (random.chance(0.05)) {
+      EXPECT(flashmoe_set_num_threads(random.one_of({0, 1, 2, 5})) == FLASHMOE_OK);
+    }
+    Ragged ragged;
+    make_ragged(&random, &ragged);
+    run(&random, &ragged);
+  }
+  std::printf("%" PRId64 " computed and compared\n", computed);
+  EXPECT(computed > calls / 2);
+  return 0;
+}

@@ -1,0 +1,270 @@
+// Which block takes which tile of a batch of sequences, and where the copy engine finds their rows,
+// beside brute force.
+#include <algorithm>
+#include <map>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#include "check.h"
+#include "cuda/attention/sm90/ragged_order.h"
+#include "cuda/attention/sm90/ragged_rows.h"
+#include "flashmoe/flashmoe.h"
+
+namespace flashmoe::sm90 {
+namespace {
+
+std::mt19937 random_numbers(1);
+
+int from(int least, int most) {
+  return std::uniform_int_distribution<int>(least, most)(random_numbers);
+}
+
+// The lanes of a warp, one after another.
+struct Lanes {
+  std::vector<TilesOfSequence> tiles;
+
+  int top() const {
+    int most = 0;
+    for (const TilesOfSequence& each : tiles) most = std::max(most, each.top);
+    return most;
+  }
+  template <class Count>
+  int sum(const Count& count) const {
+    int all = 0;
+    for (const TilesOfSequence& each : tiles) all += count(each);
+    return all;
+  }
+  template <class Count, class Above>
+  TileOfChunk find(int place, const Count& count, const Above& above) const {
+    for (size_t lane = 0; lane < tiles.size(); ++lane) {
+      const int counted = count(tiles[lane]);
+      if (place < counted) return {static_cast<int>(lane), place + above(tiles[lane])};
+      place -= counted;
+    }
+    CHECK(false);
+    return {};
+  }
+};
+
+// A batch in chunks, and who takes what of it.
+struct Batch {
+  bool grows;
+  int heads_q;
+  int heads_kv;
+  int blocks;
+  int keys_of_l2;
+  int rows;                               // of a tile
+  std::vector<std::vector<int>> lengths;  // of each chunk, of queries
+  std::vector<long> keys;                 // that each block's tiles see, and what each takes beside
+  std::vector<long> counts;               // tiles of each block
+  int percent_of_keys = 100;              // that the longest tile sees, of a sequence's queries
+
+  Lanes lanes_of(const std::vector<int>& chunk) const {
+    Lanes lanes;
+    for (const int length : chunk) {
+      lanes.tiles.push_back(
+          TilesOfSequence::of((length + rows - 1) / rows, length * percent_of_keys / 100, rows));
+    }
+    return lanes;
+  }
+
+  // Of the rank of a tile, the longest first, of so many of a sequence.
+  int keys_of(int length, int rank) const { return grows ? length - rank * rows : length; }
+
+  void walk() {
+    using Key = std::tuple<size_t, int, int, int>;  // chunk, lane, rank, head
+    std::map<Key, int> taken;
+    keys.assign(static_cast<size_t>(blocks), 0);
+    counts.assign(static_cast<size_t>(blocks), 0);
+    const Divisor by_heads_q = Divisor::of(static_cast<uint32_t>(heads_q));
+    for (int block = 0; block < blocks; ++block) {
+      TilesOfChunks tiles(block);
+      for (size_t chunk = 0; chunk < lengths.size(); ++chunk) {
+        const Lanes lanes = lanes_of(lengths[chunk]);
+        int keys_of_chunk = 0;
+        for (const int length : lengths[chunk]) keys_of_chunk += length;
+        const int section =
+            heads_per_section(heads_kv, keys_of_chunk, keys_of_l2) * (heads_q / heads_kv);
+        CHECK(section > 0 && (section >= heads_q || section % (heads_q / heads_kv) == 0));
+        const int all = lanes.sum([](const TilesOfSequence& each) { return each.count; }) * heads_q;
+        tiles.begin_chunk(lanes, all, section, blocks);
+        TileOfChunk tile = {};
+        int head = 0;
+        int last_section = 0;
+        int last_level = INT32_MAX;
+        while (tiles.next(lanes, grows, by_heads_q, blocks, &tile, &head)) {
+          const TilesOfSequence& of = lanes.tiles[static_cast<size_t>(tile.lane)];
+          CHECK(tile.rank >= 0 && tile.rank < of.count && head >= 0 && head < heads_q);
+          ++taken[{chunk, tile.lane, tile.rank, head}];
+          // Sections one after another, in each the longest first.
+          CHECK(head / section >= last_section);
+          if (head / section > last_section) last_level = INT32_MAX;
+          last_section = head / section;
+          const int level = grows ? of.top - tile.rank : of.top;
+          CHECK(level <= last_level);
+          last_level = level;
+          const auto b = static_cast<size_t>(block);
+          keys[b] += keys_of(lengths[chunk][static_cast<size_t>(tile.lane)], tile.rank) + rows;
+          ++counts[b];
+        }
+        CHECK(!tiles.next(lanes, grows, by_heads_q, blocks, &tile, &head));
+      }
+    }
+    // Every tile is taken, once.
+    size_t want = 0;
+    for (const auto& chunk : lengths) {
+      for (const int length : chunk) {
+        want += static_cast<size_t>((length + rows - 1) / rows * heads_q);
+      }
+    }
+    CHECK(taken.size() == want);
+    CHECK(
+        std::all_of(taken.begin(), taken.end(), [](const auto& each) { return each.second == 1; }));
+  }
+};
+
+void every_tile_is_taken_once() {
+  for (int i = 0; i < 600; ++i) {
+    Batch batch = {};
+    const int group = from(1, 4);
+    batch.grows = from(0, 1) == 1;
+    batch.heads_kv = from(1, 5);
+    batch.heads_q = group * batch.heads_kv;
+    batch.blocks = from(0, 3) == 0 ? 132 : from(1, 40);
+    batch.keys_of_l2 = from(0, 4000);
+    batch.rows = 64 * from(1, 3);
+    batch.percent_of_keys = from(0, 1) == 0 ? 100 : from(0, 300);
+    const int chunks = from(1, 4);
+    for (int c = 0; c < chunks; ++c) {
+      std::vector<int> lengths;
+      const int most = from(0, 3) == 0 ? 3000 : 300;
+      const int count = c + 1 < chunks ? kSequencesPerChunk : from(1, kSequencesPerChunk);
+      for (int s = 0; s < count; ++s) lengths.push_back(from(0, 3) == 0 ? 0 : from(0, most));
+      batch.lengths.push_back(lengths);
+    }
+    batch.walk();
+    // Blocks take as many tiles, but for one of each round that is not full.
+    const auto [least, most] = std::minmax_element(batch.counts.begin(), batch.counts.end());
+    CHECK(*most - *least <= static_cast<long>(batch.lengths.size()));
+  }
+}
+
+// What blocks wait for the one with the most, of the time that it takes.
+double idle(Batch batch) {
+  batch.walk();
+  long sum = 0;
+  for (const long each : batch.keys) sum += each;
+  return 1.0 - static_cast<double>(sum) / batch.blocks /
+                   static_cast<double>(*std::max_element(batch.keys.begin(), batch.keys.end()));
+}
+
+void blocks_have_as_much_to_do() {
+  Batch batch = {true, 16, 16, 132, 1 << 16, 128, {}, {}, {}};
+  batch.lengths = {std::vector<int>(16, 1024)};
+  CHECK(idle(batch) < 0.025);
+  batch.lengths = {{16384}};
+  CHECK(idle(batch) < 0.01);
+  batch.lengths = {{12000, 3000, 800, 300, 200, 50, 30, 4}};
+  CHECK(idle(batch) < 0.01);
+  batch.lengths.clear();
+  for (int chunk = 0; chunk < 8; ++chunk) {
+    std::vector<int> lengths;
+    for (int i = 0; i < kSequencesPerChunk; ++i) lengths.push_back(from(1, 512));
+    batch.lengths.push_back(lengths);
+  }
+  CHECK(idle(batch) < 0.05);
+  batch.grows = false;
+  CHECK(idle(batch) < 0.025);
+  // Few tiles of a chunk: the next ones are of other blocks.
+  batch.heads_q = batch.heads_kv = 1;
+  batch.lengths.assign(66, std::vector<int>(kSequencesPerChunk, 100));
+  CHECK(idle(batch) == 0);
+}
+
+void sections_fit_the_l2() {
+  for (int i = 0; i < 20000; ++i) {
+    const int heads = from(1, 64);
+    const int keys = from(0, 1 << 20);
+    const int room = from(0, 1 << 22);
+    const int section = heads_per_section(heads, keys, room);
+    CHECK(section >= 1 && section <= heads);
+    // One head's keys may be too many already.
+    CHECK(section == 1 || static_cast<int64_t>(section) * keys <= room);
+    // Not one head less than there may be, but for sections of about one size.
+    const int sections = (heads + section - 1) / section;
+    CHECK(section == heads || keys == 0 || sections == 1 ||
+          static_cast<int64_t>((heads + sections - 2) / (sections - 1)) * keys > room);
+  }
+}
+
+// A box of a ragged map lands on the rows of the sequence alone, each where it belongs. Of the maps
+// themselves test_launch says so.
+void boxes_are_cut_at_their_sequence() {
+  constexpr int kMost = RaggedRow::kMost;
+  for (int i = 0; i < 200000; ++i) {
+    const int rows = from(1, 400);
+    const int begin = from(0, rows - 1);
+    const int length = from(1, rows - begin);
+    const int box = 16 * from(1, 8);
+    // Where a box begins before row 0 it ends before the length, or holds no row at all.
+    int row = from(-2 * box, length + box);
+    if (row < 0 && row + box > length) row = -box;
+    const RaggedRow at = RaggedRow::at(row, begin, length);
+    CHECK(at.base >= 0 && at.base - kMost < rows && at.wrap == kMost);
+    for (int r = 0; r < box; ++r) {
+      const bool inside = at.row + r >= 0 && at.row + r < kMost;
+      CHECK(inside == (row + r >= 0 && row + r < length));
+      if (inside) CHECK(at.row + r - kMost + at.base == begin + row + r);  // `wrap` takes them back
+    }
+  }
+  // The largest numbers fit.
+  const RaggedRow last = RaggedRow::at(kMost / 2 - 1, kMost / 2 - 2, kMost / 2);
+  CHECK(last.row == kMost - 1 && last.base == kMost - 2);
+  const RaggedRow behind = RaggedRow::at(kMost / 2 + 128, kMost - 3, 1);
+  CHECK(behind.row == kMost + kMost / 2 + 127 && behind.base == kMost - 2);
+  const RaggedRow before = RaggedRow::at(-128, kMost - 3, 1);
+  CHECK(before.row == -128 && before.base == 2 * (kMost - 2) + 1);
+}
+
+// Pieces of pages make up a step: each key once, where it is, and zeros elsewhere.
+void steps_are_made_of_pieces_of_pages() {
+  for (int i = 0; i < 100000; ++i) {
+    const int page_size = from(0, 3) == 0 ? from(1, 9) : from(1, 300);
+    const Divisor by_page_size = Divisor::of(static_cast<uint32_t>(page_size));
+    const int begin = from(0, 500);
+    const int length = from(1, 700);
+    const int step = 64 * from(1, 2);
+    const int first = from(-step - 5, length + 20);
+    int key = first;
+    while (key < first + step) {
+      const PagePiece piece = PagePiece::at(by_page_size, key, first + step, begin, length);
+      CHECK(piece.rows > 0 && key + piece.rows <= first + step);
+      for (int row = 0; row < piece.rows; ++row) {
+        const bool exists = key + row >= 0 && key + row < length;
+        CHECK((piece.page != PagePiece::kNoPage) == exists);
+        if (!exists) continue;
+        CHECK(piece.page == (begin + key + row) / page_size);
+        CHECK(piece.row + row == (begin + key + row) % page_size);
+      }
+      // No piece could be longer.
+      const int next = key + piece.rows;
+      const bool exists = next >= 0 && next < length;
+      CHECK(next == first + step || exists != (piece.page != PagePiece::kNoPage) ||
+            (begin + next) % page_size == 0);
+      key = next;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashmoe::sm90
+
+int main() {
+  flashmoe::sm90::every_tile_is_taken_once();
+  flashmoe::sm90::blocks_have_as_much_to_do();
+  flashmoe::sm90::sections_fit_the_l2();
+  flashmoe::sm90::boxes_are_cut_at_their_sequence();
+  flashmoe::sm90::steps_are_made_of_pieces_of_pages();
+  return 0;
+}

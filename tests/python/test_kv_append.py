@@ -1,0 +1,152 @@
+"""kv_append of NumPy, torch and its operators, other DLPack objects, and what is refused. What it
+writes where is in tests/cpu/test_kv_append.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashmoe_science as fm
+import numpy as np
+import pytest
+
+PAGES, PAGE = 6, 4
+
+
+def arguments(q: bool = True) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    given = {
+        "k": normal(2, 3, 2, 16), "v": normal(2, 3, 2, 24), "k_cache": normal(PAGES, PAGE, 2, 16),
+        "v_cache": normal(PAGES, PAGE, 2, 24), "rotary_cos": normal(16, 4),
+        "rotary_sin": normal(16, 4), "cache_seqlens": np.array([2, 5], np.int32),
+        "page_table": np.array([[3, 0], [5, 2]], np.int32),
+    }  # fmt: skip
+    return given | ({"q": normal(2, 3, 4, 16)} if q else {})
+
+
+def expected(q: bool = True) -> list[np.ndarray]:
+    """By NumPy: caches, and the rotated queries if there are any."""
+    given = arguments(q)
+    rotated = fm.kv_append(**given)
+    made = [given["k_cache"], given["v_cache"]]
+    return [*made, rotated] if q else made
+
+
+def test_numpy() -> None:
+    given, before = arguments(), arguments()
+    rotated = fm.kv_append(**given)
+    assert isinstance(rotated, np.ndarray) and rotated.shape == given["q"].shape
+    cos, sin = (given[f"rotary_{n}"].astype(np.float64)[5:8, None] for n in ("cos", "sin"))
+    x = before["k"].astype(np.float64)[1]
+    want = x.copy()
+    want[..., :4] = x[..., :4] * cos - x[..., 4:8] * sin
+    want[..., 4:8] = x[..., 4:8] * cos + x[..., :4] * sin
+    np.testing.assert_allclose(given["k_cache"][2, 1:4], want, atol=1e-6)
+    assert (given["v_cache"][2, 1:4] == before["v"][1]).all()
+    assert (given["v_cache"][5] == before["v_cache"][5]).all()
+    assert fm.kv_append(**arguments(q=False)) is None
+
+
+def test_a_plan_reads_nothing() -> None:
+    given = arguments()
+    plan = fm.kv_append_plan(**given)
+    assert (plan.operation, plan.family, plan.flops) == ("kv_append", "cpu", 0)
+    assert (given["k_cache"] == arguments()["k_cache"]).all()
+    fm.kv_append(**given)
+    assert plan.launches == fm.last_launches()
+    assert plan.launches[0].kernel == "kv_append_cpu_fp32_rotary_neox"
+
+
+def test_nothing_is_written_that_may_not_be() -> None:
+    given = arguments()
+    given["v_cache"].flags.writeable = False
+    with pytest.raises(ValueError, match=r"^v_cache: "):
+        fm.kv_append(**given)
+
+
+def test_gpus_are_refused() -> None:
+    from flashmoe_science import _core
+
+    def there(array: np.ndarray) -> Any:
+        return array.shape, (2 if array.dtype == np.float32 else 0, 32), (2, 0), None
+
+    sentence = r"^k: it is on cuda:0, but kv_append is computed on the CPU alone by this version"
+    with pytest.raises(fm.UnsupportedError, match=sentence):
+        _core.plan("kv_append", {name: there(x) for name, x in arguments().items()}, {})
+
+
+def test_jax_is_refused() -> None:
+    numpy = pytest.importorskip("jax.numpy")
+    given = {name: numpy.asarray(x) for name, x in arguments().items()}
+    with pytest.raises(fm.UnsupportedError, match=r"^k_cache: got a JAX array, accepted are"):
+        fm.kv_append(**given)
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def _torch(self) -> None:
+        self.torch = pytest.importorskip("torch", minversion="2.6")
+
+    def arguments(self, q: bool = True) -> dict[str, Any]:
+        return {name: self.torch.from_numpy(x) for name, x in arguments(q).items()}
+
+    @pytest.mark.parametrize("q", [False, True])
+    def test_bits_are_those_of_numpy(self, q: bool) -> None:
+        given = self.arguments(q)
+        version = given["k_cache"]._version
+        rotated = fm.kv_append(**given)
+        made = [given["k_cache"], given["v_cache"], *([rotated] if q else [])]
+        for got, want in zip(made, expected(q), strict=True):
+            np.testing.assert_array_equal(got.numpy(), want)
+        assert given["k_cache"]._version > version
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("q", [False, True])
+    def test_compiled(self, q: bool, backend: str) -> None:
+        self.torch._dynamo.reset()
+        given = self.arguments(q)
+        step = self.torch.compile(
+            lambda given: fm.kv_append(**given), backend=backend, fullgraph=True
+        )
+        rotated = step(given)
+        made = [given["k_cache"], given["v_cache"], *([rotated] if q else [])]
+        for got, want in zip(made, expected(q), strict=True):
+            np.testing.assert_array_equal(got.numpy(), want)
+
+    @pytest.mark.parametrize("q", [False, True])
+    def test_operators(self, q: bool) -> None:
+        import flashmoe_science.torch
+
+        assert flashmoe_science.torch.kv_append is not fm.kv_append
+        given = self.arguments(q)
+        tensors = [given.get(name) for name in (
+            "k", "v", "k_cache", "v_cache", "slots", "cache_seqlens", "cu_seqlens", "seqused",
+            "batch_index", "page_table", "positions", "rotary_cos", "rotary_sin",
+        )]  # fmt: skip
+        operator = self.torch.ops.flashmoe.kv_append_with_q if q else (
+            self.torch.ops.flashmoe.kv_append
+        )  # fmt: skip
+        queries = [given["q"]] if q else []
+        self.torch.library.opcheck(
+            operator.default, (*tensors, *queries, True, False, "bshd", None),
+        )  # fmt: skip
+
+    def test_wrong_calls_have_the_librarys_sentence(self) -> None:
+        given = self.arguments()
+        step = self.torch.compile(lambda given: fm.kv_append(**given), backend="eager")
+        with pytest.raises(Exception, match="v: its sequence length is 2, but k has 3"):
+            step(given | {"v": given["v"][:, :2]})
+
+    @pytest.mark.parametrize("name", ["k", "v", "k_cache", "q"])
+    def test_gradients_are_refused(self, name: str) -> None:
+        given = self.arguments()
+        given[name] = given[name].clone().requires_grad_()
+        with pytest.raises(ValueError, match=f"^{name}: requires grad, but appending to a cache"):
+            fm.kv_append(**given)
+        with self.torch.no_grad():
+            fm.kv_append(**given)
+
+    def test_tables_are_of_the_same_library(self) -> None:
+        given = self.arguments() | {"cache_seqlens": arguments()["cache_seqlens"]}
+        with pytest.raises(TypeError, match="cache_seqlens"):
+            fm.kv_append(**given)

@@ -1,0 +1,271 @@
+"""The mixture of experts under torch's autograd on the CPU, held to a loop over experts in
+float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashmoe_science as fm  # noqa: E402
+import flashmoe_science.torch as fmt  # noqa: E402
+import moe_gradients  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+T, H, INNER, E, K = 45, 64, 40, 8, 3
+MODULES = pytest.mark.parametrize("fm", [fm, fmt], ids=["package", "torch"])
+
+
+def leaves(dtype: Any, *, transposed: bool = False, seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return (torch.randn(shape, generator=g) * scale).to(dtype)
+
+    def matrix(e: int, n: int, k: int) -> Any:
+        if transposed:
+            return normal(e, k, n, scale=k**-0.5).transpose(1, 2)
+        return normal(e, n, k, scale=k**-0.5)
+
+    made = {
+        "tokens": normal(T, H), "router_weights": normal(E, H, scale=0.2),
+        "router_bias": normal(E), "w_gate_up": matrix(E, 2 * INNER, H),
+        "w_down": matrix(E, H, INNER), "b_gate_up": normal(E, 2 * INNER), "b_down": normal(E, H),
+    }  # fmt: skip
+    return {name: x.requires_grad_() for name, x in made.items()}
+
+
+def grads(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.grad for name, x in given.items()}
+
+
+def fresh(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+            for name, x in given.items()}  # fmt: skip
+
+
+def reference(given: dict[str, Any], dout: Any, ids: Any, how: str, dtype: Any) -> dict[str, Any]:
+    """By a loop over experts, for the experts that ours chose."""
+    w = {name: x.detach().to(dtype).requires_grad_() for name, x in given.items()}
+    logits = w["tokens"] @ w["router_weights"].T + w["router_bias"]
+    wide = logits.to(moe_gradients.max_of(dtype))
+    chosen = wide.gather(1, ids)
+    if how == "softmax":
+        weights = wide.softmax(-1).gather(1, ids)
+    else:
+        weights = chosen.softmax(-1) if how == "topk_softmax" else chosen.sigmoid()
+    weights = weights / weights.sum(-1, keepdim=True) * 1.5
+    names = {"w_gate": w["w_gate_up"][:, :INNER], "w_up": w["w_gate_up"][:, INNER:],
+             "b_gate": w["b_gate_up"][:, :INNER], "b_up": w["b_gate_up"][:, INNER:],
+             "w_down": w["w_down"], "b_down": w["b_down"]}  # fmt: skip
+    moe_gradients.layer(w["tokens"], ids.numpy(), weights, names).backward(dout.to(dtype))
+    return {name: x.grad.double().numpy() for name, x in w.items()}
+
+
+@MODULES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scoring", ["softmax", "topk_softmax", "sigmoid"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_layer(fm: Any, dtype: Any, scoring: str, transposed: bool) -> None:
+    given = leaves(dtype, transposed=transposed)
+    dout = torch.randn(T, H, generator=torch.Generator().manual_seed(3)).to(dtype)
+    options: dict[str, Any] = {"scoring": scoring, "renormalize": True, "scale": 1.5}
+    out = fm.fused_moe(**given, top_k=K, **options)
+    out.backward(dout)
+    with torch.no_grad():
+        assert torch.equal(out, fm.fused_moe(**given, top_k=K, **options))
+        every = torch.tensor([0, T], dtype=torch.int32)
+        logits = fm.grouped_product(given["tokens"], given["router_weights"][None], offsets=every,
+                                    bias=given["router_bias"][None])  # fmt: skip
+        ids = fm.moe_route(logits, K, scoring=scoring).ids.long()
+    ref = reference(given, dout, ids, scoring, torch.float64)
+    plain = reference(given, dout, ids, scoring, dtype)
+    import capi
+
+    kind = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    for name, gradient in grads(given).items():
+        assert gradient.dtype == dtype, name
+        assert gradient.stride() == given[name].stride(), name
+        low = gradient.float().numpy()
+        moe_gradients.assert_near(name, low, ref[name], plain[name], capi.DTYPES[kind])
+
+
+def test_the_parts_are_the_whole() -> None:
+    """fused_moe's gradients are those of its three functions, and of fused_moe_backward."""
+    given = leaves(torch.float32)
+    dout = torch.randn(T, H)
+    fm.fused_moe(**given, top_k=K, renormalize=True).backward(dout)
+    with torch.no_grad():
+        made = fm.fused_moe_backward(dout, **given, top_k=K, renormalize=True)
+    for name, gradient in grads(given).items():
+        other = getattr(made, name)
+        if name == "tokens":  # a sum of two, of which one was rounded before
+            torch.testing.assert_close(other, gradient)
+        else:
+            assert torch.equal(other, gradient), name
+
+
+@MODULES
+def test_auxiliary_losses_and_given_weights(fm: Any) -> None:
+    """Through lse, through a loss by the weights, and through weights that were given."""
+    logits = torch.randn(T, E, requires_grad=True)
+    routing = fm.moe_route(logits, K, scoring="softmax", return_lse=True)
+    (routing.lse**2).mean().backward()
+    got, logits.grad = logits.grad, None
+    (logits.double().logsumexp(-1) ** 2).mean().backward()
+    torch.testing.assert_close(got, logits.grad)
+    weights = torch.rand(T, K, requires_grad=True)
+    ids = routing.ids.clone()
+    ids[3, 1] = -1
+    made = fm.moe_route_given(ids, weights, num_experts=E, renormalize=True, scale=2.0)
+    factor = torch.randn(T, K)
+    (made.weights * factor).sum().backward()
+    got, weights.grad = weights.grad, None
+    plain = weights / weights.sum(-1, keepdim=True) * 2.0 * (ids >= 0)
+    (plain * factor).sum().backward()
+    torch.testing.assert_close(got, weights.grad)
+    assert not made.ids.requires_grad
+    assert not made.slots.requires_grad
+
+
+@MODULES
+@pytest.mark.parametrize("counted", [False, True])
+def test_grouped_product(fm: Any, counted: bool) -> None:
+    bounds = torch.tensor([3, 0, 7] if counted else [1, 4, 4, 11], dtype=torch.int32)
+    rows = (3, 7) if counted else (12,)
+    x = torch.randn(*rows, 24, requires_grad=True)
+    w = torch.randn(3, 16, 24, requires_grad=True)
+    bias = torch.randn(3, 16, requires_grad=True)
+    given = {"counts": bounds} if counted else {"offsets": bounds}
+    out = fm.grouped_product(x, w, bias=bias, **given)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    want = [torch.zeros_like(t) for t in (x, w, bias)]
+    for e in range(3):
+        at: Any = (e, slice(0, int(bounds[e]))) if counted else slice(*bounds[e : e + 2].tolist())
+        want[0][at] = dout[at] @ w[e].detach()
+        want[1][e] = dout[at].T @ x[at].detach()
+        want[2][e] = dout[at].sum(0)
+    for got, ref in zip((x.grad, w.grad, bias.grad), want, strict=True):
+        torch.testing.assert_close(got, ref)
+
+
+def test_frozen_experts_cost_no_products() -> None:
+    given = {name: x.detach() for name, x in leaves(torch.float32).items()}
+    given["tokens"].requires_grad_()
+    fm.fused_moe(**given, top_k=K).sum().backward()
+    kernels = [launch.kernel for launch in fm.last_launches()]
+    # The router's backward comes last.
+    assert [k.partition("_cpu_")[0] for k in kernels] == ["grouped_product_backward_dx"]
+    routing = fm.moe_route(torch.randn(T, E), K)
+    out = fm.moe_forward(given["tokens"], given["w_gate_up"], given["w_down"], routing)
+    out.sum().backward()
+    stages = [launch.kernel.partition("_cpu_")[0] for launch in fm.last_launches()]
+    assert stages == [f"moe_backward_{s}" for s in ("down", "activation", "dx", "combine")]
+
+
+def test_what_is_frozen_is_not_computed() -> None:
+    given = leaves(torch.float32)
+    dout = torch.randn(T, H)
+    fm.fused_moe(**given, top_k=K).backward(dout)
+    want = grads(given)
+    for name in given:
+        alone = {other: x.detach() for other, x in given.items()}
+        alone[name] = given[name].detach().clone().requires_grad_()
+        fm.fused_moe(**alone, top_k=K).backward(dout)
+        assert torch.equal(alone[name].grad, want[name]), name
+        assert all(x.grad is None for other, x in alone.items() if other != name)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_without_breaks(backend: str) -> None:
+    torch._dynamo.reset()
+    given = leaves(torch.float32)
+    dout = torch.randn(T, H)
+
+    def call(**tensors: Any) -> Any:
+        return fm.fused_moe(**tensors, top_k=K, renormalize=True)
+
+    call(**given).backward(dout)
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    again = fresh(given)
+    compiled(**again).backward(dout)
+    for name, gradient in grads(given).items():
+        torch.testing.assert_close(again[name].grad, gradient)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant: bool) -> None:
+    given, dout = leaves(torch.bfloat16), torch.randn(T, H).bfloat16()
+    fm.fused_moe(**given, top_k=K).backward(dout)
+    again = fresh(given)
+    names = list(again)
+
+    def call(*tensors: Any) -> Any:
+        return fm.fused_moe(**dict(zip(names, tensors, strict=True)), top_k=K)
+
+    checkpoint(call, *again.values(), use_reentrant=reentrant).backward(dout)
+    for name, gradient in grads(given).items():
+        assert torch.equal(again[name].grad, gradient), name
+
+
+def test_operators_are_sound() -> None:
+    given = leaves(torch.float32)
+    tokens, w_gate_up, w_down = (given[n].detach() for n in ("tokens", "w_gate_up", "w_down"))
+    routing = fm.moe_route(torch.randn(T, E), K)
+    parts = routing[1:5]
+    layer = ("gate_up", "silu", 1.0, None, 0.0, False)
+    ops = torch.ops.flashmoe
+    every = [True] * 8
+    torch.library.opcheck(
+        ops.moe_backward.default,
+        (torch.randn(T, H), tokens, w_gate_up, w_down, *parts, None, None, None, None, None,
+         *layer, every),
+    )  # fmt: skip
+    torch.library.opcheck(
+        ops.moe_route_backward.default,
+        (torch.randn(T, K), routing.ids, torch.randn(T, E), None, None, "softmax", True, 1.0),
+    )
+    offsets = torch.tensor([0, 9, T], dtype=torch.int32)
+    torch.library.opcheck(
+        ops.grouped_product_backward.default,
+        (torch.randn(T, 16), tokens, torch.randn(2, 16, H), offsets, None, None,
+         [True, True, False]),
+    )  # fmt: skip
+
+
+def test_refusals() -> None:
+    given = leaves(torch.float32)
+    out = fm.fused_moe(**given, top_k=K)
+    (dtokens,) = torch.autograd.grad(out.sum(), given["tokens"], create_graph=True)
+    with pytest.raises(fm.UnsupportedError, match=r"^the mixture of experts: its gradients are"):
+        dtokens.sum().backward()
+    with pytest.raises(ValueError, match=r"^out: got one in a call that gradients are recorded of"):
+        fm.fused_moe(**given, top_k=K, out=torch.empty(T, H))
+    with pytest.raises(ValueError, match=r"^router_weights: got neither it nor logits"):
+        fm.fused_moe(**given | {"router_weights": None}, top_k=K)
+
+
+def test_a_module_learns() -> None:
+    torch.manual_seed(0)
+    layer = fmt.FlashMoELayer(32, 24, 8, 2, router_bias=True, expert_bias=True, transposed=True)
+    x, y = torch.randn(64, 32), torch.randn(64, 32) * 0.1
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        loss = ((layer(x) - y) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_no_tokens() -> None:
+    given = {name: x.detach().requires_grad_() for name, x in leaves(torch.float32).items()}
+    given["tokens"] = torch.empty(0, H, requires_grad=True)
+    fm.fused_moe(**given, top_k=K).sum().backward()
+    assert given["tokens"].grad.shape == (0, H)
+    assert (given["w_down"].grad == 0).all()
