@@ -25,7 +25,8 @@ struct Routing {
   int32_t top_k;
 };
 
-// From da, the gradient of a row of what act made, and what act was applied to.
+// From da, the gradient of a row of what act made, and what act was applied to. Rows of slots that
+// an expert has, and that do not count, become zeros.
 struct RowsParams {
   Routing routing;
   int32_t* row_tokens;  // [rows]: of a slot, or -1; out
@@ -38,6 +39,7 @@ struct RowsParams {
   const uint16_t* dout;  // [tokens, hidden]
   int64_t dout_stride;
   Bias down_bias;
+  float da_scale;  // da is this times what lies there
   int32_t has_da;
   int32_t wants_a;
   int32_t inner;
@@ -63,7 +65,6 @@ struct CombineParams {
   void* dx;  // [tokens, hidden] or nullptr
   int64_t dx_stride;
   float* dweights;  // [tokens, top_k] or nullptr
-  int64_t tokens;
   int32_t dx_is_fp32;
   int32_t hidden;
   int32_t weight_on_input;

@@ -103,7 +103,11 @@ class RowOfSlot {
       float da[kPiece];
       load_piece<Element>(first, before + i);
       if (p_.gated != 0) load_piece<Element>(second, before + p_.inner + i);
-      if (p_.has_da != 0) load_own_piece<Element>(da, row + i);
+      if (p_.has_da != 0) {
+        load_own_piece<Element>(da, row + i);
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) da[j] *= p_.da_scale;
+      }
       float act[kPiece];
       float slope[kPiece];
 #pragma unroll
@@ -145,6 +149,16 @@ class RowOfSlot {
       }
     }
     return dot;
+  }
+
+  // What a slot leaves that does not count: products by which weights' gradients are made meet it.
+  __device__ __forceinline__ void clear() const {
+    const float zeros[kPiece] = {};
+    for (int i = lane_index() * kPiece; i < p_.inner; i += kThreadsPerWarp * kPiece) {
+      if (p_.wants_a != 0) store_piece<Element>(p_.da + int64_t{slot_} * p_.inner + i, zeros);
+      if (p_.dz != nullptr) store_dz(p_.dz, i, zeros, zeros);
+      if (p_.scaled_dz != nullptr) store_dz(p_.scaled_dz, i, zeros, zeros);
+    }
   }
 
  private:
@@ -197,14 +211,19 @@ __global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp)
   const int slot = static_cast<int>(number);
   int token = -1;
   int pair = -1;
-  if (slot >= routing.offsets[0] && slot < routing.offsets[routing.experts]) {
+  const bool has_expert = slot >= routing.offsets[0] && slot < routing.offsets[routing.experts];
+  if (has_expert) {
     pair = routing.pairs[slot];
     if (pair >= 0 && pair < routing.rows && routing.slots[pair] == slot) {
       token = pair / routing.top_k;
     }
   }
   if (lane_index() == 0) params.row_tokens[slot] = token;
-  if (token < 0 || params.pre_activation == nullptr) return;
+  if (!has_expert || params.pre_activation == nullptr) return;
+  if (token < 0) {
+    RowOfSlot<Element>(params, slot, 0.0f).clear();
+    return;
+  }
   const float weight = routing.weights[pair];
   float dot = RowOfSlot<Element>(params, slot, weight).differentiate();
   if (params.dots == nullptr) return;

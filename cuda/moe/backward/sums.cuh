@@ -103,7 +103,6 @@ __global__ void __launch_bounds__(kCombineThreads)
   begin_kernel();
   const Routing& routing = params.routing;
   const int64_t token = blockIdx.x;
-  if (token >= params.tokens) return;
   const int64_t first_pair = token * routing.top_k;
   if (thread_index() < routing.top_k) {
     const int64_t pair = first_pair + thread_index();

@@ -219,7 +219,7 @@ struct Needs {
     a = p.dw_down.data != nullptr;
     activation = da || a;
     up = activation && p.pre_activation.data == nullptr;
-    combine = p.dx.data != nullptr || p.dweights != nullptr;
+    combine = (p.dx.data != nullptr || p.dweights != nullptr) && p.layer.tokens > 0;
   }
 };
 
@@ -405,6 +405,7 @@ moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const Workspac
   params.row_tokens = w.row_tokens;
   params.dots = w.dots;
   params.da = w.da;
+  params.da_scale = 1.0f;
   if (needs.activation) {
     params.pre_activation =
         needs.up ? w.computed : static_cast<const uint16_t*>(p.pre_activation.data);
@@ -448,7 +449,6 @@ moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const Wo
   params.dx = p.dx.data;
   params.dx_stride = p.dx.row_stride;
   params.dweights = p.dweights;
-  params.tokens = p.layer.tokens;
   params.dx_is_fp32 = p.dx.dtype == Dtype::kFloat32 ? 1 : 0;
   params.hidden = static_cast<int32_t>(p.layer.hidden);
   params.weight_on_input = p.layer.weight_on_input ? 1 : 0;

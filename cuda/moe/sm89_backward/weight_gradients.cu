@@ -18,8 +18,8 @@ static Entry entry_of(const char* name, int index) {
 }
 
 const Entry entries[kEntries] = {
-    entry_of<__half>("moe_weight_gradients_sm89_fp16", 0),
-    entry_of<__nv_bfloat16>("moe_weight_gradients_sm89_bf16", 1),
+    entry_of<__half>("moe_backward_sm89_fp16", 0),
+    entry_of<__nv_bfloat16>("moe_backward_sm89_bf16", 1),
 };
 
 }  // namespace flashmoe::moe::sm89_backward
