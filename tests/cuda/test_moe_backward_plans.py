@@ -1,5 +1,5 @@
-"""Plans of the gradients of the mixture of experts for models of GPUs: which stages a call has, what
-they need, and what is refused. This needs no GPU."""
+"""Plans of the gradients of the mixture of experts for models of GPUs: which stages a call has,
+what they need, and what is refused. This needs no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if "sm89" not in fm.build_info().kernel_families.split():
 _H200, _L4 = capi.Device(256, 1), capi.Device(256, 2)  # FLASHMOE_DEVICE_GPU_MODEL
 _MOST_SHARED_BYTES = 99 * 1024
 _FLOAT, _BFLOAT, _INT = 2, 4, 0
-T, H, I, E, K = 1000, 256, 192, 8, 2
+T, H, INNER, E, K = 1000, 256, 192, 8, 2
 
 
 def tensor(*shape: int, kind: tuple[int, int] = (_BFLOAT, 16), turned: bool = False) -> capi.Tensor:
@@ -46,20 +46,18 @@ def plan(params: Any, device: capi.Device) -> capi.Plan:
 
 
 def layer(*wanted: str, saved: bool = False, separate: bool = False, **values: Any) -> Any:
-    rows = I if separate else 2 * I
-    shapes = {"dx": (T, H), "dw_gate_up": (E, rows, H), "dw_up": (E, I, H), "dw_down": (E, H, I),
-              "db_gate_up": (E, rows), "db_up": (E, I), "db_down": (E, H)}  # fmt: skip
+    rows = INNER if separate else 2 * INNER
+    shapes = {"dx": (T, H), "dw_gate_up": (E, rows, H), "dw_up": (E, INNER, H), "dw_down": (E, H, INNER),
+              "db_gate_up": (E, rows), "db_up": (E, INNER), "db_down": (E, H)}  # fmt: skip
     given = {
         "dout": tensor(T, H), "x": tensor(T, H), "w_gate_up": tensor(E, rows, H),
-        "w_up": tensor(E, I, H) if separate else None, "w_down": tensor(E, H, I),
+        "w_up": tensor(E, INNER, H) if separate else None, "w_down": tensor(E, H, INNER),
         "weights": tensor(T, K, kind=FP32), "offsets": tensor(E + 1, kind=INT32),
         "pairs": tensor(T * K, kind=INT32), "slots": tensor(T, K, kind=INT32),
-        "pre_activation": tensor(T * K, 2 * I) if saved else None,
+        "pre_activation": tensor(T * K, 2 * INNER) if saved else None,
     }  # fmt: skip
     for name in wanted:
-        given[name] = (
-            tensor(T, K, kind=FP32) if name == "dweights" else tensor(*shapes[name])
-        )
+        given[name] = tensor(T, K, kind=FP32) if name == "dweights" else tensor(*shapes[name])
     gate = capi_moe.GATES["separate" if separate else "gate_up"]
     return capi_moe.make_params(capi_moe.BackwardParams, gate=gate, **given | values)
 
@@ -99,7 +97,7 @@ def test_stages_are_those_that_are_needed(device: capi.Device) -> None:
 
 
 def test_the_workspace() -> None:
-    """Of a pair, with numbers of x's dtype, I, 2I and H; what is computed again costs 2I more."""
+    """Of a pair, with numbers of x's dtype, INNER, 2I and H; what is computed again costs 2I more."""
 
     def pieces(*columns: int) -> int:
         return sum(-(-T * K * n // 256) * 256 for n in columns)
@@ -107,17 +105,17 @@ def test_the_workspace() -> None:
     every = ("dx", "dw_gate_up", "dw_down", "dweights")
     named = {"kernel": b"sm89"}
     saved = plan(layer(*every, saved=True, **named), _H200).workspace_bytes
-    assert saved == pieces(4, 4, 2 * I, 4 * I, 2 * H)
-    assert plan(layer(*every, **named), _H200).workspace_bytes == saved + pieces(4 * I)
+    assert saved == pieces(4, 4, 2 * INNER, 4 * INNER, 2 * H)
+    assert plan(layer(*every, **named), _H200).workspace_bytes == saved + pieces(4 * INNER)
     weights = plan(layer("dw_down", saved=True, **named), _H200).workspace_bytes
-    assert weights == pieces(4, 2 * I)
+    assert weights == pieces(4, 2 * INNER)
 
 
 def test_grouped_products() -> None:
     def of(wanted: tuple[str, ...], **values: Any) -> list[str]:
-        given = {"dout": tensor(T, I), "x": tensor(T, H), "w": tensor(E, I, H),
+        given = {"dout": tensor(T, INNER), "x": tensor(T, H), "w": tensor(E, INNER, H),
                  "offsets": tensor(E + 1, kind=INT32)}  # fmt: skip
-        shapes = {"dx": (T, H), "dw": (E, I, H), "dbias": (E, I)}
+        shapes = {"dx": (T, H), "dw": (E, INNER, H), "dbias": (E, INNER)}
         given |= {name: tensor(*shapes[name]) for name in wanted}
         params = capi_moe.make_params(capi_moe.ProductBackwardParams, kernel=b"sm89",
                                       **given | values)  # fmt: skip
@@ -142,7 +140,7 @@ def test_routing_has_one_launch() -> None:
 
 
 def test_mixed_layouts_are_refused_where_they_are_computed_again() -> None:
-    mixed = {"w_up": tensor(E, I, H, turned=True), "kernel": b"sm89"}
+    mixed = {"w_up": tensor(E, INNER, H, turned=True), "kernel": b"sm89"}
     assert plan(layer("dx", separate=True, saved=True, **mixed), _H200).family == b"sm89"
     with pytest.raises(capi.FlashmoeError, match="w_up: got transposed weights, and w_gate_up"):
         plan(layer("dx", separate=True, **mixed), _H200)
