@@ -47,8 +47,9 @@ def plan(params: Any, device: capi.Device) -> capi.Plan:
 
 def layer(*wanted: str, saved: bool = False, separate: bool = False, **values: Any) -> Any:
     rows = INNER if separate else 2 * INNER
-    shapes = {"dx": (T, H), "dw_gate_up": (E, rows, H), "dw_up": (E, INNER, H), "dw_down": (E, H, INNER),
-              "db_gate_up": (E, rows), "db_up": (E, INNER), "db_down": (E, H)}  # fmt: skip
+    shapes = {"dx": (T, H), "dw_gate_up": (E, rows, H), "dw_up": (E, INNER, H),
+              "dw_down": (E, H, INNER), "db_gate_up": (E, rows), "db_up": (E, INNER),
+              "db_down": (E, H)}  # fmt: skip
     given = {
         "dout": tensor(T, H), "x": tensor(T, H), "w_gate_up": tensor(E, rows, H),
         "w_up": tensor(E, INNER, H) if separate else None, "w_down": tensor(E, H, INNER),
@@ -97,7 +98,7 @@ def test_stages_are_those_that_are_needed(device: capi.Device) -> None:
 
 
 def test_the_workspace() -> None:
-    """Of a pair, with numbers of x's dtype, INNER, 2I and H; what is computed again costs 2I more."""
+    """Of a pair, with numbers of x's dtype, I, 2I and H; what is computed again costs 2I more."""
 
     def pieces(*columns: int) -> int:
         return sum(-(-T * K * n // 256) * 256 for n in columns)
