@@ -429,7 +429,8 @@ flashmoe_grouped_product_backward(const flashmoe_grouped_product_backward_params
  * Routing, backward
  *
  * The gradients of flashmoe_moe_route's weights, and of its lse, by what it was given: of logits,
- * or of given weights. The choice of experts has no gradient.
+ * or of given weights. The choice of experts has no gradient, and neither have groups and a
+ * selection bias, which decide nothing else.
  *
  * With `accumulate` they are added to what the output holds: the gradient of an auxiliary loss by
  * the same logits, for one. An id that is no expert has no gradient of its own; its given weight

@@ -199,6 +199,7 @@ def test_transformers_train_as_stock_ones_do(kind: str) -> None:
     import hf_models
     from flashmoe_science import hf
 
+    hf.register()
     tokens = hf_models.TOKENS.to(DEVICE)
 
     def losses(implementation: str) -> list[float]:
