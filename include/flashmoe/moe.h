@@ -325,7 +325,7 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  * Beyond `limit` g and u have gradients of 0; at it they have their own. RELU has the slope 0 at 0.
  * Products are accumulated in fp32. What lies between them, the gradient of what act was applied to
  * and the rows of dx before their sum over k, is kept in x's dtype. The same inputs give the same
- * bits on every run and with any number of threads of a CPU. A NaN of a token reaches its own dx and
+ * bits on every run and with any number of threads. A NaN of a token reaches its own dx and
  * dweights and the dw and db of its experts, and nothing else. Whatever the routing holds, nothing
  * outside the tensors is read or written; a slot counts where `slots` and `pairs` agree on it.
  * ---------------------------------------------------------------------------------------------- */
