@@ -1,0 +1,46 @@
+// Arguments of the sm_90 gradients of experts' weights, as the device sees them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flashmoe::moe::sm90_backward {
+
+inline constexpr int kCluster = 2;      // blocks that share the columns' operand
+inline constexpr int kConsumers = 2;    // warpgroups of a block that multiply
+inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
+inline constexpr int kStep = 64;        // rows of an expert in one step of the main loop
+
+struct Params {
+  // Of both operands [columns, rows, batches, 1], in boxes of 64 columns by kStep rows. The columns
+  // of the first are the rows of the gradient (M), those of the second its columns (N).
+  CUtensorMap first;
+  CUtensorMap second;
+
+  // Instead of `first`: slot s has row pairs[s] / top_k of x. nullptr: `first` has the rows.
+  const uint16_t* x;
+  uint32_t x_row_chunks;  // from row to row, chunks of 16 bytes
+  int32_t top_k;
+  const int32_t* pairs;
+
+  // Expert e has the rows offsets[e] to offsets[e + 1] - 1; or, in batch e, the first counts[e].
+  const int32_t* offsets;
+  const int32_t* counts;
+  int32_t rows;  // that there are (in a batch)
+
+  int32_t m;
+  int32_t n;
+  int32_t m_pairs;  // of tiles along m: of a cluster
+  int32_t n_tiles;
+  int32_t items;  // of all experts
+
+  void* out;
+  int64_t expert_stride;  // elements
+  int64_t m_stride;       // one of the two is 1
+  int64_t n_stride;
+  int32_t is_fp32;
+  int32_t accumulate;
+};
+
+}  // namespace flashmoe::moe::sm90_backward
