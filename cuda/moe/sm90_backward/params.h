@@ -18,11 +18,11 @@ struct Params {
   CUtensorMap first;
   CUtensorMap second;
 
-  // Instead of `first`: slot s has row pairs[s] / top_k of x. nullptr: `first` has the rows.
+  // Instead of `first`: row r is that of token row_tokens[r] of x, or zeros. nullptr: as they lie.
   const uint16_t* x;
+  const int32_t* row_tokens;
   uint32_t x_row_chunks;  // from row to row, chunks of 16 bytes
-  int32_t top_k;
-  const int32_t* pairs;
+  int32_t tokens;         // rows of x
 
   // Expert e has the rows offsets[e] to offsets[e + 1] - 1; or, in batch e, the first counts[e].
   const int32_t* offsets;

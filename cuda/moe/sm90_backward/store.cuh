@@ -146,7 +146,8 @@ struct TileStore {
         }
         transpose_quad(words);
         if (n + 8 * (j + lane % 4) < params.n) {
-          *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(words[0], words[1], words[2], words[3]);
+          *reinterpret_cast<uint4*>(to + 8 * j) =
+              make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
     }

@@ -169,19 +169,18 @@ struct Gather {
   __device__ __forceinline__ Gather(const Params& params_, int thread)
       : params(params_), first_row(thread / kThreadsPerRow), chunk(thread % kThreadsPerRow) {}
 
-  // The pairs of rows of a step.
-  __device__ __forceinline__ void request(const Tile& tile, int step, int (&pairs)[kRows]) const {
+  // The tokens of rows of a step.
+  __device__ __forceinline__ void request(const Tile& tile, int step, int (&tokens)[kRows]) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = step * kStep + first_row + i * kRowsApart;
-      pairs[i] = row < tile.rows ? params.pairs[tile.first_row + row] : -1;
+      tokens[i] = row < tile.rows ? params.row_tokens[tile.first_row + row] : -1;
     }
   }
 
-  __device__ __forceinline__ uint32_t row_of(int pair) const {
-    return pair >= 0 && pair < params.rows
-               ? static_cast<uint32_t>(pair / params.top_k) * params.x_row_chunks
-               : kNoRow;
+  __device__ __forceinline__ uint32_t row_of(int token) const {
+    return token >= 0 && token < params.tokens ? static_cast<uint32_t>(token) * params.x_row_chunks
+                                               : kNoRow;
   }
 
   __device__ __forceinline__ void run(const Shared<Traits>& shared, int rank) const {
@@ -189,14 +188,14 @@ struct Gather {
     for (int item = first_item(); item < params.items; item += item_stride()) {
       const Tile tile = tile_of<Traits>(params, item, rank);
       const int steps = tile.steps();
-      int pairs[kRows];
-      if (steps > 0) request(tile, 0, pairs);
+      int tokens[kRows];
+      if (steps > 0) request(tile, 0, tokens);
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
         uint32_t offsets[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) offsets[i] = row_of(pairs[i]);
-        if (step + 1 < steps) request(tile, step + 1, pairs);
+        for (int i = 0; i < kRows; ++i) offsets[i] = row_of(tokens[i]);
+        if (step + 1 < steps) request(tile, step + 1, tokens);
         ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
