@@ -179,7 +179,7 @@ def test_product_is_added_to(name: str, wide: bool, dtype: str) -> None:
     wanted = ("dw", "dbias")
     product.run(wanted)
     product.check(wanted)
-    once = {n: getattr(product, n).view.float() for n in wanted}
+    once = {n: getattr(product, n).view.float().clone() for n in wanted}
     product.run(wanted, accumulate=True)
     for n in wanted:
         assert torch.equal(getattr(product, n).view.float(), 2 * once[n]), n

@@ -10,6 +10,7 @@ struct Entry : Kernel {
   Dtype dtype;
   int tile_m;
   int tile_n;
+  int step;
   int stages;
   int threads;
 };

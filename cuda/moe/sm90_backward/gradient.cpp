@@ -65,7 +65,8 @@ flashmoe_status check_operand(const Gradient& g, const Operand& operand, const R
                           reason);
 }
 
-bool encode(const Gradient& g, const Operand& operand, int64_t columns, CUtensorMap* map) {
+bool encode(const Gradient& g, const Operand& operand, int64_t columns, int step,
+            CUtensorMap* map) {
   // Without rows nothing is read, but a map of nothing is refused.
   const void* const data = g.rows > 0 ? operand.rows.data : g.out.data;
   const int64_t batches = g.counts != nullptr ? g.experts : 1;
@@ -73,7 +74,27 @@ bool encode(const Gradient& g, const Operand& operand, int64_t columns, CUtensor
                     {4,
                      {columns, g.rows, batches, 1},
                      {1, operand.rows.row_stride, operand.rows.expert_stride, 0},
-                     {kBoxColumns, kStep, 1, 1}});
+                     {kBoxColumns, step, 1, 1}});
+}
+
+// Whether the copy engine may write the gradient: 16 bits, not added to, of strides that it walks.
+bool leaves_in_boxes(const Gradient& g) {
+  const int64_t end = kMaxStrideBytes / dtype_bytes(g.out.dtype);
+  const auto fits = [end](int64_t stride, int64_t extent) {
+    return extent <= 1 || (stride > 0 && stride < end);
+  };
+  return g.out.dtype != Dtype::kFloat32 && !g.accumulate && fits(g.out.row_stride, g.m) &&
+         fits(g.out.column_stride, g.n) && fits(g.out.expert_stride, g.experts);
+}
+
+bool encode_boxes(const Gradient& g, CUtensorMap* map) {
+  const bool by_rows = g.out.column_stride == 1;
+  constexpr int kOutBox = 64;
+  return encode_map(map, g.out.dtype, g.out.data,
+                    {4,
+                     {by_rows ? g.n : g.m, by_rows ? g.m : g.n, g.experts, 1},
+                     {1, by_rows ? g.out.row_stride : g.out.column_stride, g.out.expert_stride, 0},
+                     {kOutBox, kOutBox, 1, 1}});
 }
 
 }  // namespace
@@ -104,15 +125,17 @@ flashmoe_status add_gradient(const Gradient& g, const DeviceFacts& facts, Plan* 
 }
 
 flashmoe_status launch_gradient(const Gradient& g, const Plan& plan, int index, void* stream) {
-  const Extents extents = extents_of(g, *static_cast<const Entry*>(plan.entries[index]));
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[index]);
+  const Extents extents = extents_of(g, entry);
   const bool swaps = !left_first(g);
   const Operand& first = swaps ? g.right : g.left;
   const Operand& second = swaps ? g.left : g.right;
   const flashmoe_launch& planned = plan.info.launches[index];
   Params params = {};
   FLASHMOE_TRY(encode_maps(planned.kernel, planned.device.device_id, [&] {
-    return encode(g, second, extents.n, &params.second) &&
-           (first.by_token || encode(g, first, extents.m, &params.first));
+    return encode(g, second, extents.n, entry.step, &params.second) &&
+           (first.by_token || encode(g, first, extents.m, entry.step, &params.first)) &&
+           (!leaves_in_boxes(g) || encode_boxes(g, &params.boxes));
   }));
   if (first.by_token) {
     // The kernel fetches both maps' descriptions.
@@ -134,6 +157,7 @@ flashmoe_status launch_gradient(const Gradient& g, const Plan& plan, int index, 
   params.expert_stride = g.out.expert_stride;
   params.m_stride = swaps ? g.out.column_stride : g.out.row_stride;
   params.n_stride = swaps ? g.out.row_stride : g.out.column_stride;
+  params.in_boxes = leaves_in_boxes(g) ? 1 : 0;
   params.is_fp32 = g.out.dtype == Dtype::kFloat32 ? 1 : 0;
   params.accumulate = g.accumulate ? 1 : 0;
   return launch_planned(plan, index, &params, stream);

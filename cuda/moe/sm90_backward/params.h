@@ -10,13 +10,15 @@ namespace flashmoe::moe::sm90_backward {
 inline constexpr int kCluster = 2;      // blocks that share the columns' operand
 inline constexpr int kConsumers = 2;    // warpgroups of a block that multiply
 inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
-inline constexpr int kStep = 64;        // rows of an expert in one step of the main loop
 
 struct Params {
-  // Of both operands [columns, rows, batches, 1], in boxes of 64 columns by kStep rows. The columns
-  // of the first are the rows of the gradient (M), those of the second its columns (N).
+  // Of both operands [columns, rows, batches, 1], in boxes of 64 columns by the rows of a step. The
+  // columns of the first are the rows of the gradient (M), those of the second its columns (N).
   CUtensorMap first;
   CUtensorMap second;
+  // Of a gradient of 16 bits that is written, [m or n, the other, experts, 1], the one of stride 1
+  // first, in boxes of 64 by 64.
+  CUtensorMap boxes;
 
   // Instead of `first`: row r is that of token row_tokens[r] of x, or zeros. nullptr: as they lie.
   const uint16_t* x;
@@ -39,6 +41,7 @@ struct Params {
   int64_t expert_stride;  // elements
   int64_t m_stride;       // one of the two is 1
   int64_t n_stride;
+  int32_t in_boxes;  // `boxes` is there
   int32_t is_fp32;
   int32_t accumulate;
 };

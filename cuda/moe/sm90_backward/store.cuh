@@ -3,8 +3,12 @@
 #pragma once
 
 #include "cuda/moe/sm90_backward/params.h"
+#include "cuda/moe/sm90_backward/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/movmatrix.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/stmatrix.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::moe::sm90_backward {
@@ -174,6 +178,99 @@ struct TileStore {
         *reinterpret_cast<uint4*>(to + int64_t{8 * j} * params.n_stride) =
             make_uint4(words[0], words[1], words[2], words[3]);
       }
+    }
+  }
+};
+
+// 16 bits that are written: as boxes of 64 by 64 by way of shared memory, which the copy engine
+// takes from there, cut to the gradient's extents. Called by all of a consumer.
+template <class Traits>
+struct BoxStore {
+  using Numeric = numeric::ElementTraits<typename Traits::Element>;
+  static constexpr int kSums = Traits::kTileN / 2;
+  static constexpr int kBox = Traits::kOutBox;
+  static constexpr int kRowBytes = kBox * 2;
+  static constexpr int kPairs = kBox / 16;  // of blocks of 8 columns: what stmatrix stores
+
+  const Params& params;
+  int expert;
+  int m;
+  int n;
+  uint32_t buffer;
+  int barrier;
+
+  static __device__ __forceinline__ bool is_leader() {
+    return thread_index() % kThreadsPerGroup == 0;
+  }
+
+  __device__ __forceinline__ void run(const float (&sums)[kSums]) const {
+    if (params.n_stride == 1) {
+      store<false>(sums);
+    } else {
+      store<true>(sums);
+    }
+  }
+
+  // Before the kernel ends.
+  static __device__ __forceinline__ void finish() {
+    if (is_leader()) ptx::tma_store_wait();
+    __syncwarp();
+  }
+
+ private:
+  // kTurned: m is what lies next to each other.
+  template <bool kTurned>
+  __device__ __forceinline__ void store(const float (&sums)[kSums]) const {
+    const int lane = lane_index();
+    const int warp = warp_of_group();
+    const int matrix_row = lane % 8;
+    // Of the four 8 by 8 matrices that a lane gives a row's address of: in a box of [m][n], rows 0
+    // to 7 and 8 to 15 of the warp, then the next 8 columns; in one of [n][m] its mirror image.
+    const uint32_t own_rows = warp * 16 + lane / 8 % 2 * 8 + matrix_row;
+    const uint32_t turned =
+        (lane / 16 * 8 + matrix_row) * kRowBytes + (((2 * warp + lane / 8 % 2) ^ matrix_row) * 16);
+#pragma unroll
+    for (int part = 0; part < Traits::kTileN / (Traits::kOutBoxes * kBox); ++part) {
+      if (is_leader()) ptx::tma_store_wait_read();
+      ptx::named_barrier_sync(barrier, kThreadsPerGroup);
+#pragma unroll
+      for (int box = 0; box < Traits::kOutBoxes; ++box) {
+        const uint32_t to = buffer + box * Traits::kOutBoxBytes;
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          const int first = 4 * ((part * Traits::kOutBoxes + box) * (kBox / 8) + 2 * i);
+          uint32_t packed[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            packed[j] = Numeric::pack(sums[first + 2 * j], sums[first + 2 * j + 1]);
+          }
+          if constexpr (kTurned) {
+            ptx::stmatrix_x4_trans(to + turned + i * 16 * kRowBytes, packed[0], packed[1],
+                                   packed[2], packed[3]);
+          } else {
+            const uint32_t chunk = 2 * i + lane / 16;
+            ptx::stmatrix_x4(to + own_rows * kRowBytes + (chunk ^ matrix_row) * 16, packed[0],
+                             packed[1], packed[2], packed[3]);
+          }
+        }
+      }
+      ptx::named_barrier_sync(barrier, kThreadsPerGroup);
+      if (is_leader()) {
+        ptx::fence_proxy_async_shared();  // of what all have stored, once
+        send<kTurned>(n + part * Traits::kOutBoxes * kBox);
+        ptx::tma_store_commit();
+      }
+    }
+  }
+
+  template <bool kTurned>
+  __device__ __forceinline__ void send(int column) const {
+    if (m >= params.m) return;
+#pragma unroll
+    for (int box = 0; box < Traits::kOutBoxes; ++box, column += kBox) {
+      if (column >= params.n) return;
+      ptx::tma_store(&params.boxes, buffer + box * Traits::kOutBoxBytes, kTurned ? m : column,
+                     kTurned ? column : m, expert, 0);
     }
   }
 };

@@ -7,9 +7,19 @@
 
 namespace flashmoe::moe::sm90_backward {
 
-template <class Element_>
+// Rows of an expert in one step of the main loop, and how many steps are in shared memory.
+inline constexpr int kTableStep = 32;
+inline constexpr int kTableStages = 8;
+inline constexpr int kTableLag = 2;  // steps by which the second consumer is behind the first
+
+template <class Element_, int kStep_ = kTableStep, int kStages_ = kTableStages,
+          int kLag_ = kTableLag>
 struct Traits {
   using Element = Element_;
+  static constexpr int kStep = kStep_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kLag = kLag_;
+  static_assert(kLag + 1 < kStages);
 
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
   // The first warpgroup: one warp issues the copies by TMA, three gather.
@@ -22,8 +32,6 @@ struct Traits {
   static constexpr int kConsumerM = 64;  // the M of wgmma
   static constexpr int kTileM = kConsumers * kConsumerM;
   static constexpr int kTileN = 256;
-  static constexpr int kStages = 4;
-
   // A stage: of each 64 columns of the first operand, then of the second, [kStep rows][64].
   static constexpr int kBoxBytes = kStep * kBoxColumns * 2;
   static constexpr int kFirstBytes = kTileM / kBoxColumns * kBoxBytes;
@@ -31,7 +39,13 @@ struct Traits {
   static constexpr int kStageBytes = kFirstBytes + kSecondBytes;
   static constexpr int kHalfBoxes = kTileN / kBoxColumns / kCluster;  // a block copies, for both
 
-  static constexpr int kBarriersOffset = kStages * kStageBytes;
+  // A gradient of 16 bits leaves in boxes of 64 by 64, two at a time of a consumer.
+  static constexpr int kOutBox = 64;
+  static constexpr int kOutBoxBytes = kOutBox * kOutBox * 2;
+  static constexpr int kOutBoxes = 2;
+
+  static constexpr int kOutOffset = kStages * kStageBytes;
+  static constexpr int kBarriersOffset = kOutOffset + kConsumers * kOutBoxes * kOutBoxBytes;
   static constexpr int kSharedBytes = kBarriersOffset + 8 * 2 * kStages;
   static_assert(kSharedBytes <= 227 * 1024, "an sm_90 block holds 227 KiB");
 };

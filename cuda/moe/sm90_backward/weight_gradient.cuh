@@ -5,8 +5,8 @@
 // Both operands lie row by row, so that rows are what products sum over and either operand's
 // columns lie next to each other: wgmma takes both MN-major, as they come. A tile is 128 by 256
 // elements of one expert's gradient. Each of two consumer warpgroups has 64 rows of it, 128
-// accumulators a thread; the second one begins a tile a step later than the first, so that one's
-// products go on while the other writes out what it has.
+// accumulators a thread; the second one begins a tile some steps later than the first, so that
+// one's products go on while the other writes out what it has.
 //
 // Blocks come in clusters of two with neighbouring rows of the gradient and the same columns: each
 // copies one half of the second operand for both, by TMA, and the first one's for itself, by TMA
@@ -20,7 +20,8 @@
 // know. Clusters take them in turn: an expert with many rows keeps them all busy. Of an element all
 // products are one thread's, in the order of rows: the same bits on every run.
 //
-// Shared memory: four stages of 48 KiB. Registers: 224 of a consumer, of which 128 are sums.
+// Shared memory: eight stages of 24 KiB, and two boxes of the output of each consumer. Registers:
+// 224 of a consumer, of which 128 are sums.
 #pragma once
 
 #include "cuda/moe/sm90_backward/params.h"
@@ -43,7 +44,7 @@ namespace flashmoe::moe::sm90_backward {
 
 inline constexpr uint16_t kWholeCluster = (1 << kCluster) - 1;
 inline constexpr int kLagBarrier = 1;
-inline constexpr int kZeroBarrier = 2;  // of each consumer its own
+inline constexpr int kGroupBarrier = 2;  // of each consumer its own
 
 // A tile of a cluster: rows of m are of both blocks.
 struct Tile {
@@ -54,7 +55,10 @@ struct Tile {
   int m;  // the first of this block
   int n;
 
-  __device__ __forceinline__ int steps() const { return ceil_div<kStep>(rows); }
+  template <class Traits>
+  __device__ __forceinline__ int steps() const {
+    return ceil_div<Traits::kStep>(rows);
+  }
 };
 
 // Whatever offsets say, rows are such that there are.
@@ -93,6 +97,9 @@ struct Shared {
   __device__ __forceinline__ uint32_t second(int stage) const {
     return first(stage) + Traits::kFirstBytes;
   }
+  __device__ __forceinline__ uint32_t out(int group) const {
+    return base + Traits::kOutOffset + group * Traits::kOutBoxes * Traits::kOutBoxBytes;
+  }
   // The stage is loaded: the TMA warp says of how many bytes, and each gathering thread arrives.
   __device__ __forceinline__ uint32_t full(int stage) const {
     return base + Traits::kBarriersOffset + 8 * stage;
@@ -115,14 +122,14 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   PipelineState<Traits::kStages> pipe;
   for (int item = first_item(); item < params.items; item += item_stride()) {
     const Tile tile = tile_of<Traits>(params, item, rank);
-    const int steps = tile.steps();
+    const int steps = tile.template steps<Traits>();
     const int own = rank * Traits::kHalfBoxes;  // boxes of the second operand
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
       if (leader) {
         const uint32_t full = shared.full(pipe.stage);
-        const int row = tile.first_row + step * kStep;
+        const int row = tile.first_row + step * Traits::kStep;
         ptx::mbarrier_arrive_expect(full, expected);
         if (!gathers) {
 #pragma unroll
@@ -151,16 +158,59 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   }
 }
 
-// Gathers rows of x: eight threads copy 128 bytes of one, and then the next 128. Which rows a step
-// has is looked up a step ahead.
+// Steps of one tile after another, of a block.
+template <class Traits>
+struct Steps {
+  const Params& params;
+  int rank;
+  int item;
+  Tile tile;
+  int step;
+  int steps;
+
+  __device__ __forceinline__ Steps(const Params& params_, int rank_)
+      : params(params_), rank(rank_), item(first_item()), step(0) {
+    look();
+    skip();
+  }
+  __device__ __forceinline__ bool more() const { return item < params.items; }
+  __device__ __forceinline__ void advance() {
+    ++step;
+    skip();
+  }
+
+ private:
+  __device__ __forceinline__ void look() {
+    if (!more()) return;
+    tile = tile_of<Traits>(params, item, rank);
+    steps = tile.template steps<Traits>();
+  }
+  __device__ __forceinline__ void skip() {
+    while (more() && step >= steps) {
+      item += item_stride();
+      step = 0;
+      look();
+    }
+  }
+};
+
+// Gathers rows of x: eight threads copy 128 bytes of one, and then the next 128. A warp looks up
+// whose the rows of a step are, a row a lane, some steps before it copies them.
 template <class Traits>
 struct Gather {
   static constexpr int kChunk = 8;  // elements of 16 bytes
   static constexpr int kThreadsPerRow = kBoxColumns / kChunk;
   static constexpr int kRowsApart = Traits::kGatherThreads / kThreadsPerRow;
-  static constexpr int kRows = ceil_div(kStep, kRowsApart);  // of a thread, of which the last may
-                                                             // be one too many
+  static constexpr int kRows = ceil_div(Traits::kStep, kRowsApart);  // of a thread, of which the
+                                                                     // last may be one too many
+  static constexpr int kWords = Traits::kStep / kThreadsPerWarp;     // of a lane
+  static constexpr int kAhead = 3;
   static constexpr uint32_t kNoRow = 0xffffffffu;
+
+  // The tokens of rows of a step, a lane's.
+  struct Tokens {
+    int values[kWords];
+  };
 
   const Params& params;
   int first_row;  // of a step
@@ -169,13 +219,18 @@ struct Gather {
   __device__ __forceinline__ Gather(const Params& params_, int thread)
       : params(params_), first_row(thread / kThreadsPerRow), chunk(thread % kThreadsPerRow) {}
 
-  // The tokens of rows of a step.
-  __device__ __forceinline__ void request(const Tile& tile, int step, int (&tokens)[kRows]) const {
+  __device__ __forceinline__ Tokens look_up(Steps<Traits>& ahead) const {
+    Tokens tokens;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int row = step * kStep + first_row + i * kRowsApart;
-      tokens[i] = row < tile.rows ? params.row_tokens[tile.first_row + row] : -1;
+    for (int i = 0; i < kWords; ++i) {
+      const int row = ahead.step * Traits::kStep + i * kThreadsPerWarp + lane_index();
+      tokens.values[i] = -1;
+      if (ahead.more() && row < ahead.tile.rows) {
+        tokens.values[i] = params.row_tokens[ahead.tile.first_row + row];
+      }
     }
+    if (ahead.more()) ahead.advance();
+    return tokens;
   }
 
   __device__ __forceinline__ uint32_t row_of(int token) const {
@@ -184,37 +239,45 @@ struct Gather {
   }
 
   __device__ __forceinline__ void run(const Shared<Traits>& shared, int rank) const {
+    Steps<Traits> ahead(params, rank);
+    Tokens known[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) known[i] = look_up(ahead);
     PipelineState<Traits::kStages> pipe;
-    for (int item = first_item(); item < params.items; item += item_stride()) {
-      const Tile tile = tile_of<Traits>(params, item, rank);
-      const int steps = tile.steps();
-      int tokens[kRows];
-      if (steps > 0) request(tile, 0, tokens);
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        uint32_t offsets[kRows];
+    for (Steps<Traits> now(params, rank); now.more(); now.advance()) {
+      uint32_t offsets[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) offsets[i] = row_of(tokens[i]);
-        if (step + 1 < steps) request(tile, step + 1, tokens);
-        ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+      for (int i = 0; i < kRows; ++i) {
+        const int row = first_row + i * kRowsApart;
+        int token = 0;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          const int row = first_row + i * kRowsApart;
-          if (row >= kStep) continue;
-          const uint32_t to =
-              shared.first(pipe.stage) + row * (kBoxColumns * 2) + (chunk ^ (row % 8)) * 16;
-#pragma unroll
-          for (int box = 0; box < Traits::kTileM / kBoxColumns; ++box) {
-            const int column = tile.m + box * kBoxColumns + chunk * kChunk;
-            const bool valid = offsets[i] != kNoRow && column < params.m;
-            const uint16_t* const from =
-                params.x + (valid ? int64_t{offsets[i]} * kChunk + column : 0);
-            ptx::cp_async_16_or_zero(to + box * Traits::kBoxBytes, from, valid);
-          }
+        for (int word = 0; word < kWords; ++word) {
+          const int value = __shfl_sync(kFullWarp, known[0].values[word], row % kThreadsPerWarp);
+          if (row / kThreadsPerWarp == word) token = value;
         }
-        ptx::cp_async_arrive(shared.full(pipe.stage));
-        pipe.advance();
+        offsets[i] = row_of(token);
       }
+#pragma unroll
+      for (int i = 1; i < kAhead; ++i) known[i - 1] = known[i];
+      known[kAhead - 1] = look_up(ahead);
+      ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int row = first_row + i * kRowsApart;
+        if (row >= Traits::kStep) continue;
+        const uint32_t to =
+            shared.first(pipe.stage) + row * (kBoxColumns * 2) + (chunk ^ (row % 8)) * 16;
+#pragma unroll
+        for (int box = 0; box < Traits::kTileM / kBoxColumns; ++box) {
+          const int column = now.tile.m + box * kBoxColumns + chunk * kChunk;
+          const bool valid = offsets[i] != kNoRow && column < params.m;
+          const uint16_t* const from =
+              params.x + (valid ? int64_t{offsets[i]} * kChunk + column : 0);
+          ptx::cp_async_16_or_zero(to + box * Traits::kBoxBytes, from, valid);
+        }
+      }
+      ptx::cp_async_arrive(shared.full(pipe.stage));
+      pipe.advance();
     }
   }
 };
@@ -246,7 +309,7 @@ struct Consumer {
   __device__ __forceinline__ void clear(int rows) const {
     constexpr int kRowBytes = kBoxColumns * 2;
     constexpr int kPiece = 16;
-    const int pieces = (kStep - rows) * (kRowBytes / kPiece);
+    const int pieces = (Traits::kStep - rows) * (kRowBytes / kPiece);
     const float4 zeros{0.0f, 0.0f, 0.0f, 0.0f};
     for (int i = thread_index() % kThreadsPerGroup; i < pieces; i += kThreadsPerGroup) {
       const uint32_t place = rows * kRowBytes + i * kPiece;
@@ -257,7 +320,7 @@ struct Consumer {
       }
     }
     ptx::fence_proxy_async_shared();
-    ptx::named_barrier_sync(kZeroBarrier + group, kThreadsPerGroup);
+    ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
   }
 
   // Begins the products of a step.
@@ -268,14 +331,14 @@ struct Consumer {
         shared.first(pipe.stage) + group * Traits::kBoxBytes, Traits::kBoxBytes);
     const uint64_t b = ptx::swizzled_descriptor(shared.second(pipe.stage), Traits::kBoxBytes);
     ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
-    if (rows_left < kStep) {
+    if (rows_left < Traits::kStep) {
       clear(rows_left);
     } else {
       ptx::fence_proxy_async_shared();  // of what was gathered
     }
     ptx::wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kStep / 16; ++slice) {
+    for (int slice = 0; slice < Traits::kStep / 16; ++slice) {
       Mma::multiply_majors(sums, ptx::advance(a, slice * kSliceBytes),
                            ptx::advance(b, slice * kSliceBytes), slice > 0 || !begins);
     }
@@ -287,21 +350,25 @@ struct Consumer {
     // The first consumer may not come to the barrier for the next tile before the second has come
     // for this one. It needs a stage for that which the second still has; but not of tiles so
     // short.
-    const bool meets = steps < Traits::kStages;
-    if (group == 1) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
-    issue(sums, tile.rows, true);
-    if (group == 0) {
+    const bool meets = steps < Traits::kStages + Traits::kLag;
+    const int lag_step = min(Traits::kLag, steps) - 1;
+    const auto let_lag = [&](int step) {
+      if (group != 0 || step != lag_step) return;
       if (meets) {
         ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
       } else {
         ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
       }
-    }
+    };
+    if (group == 1) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+    issue(sums, tile.rows, true);
+    let_lag(0);
     int last_stage = pipe.stage;
     pipe.advance();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      issue(sums, tile.rows - step * kStep, false);
+      issue(sums, tile.rows - step * Traits::kStep, false);
+      let_lag(step);
       ptx::wgmma_wait<1>();
       release(last_stage);
       last_stage = pipe.stage;
@@ -315,7 +382,7 @@ struct Consumer {
   __device__ __forceinline__ void run(int rank) {
     for (int item = first_item(); item < params.items; item += item_stride()) {
       const Tile tile = tile_of<Traits>(params, item, rank);
-      const int steps = __shfl_sync(kFullWarp, tile.steps(), 0);
+      const int steps = __shfl_sync(kFullWarp, tile.template steps<Traits>(), 0);
       pipe.stage = __shfl_sync(kFullWarp, pipe.stage, 0);
       float sums[kSums];
       if (steps > 0) {
@@ -324,10 +391,17 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
       }
-      const TileStore<Element, kSums> store{params, tile.expert,
-                                            tile.m + group * Traits::kConsumerM, tile.n};
-      store.run(sums);
+      if (steps > 0 || params.accumulate == 0) {
+        const int m = tile.m + group * Traits::kConsumerM;
+        if (params.in_boxes != 0) {
+          const uint32_t buffer = shared.out(group);
+          BoxStore<Traits>{params, tile.expert, m, tile.n, buffer, kGroupBarrier + group}.run(sums);
+        } else {
+          TileStore<Element, kSums>{params, tile.expert, m, tile.n}.run(sums);
+        }
+      }
     }
+    if (params.in_boxes != 0) BoxStore<Traits>::finish();
   }
 };
 
