@@ -248,7 +248,7 @@ struct Workspace {
   int64_t row_tokens;
   int64_t dots;
   int64_t progress;  // of one product at a time
-  int64_t computed;  // [pairs, width] g, then u
+  int64_t computed;  // [pairs, width] g, then u; and when they are done with, dx[0]
   int64_t da;        // [pairs, inner], and in its place a
   int64_t dz;        // [pairs, width]
   int64_t scaled_dz;
@@ -270,11 +270,12 @@ struct Workspace {
     row_tokens = take(needs.rows, pairs, kWordBytes);
     dots = take(needs.dots, pairs, kWordBytes);
     progress = take(needs.da || needs.up, sm90::most_progress_words(multiprocessors), kWordBytes);
-    computed = take(needs.up, pairs * width_of(p), element);
     da = take(needs.da || needs.a || needs.up, pairs * p.layer.inner, element);
     dz = take(needs.dz, pairs * width_of(p), element);
     scaled_dz = take(needs.scaled_dz, pairs * width_of(p), element);
-    dx[0] = take(needs.dx_rows, pairs * p.layer.hidden, element);
+    const int64_t before = needs.up ? width_of(p) : 0;
+    const int64_t behind = needs.dx_rows ? p.layer.hidden : 0;
+    computed = dx[0] = take(true, pairs * std::max(before, behind), element);
     dx[1] = take(needs.dx_rows && in_two_parts(p), pairs * p.layer.hidden, element);
   }
 };
