@@ -55,6 +55,9 @@ extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
 extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;
 extern const GroupedProductFamily kSm89GroupedProduct;
+extern const MoeRouteBackwardFamily kCudaMoeRouteBackward;  // for every GPU
+extern const MoeBackwardFamily kSm89MoeBackward;
+extern const GroupedProductBackwardFamily kSm89GroupedProductBackward;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;
 extern const AttentionBackwardFamily kSm90AttentionBackward;

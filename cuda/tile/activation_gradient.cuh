@@ -12,8 +12,7 @@ __device__ __forceinline__ float normal_distribution(float z) {
   constexpr float kP[5] = {0.5f * 0.254829592f, 0.5f * -0.284496736f, 0.5f * 1.421413741f,
                            0.5f * -1.453152027f, 0.5f * 1.061405429f};
   const float t = reciprocal(fmaf(kQ, fabsf(z), 1.0f));
-  const float p =
-      t * fmaf(t, fmaf(t, fmaf(t, fmaf(t, kP[4], kP[3]), kP[2]), kP[1]), kP[0]);
+  const float p = t * fmaf(t, fmaf(t, fmaf(t, fmaf(t, kP[4], kP[3]), kP[2]), kP[1]), kP[0]);
   const float tail = p * numeric::exp2_approx(-0.5f * kLog2E * z * z);
   return z < 0.0f ? tail : 1.0f - tail;
 }
@@ -27,9 +26,7 @@ __device__ __forceinline__ void activate_with_slope(float (&z)[kCount], float (&
   constexpr float kFlat = 100.0f;
   constexpr float kFar = 20.0f;  // the densities of both GELUs are 0 there
   const auto cut_to = [](float most, float x) { return cut(x, most); };
-  const auto sigmoid = [](float x) {
-    return reciprocal(1.0f + numeric::exp2_approx(-kLog2E * x));
-  };
+  const auto sigmoid = [](float x) { return reciprocal(1.0f + numeric::exp2_approx(-kLog2E * x)); };
   if (activation == FLASHMOE_ACTIVATION_SILU) {  // s + alpha z s (1 - s)
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

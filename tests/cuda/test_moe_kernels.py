@@ -37,7 +37,7 @@ def test_names_are_those_of_the_list() -> None:
     expected = set(_expected())
     data = capi.library_path().read_bytes()
     kinds = (
-        rb"moe_route_(?:once|choose|place)\w*|moe_(?:up|down|combine)_\w+|grouped_product_sm\w+"
+        rb"moe_route_(?:once|choose|place|backward)\w*|moe_(?:up|down|combine)_\w+|grouped_product_sm\w+"
         rb"|moe_backward_(?:rows|combine|sums|zeros|sm)\w*"
     )
     # Beginnings of names, which plans for models of GPUs look kernels up by, end in an underscore.

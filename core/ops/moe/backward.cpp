@@ -178,6 +178,9 @@ struct MoeBackward {
 #if FLASHMOE_WITH_SM90
       &kSm90MoeBackward,
 #endif
+#if FLASHMOE_WITH_CUDA
+      &kSm89MoeBackward,
+#endif
       &kCpuMoeBackward,
   };
 

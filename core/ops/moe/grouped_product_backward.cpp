@@ -101,6 +101,9 @@ struct GroupedProductBackward {
 #if FLASHMOE_WITH_SM90
       &kSm90GroupedProductBackward,
 #endif
+#if FLASHMOE_WITH_CUDA
+      &kSm89GroupedProductBackward,
+#endif
       &kCpuGroupedProductBackward,
   };
 

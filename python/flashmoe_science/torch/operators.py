@@ -1099,7 +1099,6 @@ def _routing_gradient(
 
 def _route_record(return_lse: bool) -> Callable[..., Any]:
     def record(below: Callable[..., Any], logits: Any, top_k: int, *options: Any) -> Any:
-        _moe_autograd.check_device(("logits",), (logits,))
         scoring, renormalize, bias, num_groups, top_groups, scale = options
         overload = _route_with_lse if return_lse else _route
 
@@ -1156,8 +1155,6 @@ def _route_given_record(
     below: Callable[..., Any], ids: Any, weights: Any, num_experts: int, renormalize: bool,
     scale: float, expert_map: Any,
 ) -> Any:  # fmt: skip
-    _moe_autograd.check_device(("weights",), (weights,))
-
     def compute(weights: Any) -> tuple[Any, ...]:
         return tuple(below(_route_given, ids, weights, num_experts, renormalize, scale, expert_map))
 
@@ -1309,8 +1306,6 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
         given, options = arguments[:7], _layer_options(*arguments[7:])
         tensors = (*given, *(options[name] for name in _LAYER_TENSORS[7:]))
-        _moe_autograd.check_device(_LAYER_TENSORS, tensors)
-
         # What is saved is what autograd is told of, and nothing beside it.
         options.update(dict.fromkeys(_LAYER_TENSORS[7:]))
 
@@ -1422,8 +1417,6 @@ def _product_check(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel:
 def _product_record(
     below: Callable[..., Any], x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any
 ) -> Any:
-    _moe_autograd.check_device(("x", "w", "bias"), (x, w, bias))
-
     def compute(*tensors: Any) -> tuple[Any, ...]:
         return (below(_product, *tensors, kernel),)
 
@@ -1513,9 +1506,6 @@ def _fused_record(
     top_k: int, logits: Any, router_bias: Any, *options: Any,
 ) -> Any:  # fmt: skip
     """In its three parts, each of which torch records."""
-    names = ("tokens", "router_weights", "w_gate_up", "w_down", "logits", "router_bias")
-    given = (tokens, router_weights, w_gate_up, w_down, logits, router_bias)
-    _moe_autograd.check_device(names, given)
     if (router_weights is None) == (logits is None):
         got = "neither it nor logits" if logits is None else "both it and logits"
         raise InvalidArgumentError(f"router_weights: got {got}, accepted is one of the two")
