@@ -123,7 +123,7 @@ def of_gradients() -> dict[str, str]:
         )
         for (suffix,) in entries("FLASHMOE_MOE_SM90_BACKWARD_KERNELS"):
             made[f"moe_backward_sm90_{dtype}{suffix}"] = (
-                f"moe::sm90_backward::weight_gradient_kernel<Traits<{element},32,8,2>>"
+                f"moe::sm90_backward::weight_gradient_kernel<Traits<{element}>>"
             )
     return made
 

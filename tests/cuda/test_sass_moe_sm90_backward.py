@@ -14,7 +14,7 @@ _FUNCTION = re.compile(
     r"moe13sm90_backward22weight_gradient_kernelI\w*?TraitsI(6__half|13__nv_bfloat16)E"
 )
 _WIDTH = 256  # columns of a tile
-_SLICES = 4  # of 16 rows, of a step
+_SLICES = 2  # of 16 rows, of a step
 
 
 def _dtype_of(function: str) -> str | None:

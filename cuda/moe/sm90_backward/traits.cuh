@@ -7,19 +7,13 @@
 
 namespace flashmoe::moe::sm90_backward {
 
-// Rows of an expert in one step of the main loop, and how many steps are in shared memory.
-inline constexpr int kTableStep = 32;
-inline constexpr int kTableStages = 8;
-inline constexpr int kTableLag = 2;  // steps by which the second consumer is behind the first
-
-template <class Element_, int kStep_ = kTableStep, int kStages_ = kTableStages,
-          int kLag_ = kTableLag>
+template <class Element_>
 struct Traits {
   using Element = Element_;
-  static constexpr int kStep = kStep_;
-  static constexpr int kStages = kStages_;
-  static constexpr int kLag = kLag_;
-  static_assert(kLag + 1 < kStages);
+  static constexpr int kStep = 32;   // rows of an expert, of the main loop
+  static constexpr int kStages = 8;  // steps that are in shared memory
+  static constexpr int kLag = 2;     // steps by which the second consumer is behind the first
+  static_assert(kLag + 1 < kStages && kStep % kThreadsPerWarp == 0);
 
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
   // The first warpgroup: one warp issues the copies by TMA, three gather.
