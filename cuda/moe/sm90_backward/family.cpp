@@ -467,6 +467,14 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
     launch.grid[1] = static_cast<uint32_t>(layer.experts);
     launch.grid[2] = static_cast<uint32_t>(count);
   }
+  // Rows of the workspace that stages between products read and write.
+  constexpr double kMemoryShare = 0.75;
+  const double bytes = static_cast<double>(pairs * dtype_bytes(layer.x.dtype)) *
+                       static_cast<double>((needs.da || needs.a ? 6 * layer.inner : 0) +
+                                           (needs.dx_rows ? 2 * layer.hidden : 0));
+  if (facts->memory_bytes_per_microsecond > 0) {
+    plan->info.microseconds += bytes / (facts->memory_bytes_per_microsecond * kMemoryShare);
+  }
   plan->info.microseconds += kRowStageMicroseconds * plan->info.launch_count;
   plan->info.workspace_bytes = static_cast<uint64_t>(w.bytes);
   return FLASHMOE_OK;
