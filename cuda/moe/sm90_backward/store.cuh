@@ -42,6 +42,7 @@ template <class Element, int kSums>
 struct TileStore {
   using Numeric = numeric::ElementTraits<Element>;
   static constexpr int kBlocks = kSums / 4;  // of 8 columns
+  static constexpr int kBatch = 8;           // of them, whose loads are on their way together
 
   const Params& params;
   int expert;
@@ -85,16 +86,23 @@ struct TileStore {
       if (!has[half]) continue;
       float* const to = at<float>(row + 8 * half + lane / 4, n + lane % 4 * 2);
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        if (n + 8 * j >= params.n) continue;
-        float2* const pair = reinterpret_cast<float2*>(to + 8 * j);
-        float2 value{sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]};
+      for (int first = 0; first < kBlocks; first += kBatch) {
+        float2 old[kBatch] = {};
         if (params.accumulate != 0) {
-          const float2 old = *pair;
-          value.x += old.x;
-          value.y += old.y;
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j) {
+            const bool inside = n + 8 * (first + j) < params.n;
+            if (inside) old[j] = *reinterpret_cast<const float2*>(to + 8 * (first + j));
+          }
         }
-        *pair = value;
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const int at_sum = 4 * (first + j) + 2 * half;
+          if (n + 8 * (first + j) < params.n) {
+            *reinterpret_cast<float2*>(to + 8 * (first + j)) =
+                float2{sums[at_sum] + old[j].x, sums[at_sum + 1] + old[j].y};
+          }
+        }
       }
     }
   }

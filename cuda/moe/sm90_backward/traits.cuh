@@ -13,11 +13,11 @@ struct Traits {
   static constexpr int kStep = 32;   // rows of an expert, of the main loop
   static constexpr int kStages = 8;  // steps that are in shared memory
   static constexpr int kLag = 2;     // steps by which the second consumer is behind the first
-  static_assert(kLag + 1 < kStages && kStep % kThreadsPerWarp == 0);
+  static_assert(kLag + 1 < kStages && kStep == kThreadsPerWarp);
 
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
-  // The first warpgroup: one warp issues the copies by TMA, three gather.
-  static constexpr int kGatherThreads = 3 * kThreadsPerWarp;
+  // The first warpgroup: one warp issues the copies by TMA, three gather, by turns a step each.
+  static constexpr int kGatherWarps = 3;
   // setmaxnreg: what the block was launched with, 168 a thread, is all there is to divide.
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;

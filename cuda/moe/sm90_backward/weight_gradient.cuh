@@ -158,7 +158,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   }
 }
 
-// Steps of one tile after another, of a block.
+// Steps of one tile after another, of a block, of which a warp takes every kGatherWarps-th.
 template <class Traits>
 struct Steps {
   const Params& params;
@@ -166,16 +166,16 @@ struct Steps {
   int item;
   Tile tile;
   int step;
-  int steps;
+  int steps;  // of the tile
 
-  __device__ __forceinline__ Steps(const Params& params_, int rank_)
-      : params(params_), rank(rank_), item(first_item()), step(0) {
+  __device__ __forceinline__ Steps(const Params& params_, int rank_, int first)
+      : params(params_), rank(rank_), item(first_item()), step(first) {
     look();
     skip();
   }
   __device__ __forceinline__ bool more() const { return item < params.items; }
   __device__ __forceinline__ void advance() {
-    ++step;
+    step += Traits::kGatherWarps;
     skip();
   }
 
@@ -187,97 +187,68 @@ struct Steps {
   }
   __device__ __forceinline__ void skip() {
     while (more() && step >= steps) {
+      step -= steps;
       item += item_stride();
-      step = 0;
       look();
     }
   }
 };
 
-// Gathers rows of x: eight threads copy 128 bytes of one, and then the next 128. A warp looks up
-// whose the rows of a step are, a row a lane, some steps before it copies them.
+// Gathers rows of x, a warp its steps: eight lanes copy 128 bytes of one, and then the next 128.
+// Whose the rows of a step are is looked up, a row a lane, while the step before is copied.
 template <class Traits>
 struct Gather {
   static constexpr int kChunk = 8;  // elements of 16 bytes
-  static constexpr int kThreadsPerRow = kBoxColumns / kChunk;
-  static constexpr int kRowsApart = Traits::kGatherThreads / kThreadsPerRow;
-  static constexpr int kRows = ceil_div(Traits::kStep, kRowsApart);  // of a thread, of which the
-                                                                     // last may be one too many
-  static constexpr int kWords = Traits::kStep / kThreadsPerWarp;     // of a lane
-  static constexpr int kAhead = 3;
-  static constexpr uint32_t kNoRow = 0xffffffffu;
-
-  // The tokens of rows of a step, a lane's.
-  struct Tokens {
-    int values[kWords];
-  };
+  static constexpr int kLanesPerRow = kBoxColumns / kChunk;
+  static constexpr int kRowsApart = kThreadsPerWarp / kLanesPerRow;
+  static constexpr int kRows = Traits::kStep / kRowsApart;  // of a lane
+  static constexpr int kBoxes = Traits::kTileM / kBoxColumns;
+  static_assert(kRowsApart == 4, "every second row of a lane has the same swizzle");
 
   const Params& params;
-  int first_row;  // of a step
-  int chunk;
 
-  __device__ __forceinline__ Gather(const Params& params_, int thread)
-      : params(params_), first_row(thread / kThreadsPerRow), chunk(thread % kThreadsPerRow) {}
-
-  __device__ __forceinline__ Tokens look_up(Steps<Traits>& ahead) const {
-    Tokens tokens;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int row = ahead.step * Traits::kStep + i * kThreadsPerWarp + lane_index();
-      tokens.values[i] = -1;
-      if (ahead.more() && row < ahead.tile.rows) {
-        tokens.values[i] = params.row_tokens[ahead.tile.first_row + row];
-      }
-    }
-    if (ahead.more()) ahead.advance();
-    return tokens;
+  // The token of this lane's row of a step; -1 behind its rows, and of what is none.
+  __device__ __forceinline__ int look_up(const Steps<Traits>& steps) const {
+    const int row = steps.step * Traits::kStep + lane_index();
+    if (!steps.more() || row >= steps.tile.rows) return -1;
+    const int token = params.row_tokens[steps.tile.first_row + row];
+    return token < params.tokens ? token : -1;
   }
 
-  __device__ __forceinline__ uint32_t row_of(int token) const {
-    return token >= 0 && token < params.tokens ? static_cast<uint32_t>(token) * params.x_row_chunks
-                                               : kNoRow;
-  }
-
-  __device__ __forceinline__ void run(const Shared<Traits>& shared, int rank) const {
-    Steps<Traits> ahead(params, rank);
-    Tokens known[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) known[i] = look_up(ahead);
+  __device__ __forceinline__ void run(const Shared<Traits>& shared, int rank, int warp) const {
+    const int lane = lane_index();
+    const int chunk = lane % kLanesPerRow;
+    const int first_row = lane / kLanesPerRow;
+    const uint32_t places[2] = {
+        static_cast<uint32_t>(first_row * (kBoxColumns * 2) + (chunk ^ first_row) * 16),
+        static_cast<uint32_t>(first_row * (kBoxColumns * 2) + (chunk ^ (first_row + 4)) * 16)};
     PipelineState<Traits::kStages> pipe;
-    for (Steps<Traits> now(params, rank); now.more(); now.advance()) {
-      uint32_t offsets[kRows];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int row = first_row + i * kRowsApart;
-        int token = 0;
-#pragma unroll
-        for (int word = 0; word < kWords; ++word) {
-          const int value = __shfl_sync(kFullWarp, known[0].values[word], row % kThreadsPerWarp);
-          if (row / kThreadsPerWarp == word) token = value;
-        }
-        offsets[i] = row_of(token);
-      }
-#pragma unroll
-      for (int i = 1; i < kAhead; ++i) known[i - 1] = known[i];
-      known[kAhead - 1] = look_up(ahead);
+    pipe.advance(warp);
+    Steps<Traits> steps(params, rank, warp);
+    int next = look_up(steps);
+    while (steps.more()) {
+      const int known = next;
+      const int column = steps.tile.m + chunk * kChunk;
+      const uint16_t* const source = params.x + column;
+      steps.advance();
+      next = look_up(steps);
       ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+      const uint32_t to = shared.first(pipe.stage);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const int row = first_row + i * kRowsApart;
-        if (row >= Traits::kStep) continue;
-        const uint32_t to =
-            shared.first(pipe.stage) + row * (kBoxColumns * 2) + (chunk ^ (row % 8)) * 16;
+        const int token = __shfl_sync(kFullWarp, known, first_row + i * kRowsApart);
+        const bool valid = token >= 0;
+        const uint32_t chunks = static_cast<uint32_t>(max(token, 0)) * params.x_row_chunks;
+        const uint16_t* const from = source + uint64_t{chunks} * kChunk;
 #pragma unroll
-        for (int box = 0; box < Traits::kTileM / kBoxColumns; ++box) {
-          const int column = now.tile.m + box * kBoxColumns + chunk * kChunk;
-          const bool valid = offsets[i] != kNoRow && column < params.m;
-          const uint16_t* const from =
-              params.x + (valid ? int64_t{offsets[i]} * kChunk + column : 0);
-          ptx::cp_async_16_or_zero(to + box * Traits::kBoxBytes, from, valid);
+        for (int box = 0; box < kBoxes; ++box) {
+          ptx::cp_async_16_or_zero(
+              to + places[i % 2] + i * kRowsApart * (kBoxColumns * 2) + box * Traits::kBoxBytes,
+              from + box * kBoxColumns, valid && column + box * kBoxColumns < params.m);
         }
       }
       ptx::cp_async_arrive(shared.full(pipe.stage));
-      pipe.advance();
+      pipe.advance(Traits::kGatherWarps);
     }
   }
 };
@@ -417,7 +388,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::prefetch_tensor_map(&params.first);
     ptx::prefetch_tensor_map(&params.second);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      ptx::mbarrier_init(shared.full(stage), 1 + (gathers ? Traits::kGatherThreads : 0));
+      ptx::mbarrier_init(shared.full(stage), 1 + (gathers ? kThreadsPerWarp : 0));
       ptx::mbarrier_init(shared.empty(stage), kCluster * 4 * kConsumers);
     }
     ptx::fence_mbarrier_init();
@@ -438,7 +409,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warp == 0) {
       produce<Traits>(params, shared, rank);
     } else if (gathers) {
-      Gather<Traits>(params, static_cast<int>(threadIdx.x) - kThreadsPerWarp).run(shared, rank);
+      Gather<Traits>{params}.run(shared, rank, warp - 1);
     }
   }
   // The other block of the cluster may still load to this one.
