@@ -325,7 +325,7 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  * Beyond `limit` g and u have gradients of 0; at it they have their own. RELU has the slope 0 at 0.
  * Products are accumulated in fp32. What lies between them, the gradient of what act was applied to
  * and the rows of dx before their sum over k, is kept in x's dtype. The same inputs give the same
- * bits on every run and with any number of threads of a CPU. A NaN of a token reaches its own dx and
+ * bits on every run and with any number of threads. A NaN of a token reaches its own dx and
  * dweights and the dw and db of its experts, and nothing else. Whatever the routing holds, nothing
  * outside the tensors is read or written; a slot counts where `slots` and `pairs` agree on it.
  * ---------------------------------------------------------------------------------------------- */
@@ -429,7 +429,8 @@ flashmoe_grouped_product_backward(const flashmoe_grouped_product_backward_params
  * Routing, backward
  *
  * The gradients of flashmoe_moe_route's weights, and of its lse, by what it was given: of logits,
- * or of given weights. The choice of experts has no gradient.
+ * or of given weights. The choice of experts has no gradient, and neither have groups and a
+ * selection bias, which decide nothing else.
  *
  * With `accumulate` they are added to what the output holds: the gradient of an auxiliary loss by
  * the same logits, for one. An id that is no expert has no gradient of its own; its given weight

@@ -302,6 +302,9 @@ _MOE_KERNELS = {
         "moe_down_sm90_few_tokens_bf16_bulk",
     ],
     "moe_combine_kernel": ["moe_combine_fp16"],
+    "sums_kernel": ["moe_backward_sums_fp16"],
+    "weight_gradients_kernel": ["moe_backward_sm89_fp16"],
+    "route_backward_kernel": ["moe_route_backward"],
     "grouped_product_kernel": ["grouped_product_sm89_fp16"],
 }
 # On Hopper cuobjdump counts what the system reserves as well.

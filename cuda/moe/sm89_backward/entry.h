@@ -8,9 +8,11 @@ namespace flashmoe::moe::sm89_backward {
 
 struct Entry : Kernel {
   Dtype dtype;
-  int tile;  // rows and columns of a gradient
+  int tile_m;  // rows of a gradient
+  int tile_n;  // columns
   int stages;
   int threads;
+  int blocks_per_sm;
 };
 
 inline constexpr int kEntries = 2;

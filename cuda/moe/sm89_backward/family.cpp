@@ -63,7 +63,6 @@ class WeightGradients {
     if (gradient.data == nullptr) return;
     const bool turns = gradient.column_stride != 1;
     if (turns) std::swap(m, n);
-    const int tile = entries[0].tile;
     Job& job = jobs_[count_++];
     job = {};
     job.a = turns ? b : a;
@@ -75,8 +74,8 @@ class WeightGradients {
     extents_ = std::max({extents_, m, n});
     job.m = static_cast<int32_t>(m);
     job.n = static_cast<int32_t>(n);
-    job.m_tiles = static_cast<int32_t>(ceil_div(m, tile));
-    job.n_tiles = static_cast<int32_t>(ceil_div(n, tile));
+    job.m_tiles = static_cast<int32_t>(ceil_div(m, entries[0].tile_m));
+    job.n_tiles = static_cast<int32_t>(ceil_div(n, entries[0].tile_n));
     tiles_ += static_cast<double>(job.m_tiles) * job.n_tiles * experts_;
     job.end = static_cast<int32_t>(std::min<double>(tiles_, INT_MAX));
   }
@@ -90,14 +89,17 @@ class WeightGradients {
       return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                            "gradients of weights: got %.0f tiles of %d x %d, accepted are at most "
                            "2^31 - 1, and 2^30 rows and columns",
-                           tiles_, entries[0].tile, entries[0].tile);
+                           tiles_, entries[0].tile_m, entries[0].tile_n);
     }
     const Entry& entry = entries[dtype == entries[0].dtype ? 0 : 1];
     int arch = 0;
     FLASHMOE_TRY(load_kernel(entry, device.device_id, facts, &arch, reason));
-    flashmoe_launch& launch = plan_launch(entry, device.device_id, "", static_cast<int64_t>(tiles_),
-                                          entry.threads, entry.shared_bytes, plan);
-    launch.tile_m = launch.tile_n = entry.tile;
+    const int64_t most = int64_t{facts.multiprocessors} * entry.blocks_per_sm;
+    flashmoe_launch& launch =
+        plan_launch(entry, device.device_id, "", std::min(static_cast<int64_t>(tiles_), most),
+                    entry.threads, entry.shared_bytes, plan);
+    launch.tile_m = entry.tile_m;
+    launch.tile_n = entry.tile_n;
     launch.stages = entry.stages;
     return FLASHMOE_OK;
   }
@@ -110,6 +112,7 @@ class WeightGradients {
     params.counts = rows.counts;
     params.row_tokens = rows.row_tokens;
     params.rows = static_cast<int32_t>(rows.count);
+    params.tiles = static_cast<int32_t>(tiles_);
     params.adds = adds ? 1 : 0;
     return launch_planned(plan, index, &params, stream);
   }

@@ -36,7 +36,8 @@ struct Params {
   const int32_t* counts;      // [experts] or nullptr
   const int32_t* row_tokens;  // [rows] the token of a slot, -1 where it does not count; or nullptr
   int32_t rows;
-  int32_t adds;  // to what out holds
+  int32_t tiles;  // of all jobs
+  int32_t adds;   // to what out holds
 };
 
 }  // namespace flashmoe::moe::sm89_backward

@@ -12,9 +12,11 @@ static Entry entry_of(const char* name, int index) {
   return {{name, reinterpret_cast<const void*>(&weight_gradients_kernel<T>), T::kSharedBytes,
            loaded[index]},
           numeric::ElementTraits<Element>::kDtype,
-          T::kTile,
+          T::kTileM,
+          T::kTileN,
           T::kStages,
-          T::kThreads};
+          T::kThreads,
+          T::kBlocksPerSm};
 }
 
 const Entry entries[kEntries] = {
