@@ -89,6 +89,7 @@ endfunction()
 #   sm89_few_tokens: products' rows of a step, in sixteens, and its tokens, in eights: for few tokens, for
 #     few of a model with many columns, for more.
 #   sm90_few_tokens: the same family's for Hopper, by the copy engine.
+#   sm90_backward: the gradient of weights.
 #   sm90: rows of x, gathered, with a gate and an up or with one matrix, or rows as they lie; and which
 #     stride of the weights is 1, or that a transposed gate and up are interleaved.
 set(FLASHMOE_MOE_SM89_KERNELS
@@ -96,6 +97,7 @@ set(FLASHMOE_MOE_SM89_KERNELS
   "Rows::kGated,Major::kColumns,_gated" "Rows::kGated,Major::kRows,_gated_trans")
 set(FLASHMOE_MOE_SM89_FEW_TOKENS_KERNELS "1,1,_r16_n8" "2,1,_r32_n8" "2,2,_r32_n16")
 set(FLASHMOE_MOE_SM90_FEW_TOKENS_KERNELS "_bulk")
+set(FLASHMOE_MOE_SM90_BACKWARD_KERNELS "_weight_gradient")
 set(FLASHMOE_MOE_SM90_KERNELS
   "kPlainGatedUp,kColumns,_swiglu_up" "kNarrowGatedUp,kColumns,_swiglu_up_narrow"
   "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up" "kDown,kColumns,_down"

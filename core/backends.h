@@ -63,6 +63,8 @@ extern const AttentionFamily kSm90Attention;
 extern const AttentionBackwardFamily kSm90AttentionBackward;
 extern const MoeForwardFamily kSm90MoeForward;
 extern const GroupedProductFamily kSm90GroupedProduct;
+extern const MoeBackwardFamily kSm90MoeBackward;
+extern const GroupedProductBackwardFamily kSm90GroupedProductBackward;
 #endif
 // The two offsets {0, 2^31 - 1} in the memory of a device, by which a product of one expert has all
 // rows.

@@ -121,6 +121,10 @@ def of_gradients() -> dict[str, str]:
         made[f"moe_backward_sm89_{dtype}"] = (
             f"moe::sm89_backward::weight_gradients_kernel<Traits<{element}>>"
         )
+        for (suffix,) in entries("FLASHMOE_MOE_SM90_BACKWARD_KERNELS"):
+            made[f"moe_backward_sm90_{dtype}{suffix}"] = (
+                f"moe::sm90_backward::weight_gradient_kernel<Traits<{element}>>"
+            )
     return made
 
 

@@ -130,7 +130,7 @@ def moe_backward(
         dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
             the shape of what they are of, of its dtype or fp32 (dweights is fp32); strides are
             their own, as moe_forward takes them. May overlap no other tensor.
-        kernel: "cpu", "sm89", or None: the best here.
+        kernel: "cpu", "sm89", "sm90", or None: the best here.
         stream: As in flash_attention.
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.

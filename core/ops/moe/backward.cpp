@@ -175,6 +175,9 @@ struct MoeBackward {
   static constexpr size_t kGpuAlignment = 256;
   static constexpr const char* kKernelPrefix = nullptr;
   static constexpr const MoeBackwardFamily* kFamilies[] = {
+#if FLASHMOE_WITH_SM90
+      &kSm90MoeBackward,
+#endif
 #if FLASHMOE_WITH_CUDA
       &kSm89MoeBackward,
 #endif

@@ -98,6 +98,9 @@ struct GroupedProductBackward {
   static constexpr size_t kGpuAlignment = 256;
   static constexpr const char* kKernelPrefix = nullptr;
   static constexpr const GroupedProductBackwardFamily* kFamilies[] = {
+#if FLASHMOE_WITH_SM90
+      &kSm90GroupedProductBackward,
+#endif
 #if FLASHMOE_WITH_CUDA
       &kSm89GroupedProductBackward,
 #endif

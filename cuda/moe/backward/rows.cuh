@@ -85,29 +85,47 @@ __device__ __forceinline__ int expert_of(const Routing& routing, int slot) {
 template <class Element>
 class RowOfSlot {
  public:
-  __device__ __forceinline__ RowOfSlot(const RowsParams& params, int slot, float weight)
-      : p_(params),
-        width_(int64_t{params.inner} * (params.gated != 0 ? 2 : 1)),
-        slot_(slot),
-        weight_(params.weight_on_input != 0 ? 1.0f : weight),
-        scale_(weight) {}
+  __device__ __forceinline__ RowOfSlot(const RowsParams& params, int slot)
+      : p_(params), width_(int64_t{params.inner} * (params.gated != 0 ? 2 : 1)), slot_(slot) {}
 
-  // <da, a>, of this lane's pieces.
-  __device__ __forceinline__ float differentiate() const {
-    uint16_t* const row = p_.da + int64_t{slot_} * p_.inner;
-    const uint16_t* const before = p_.pre_activation + slot_ * p_.pre_activation_stride;
+  // What a lane needs of a row for a piece.
+  struct Pieces {
+    uint32_t first[kPiece / 2];  // g, or u without a gate
+    uint32_t second[kPiece / 2];
+    uint4 da;
+  };
+
+  // Begins to load them, from element i on; nothing beyond the row.
+  __device__ __forceinline__ void load(Pieces& pieces, int i) const {
+    if (i >= p_.inner || p_.pre_activation == nullptr) return;
+    const uint16_t* const before = p_.pre_activation + slot_ * p_.pre_activation_stride + i;
+    ptx::load_streaming(pieces.first, before);
+    if (p_.gated != 0) ptx::load_streaming(pieces.second, before + p_.inner);
+    // The compiler sees this access: the row is written anew.
+    if (p_.has_da != 0) {
+      pieces.da = *reinterpret_cast<const uint4*>(p_.da + slot_ * p_.inner + i);
+    }
+  }
+
+  // <da, a>, of this lane's pieces, the first of which are loaded. The next are while one is
+  // computed.
+  __device__ __forceinline__ float differentiate(Pieces& pieces, float weight) const {
+    uint16_t* const row = p_.da + slot_ * p_.inner;
+    const float factor = p_.weight_on_input != 0 ? 1.0f : weight;
     float dot = 0.0f;
     for (int i = lane_index() * kPiece; i < p_.inner; i += kThreadsPerWarp * kPiece) {
-      float first[kPiece];  // g, or u without a gate
+      float first[kPiece];
       float second[kPiece];
       float da[kPiece];
-      load_piece<Element>(first, before + i);
-      if (p_.gated != 0) load_piece<Element>(second, before + p_.inner + i);
+      unpack_piece<Element>(first, pieces.first);
+      if (p_.gated != 0) unpack_piece<Element>(second, pieces.second);
       if (p_.has_da != 0) {
-        load_own_piece<Element>(da, row + i);
+        const uint32_t words[] = {pieces.da.x, pieces.da.y, pieces.da.z, pieces.da.w};
+        unpack_piece<Element>(da, words);
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) da[j] *= p_.da_scale;
       }
+      load(pieces, i + kThreadsPerWarp * kPiece);
       float act[kPiece];
       float slope[kPiece];
 #pragma unroll
@@ -126,7 +144,7 @@ class RowOfSlot {
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) {
           dot = fmaf(da[j], act[j] * up[j], dot);
-          const float weighted = da[j] * weight_;
+          const float weighted = da[j] * factor;
           const float through = weighted * up[j] * slope[j];
           dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, through)
                                     : through_cut(first[j], p_.limit, through);
@@ -136,15 +154,15 @@ class RowOfSlot {
         if (p_.scaled_dz != nullptr) {
 #pragma unroll
           for (int j = 0; j < kPiece; ++j) {
-            dfirst[j] *= scale_;
-            dsecond[j] *= scale_;
+            dfirst[j] *= weight;
+            dsecond[j] *= weight;
           }
           store_dz(p_.scaled_dz, i, dfirst, dsecond);
         }
       }
       if (p_.wants_a != 0) {
 #pragma unroll
-        for (int j = 0; j < kPiece; ++j) act[j] = act[j] * up[j] * weight_;
+        for (int j = 0; j < kPiece; ++j) act[j] = act[j] * up[j] * factor;
         store_piece<Element>(row + i, act);
       }
     }
@@ -185,8 +203,6 @@ class RowOfSlot {
   const RowsParams& p_;
   const int64_t width_;
   const int64_t slot_;
-  const float weight_;
-  const float scale_;
 };
 
 // <dout, bias> of this lane's columns.
@@ -202,13 +218,17 @@ __device__ __forceinline__ float dot_with_bias(const RowsParams& p, int token, i
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp)
+__global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp, 5)
     rows_kernel(const __grid_constant__ RowsParams params) {
   begin_kernel();
   const Routing& routing = params.routing;
   const int64_t number = int64_t{blockIdx.x} * kRowWarps + warp_index();
   if (number >= routing.rows) return;
   const int slot = static_cast<int>(number);
+  // Before it is known whether the slot counts.
+  const RowOfSlot<Element> row(params, slot);
+  typename RowOfSlot<Element>::Pieces pieces;
+  row.load(pieces, lane_index() * kPiece);
   int token = -1;
   int pair = -1;
   const bool has_expert = slot >= routing.offsets[0] && slot < routing.offsets[routing.experts];
@@ -221,11 +241,11 @@ __global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp)
   if (lane_index() == 0) params.row_tokens[slot] = token;
   if (!has_expert || params.pre_activation == nullptr) return;
   if (token < 0) {
-    RowOfSlot<Element>(params, slot, 0.0f).clear();
+    row.clear();
     return;
   }
   const float weight = routing.weights[pair];
-  float dot = RowOfSlot<Element>(params, slot, weight).differentiate();
+  float dot = row.differentiate(pieces, weight);
   if (params.dots == nullptr) return;
   if (params.down_bias.data != nullptr) {
     dot += dot_with_bias<Element>(params, token, expert_of(routing, slot));

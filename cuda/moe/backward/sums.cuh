@@ -21,27 +21,28 @@ __device__ __forceinline__ void add_piece(float (&sum)[kPiece], const uint16_t* 
   }
 }
 
-// Four rows of an expert's choice are on their way at a time.
+// Adds up the pieces of a token's rows, of which eight are on their way at a time.
 template <class Element>
-__device__ __forceinline__ void combine_piece(const CombineParams& p, const int* rows,
-                                              const float* weights, int column,
+__device__ __forceinline__ void combine_piece(const uint16_t* y, int64_t stride, int top_k,
+                                              const int* rows, const float* weights,
                                               float (&sum)[kPiece]) {
-  constexpr int kBatch = 4;
-  for (int k = 0; k < p.routing.top_k; k += kBatch) {
-    float values[kBatch][kPiece] = {};
+  constexpr int kBatch = 8;
+  for (int k = 0; k < top_k; k += kBatch) {
+    uint32_t words[kBatch][kPiece / 2];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int row = k + i < p.routing.top_k ? rows[k + i] : -1;
-      const int64_t at = int64_t{max(row, 0)} * p.hidden + column;
-      add_piece<Element>(values[i], p.y[0] + at, row >= 0);
-      if (p.y[1] != nullptr) add_piece<Element>(values[i], p.y[1] + at, row >= 0);
+      const int row = k + i < top_k ? rows[k + i] : -1;
+      ptx::load_streaming_or_zero(words[i], y + max(row, 0) * stride, row >= 0);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int place = min(k + i, p.routing.top_k - 1);
-      const float weight = rows[place] >= 0 ? weights[place] : 0.0f;
+      const float weight = weights[min(k + i, top_k - 1)];
 #pragma unroll
-      for (int j = 0; j < kPiece; ++j) sum[j] = fmaf(weight, values[i][j], sum[j]);
+      for (int j = 0; j < kPiece / 2; ++j) {
+        const float2 pair = numeric::ElementTraits<Element>::unpack(words[i][j]);
+        sum[2 * j] = fmaf(weight, pair.x, sum[2 * j]);
+        sum[2 * j + 1] = fmaf(weight, pair.y, sum[2 * j + 1]);
+      }
     }
   }
 }
@@ -96,7 +97,7 @@ __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, 4)
     combine_kernel(const __grid_constant__ CombineParams params) {
   __shared__ int rows[kMaxTopK];
   __shared__ float weights[kMaxTopK];
@@ -110,14 +111,19 @@ __global__ void __launch_bounds__(kCombineThreads)
     const bool counts = slot >= 0 && slot < routing.rows && params.row_tokens[slot] == token &&
                         routing.pairs[slot] == pair;
     rows[thread_index()] = counts ? slot : -1;
-    weights[thread_index()] = params.weight_on_input != 0 ? routing.weights[pair] : 1.0f;
+    weights[thread_index()] = !counts                       ? 0.0f
+                              : params.weight_on_input != 0 ? routing.weights[pair]
+                                                            : 1.0f;
   }
   __syncthreads();
   if (params.dx != nullptr) {
     for (int column = thread_index() * kPiece; column < params.hidden;
          column += thread_count() * kPiece) {
       float sum[kPiece] = {};
-      combine_piece<Element>(params, rows, weights, column, sum);
+      for (const uint16_t* y : params.y) {
+        if (y == nullptr) continue;
+        combine_piece<Element>(y + column, params.hidden, routing.top_k, rows, weights, sum);
+      }
       write_piece<Element>(params.dx, token * params.dx_stride + column, params.dx_is_fp32 != 0,
                            params.adds != 0, sum);
     }
