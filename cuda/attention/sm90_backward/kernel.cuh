@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // Queries go to all blocks of a cluster at once.
     constexpr int kWarpsOfQueries = Traits::kCluster * kConsumerWarps;
     ptx::mbarrier_init(barriers.k_full(), 1);
-    ptx::mbarrier_init(barriers.k_empty(), kConsumerWarps + kSlots);
+    ptx::mbarrier_init(barriers.k_empty(), kWarps * Traits::kConsumerGroups + kSlots);
     ptx::mbarrier_init(barriers.v_full(), 1);
     ptx::mbarrier_init(barriers.v_empty(), kWarpsOfV);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int buffer = 0; buffer < 2; ++buffer) {
       ptx::mbarrier_init(barriers.ds_full(buffer), Traits::kCluster * kWarpsOfV);
       if (Traits::kInPanels) ptx::mbarrier_init(barriers.ds_empty(buffer), kWarpsOfV);
-      if (Traits::kByProducts) ptx::mbarrier_init(barriers.ds_taken(buffer), kConsumerWarps);
+      if (Traits::kByProducts) ptx::mbarrier_init(barriers.ds_taken(buffer), Traits::kCluster * kWarps);
     }
     if (Traits::kByProducts) {
       ptx::mbarrier_init(barriers.item_wanted(), 1);
@@ -63,15 +63,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   ptx::launch_dependents();
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
-  if (group != 0) {
+  if (group > kConsumers) {
+    if constexpr (Traits::kByProducts) {
+      ptx::give_registers_back<Traits::kQueryRegisters>();
+      QueryConsumer<Traits> consumer(params, barriers, shared, items, 2);
+      take_items_by_products(consumer);
+    }
+  } else if (group != 0) {
     ptx::take_registers<Traits::kConsumerRegisters>();
     if constexpr (Traits::kByProducts) {
       if (group == 1) {
         ValueConsumer<Traits> consumer(params, barriers, shared, items, 0);
-        take_items(consumer);
+        take_items_by_products(consumer);
       } else {
         KeyConsumer<Traits> consumer(params, barriers, shared, items, 1);
-        take_items(consumer);
+        take_items_by_products(consumer);
       }
     } else if constexpr (Traits::kInPanels) {
       PanelConsumer<Traits> consumer(params, barriers, shared, items, group - 1);
@@ -89,12 +95,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Producer<Traits>(params, barriers, shared, items).run();
     } else if (warp <= kSlots) {
       const int slot = warp - 1;
-      Writer<Traits> writer(params, barriers,
-                            shared + Traits::kSlotOffset + slot * Traits::kSlotBytes, items, slot);
-      if constexpr (Traits::kInPanels) {
-        writer.run_by_panels();
+      const uint32_t shared_slot = shared + Traits::kSlotOffset + slot * Traits::kSlotBytes;
+      if constexpr (Traits::kByProducts) {
+        TurnKeeper<Traits>(params, barriers, shared_slot, items, slot).run();
+      } else if constexpr (Traits::kInPanels) {
+        Writer<Traits>(params, barriers, shared_slot, items, slot).run_by_panels();
       } else {
-        writer.run();
+        Writer<Traits>(params, barriers, shared_slot, items, slot).run();
       }
     }
   }
