@@ -70,19 +70,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       take_items_by_products(consumer);
     }
   } else if (group != 0) {
-    ptx::take_registers<Traits::kConsumerRegisters>();
     if constexpr (Traits::kByProducts) {
       if (group == 1) {
+        ptx::take_registers<Traits::kConsumerRegisters>();
         ValueConsumer<Traits> consumer(params, barriers, shared, items, 0);
         take_items_by_products(consumer);
       } else {
+        ptx::take_registers<Traits::kKeyRegisters>();
         KeyConsumer<Traits> consumer(params, barriers, shared, items, 1);
         take_items_by_products(consumer);
       }
     } else if constexpr (Traits::kInPanels) {
+      ptx::take_registers<Traits::kConsumerRegisters>();
       PanelConsumer<Traits> consumer(params, barriers, shared, items, group - 1);
       take_items(consumer);
     } else {
+      ptx::take_registers<Traits::kConsumerRegisters>();
       Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
       consumer.run();
     }

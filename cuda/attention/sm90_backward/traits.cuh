@@ -10,8 +10,9 @@
 #define FM_DS 1
 #endif
 #ifndef FM_V
-#define FM_V 192
-#define FM_Q 104
+#define FM_V 200
+#define FM_K 192
+#define FM_Q 96
 #endif
 #define FM_P 24
 namespace flashmoe::sm90_backward {
@@ -98,9 +99,10 @@ struct Traits {
   // in eights, 128 for each of 512.
   static constexpr int kLaunchRegisters = kByProducts ? 128 : 168;
   static constexpr int kConsumerRegisters = kByProducts ? FM_V : 240;
+  static constexpr int kKeyRegisters = kByProducts ? FM_K : 240;
   static constexpr int kQueryRegisters = kByProducts ? FM_Q : 0;  // of the consumer of dQ
   static constexpr int kProducerRegisters = kByProducts ? FM_P : (kConsumerGroups + 1) * kLaunchRegisters -
-                                            kConsumers * kConsumerRegisters - kQueryRegisters;
+                                            kConsumerRegisters - kKeyRegisters - kQueryRegisters;
 
   // dQ of a step goes to global memory as a whole, or in panels of 64 columns. By products a block's
   // half is one where it lies in whole boxes, or else panels of 32.
