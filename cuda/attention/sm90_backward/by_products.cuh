@@ -22,11 +22,42 @@
 
 namespace flashmoe::sm90_backward {
 
+#ifdef FM_CLW
+#define FM_WAIT ptx::mbarrier_wait_cluster
+#else
+#define FM_WAIT ptx::mbarrier_wait
+#endif
+#ifdef FM_PROFILE
+__device__ unsigned long long fm_prof[64];
+#define STAMP(i)                                                                     \
+  do {                                                                               \
+    const uint32_t now_ = clock();                                                   \
+    if (thread_index() % 128 % 64 == (i >= 48 ? thread_index() % 128 % 64 : 0)) {     \
+      if (thread_index() % 128 == 0 || i >= 48)                                       \
+        atomicAdd(&fm_prof[i], static_cast<unsigned long long>(now_ - this->stamp_));       \
+    }                                                                                \
+    this->stamp_ = now_;                                                                   \
+  } while (0)
+#define STAMPS uint32_t stamp_ = clock();
+#else
+#define STAMP(i)
+#define STAMPS
+#endif
+
 // Arrives at a barrier of this block and at the same one of the other.
 __device__ __forceinline__ void release_to_both(uint32_t barrier) {
   __syncwarp();
   const int lane = lane_index();
   if (lane < 2) ptx::mbarrier_arrive_cluster(ptx::map_to_rank(barrier, lane));
+}
+
+// Arrives at a barrier of the other block, mapped, and lets the phase wait for so many bytes of
+// copies. Not a release to the cluster, which would wait for all that this thread has written
+// anywhere: what the copies write is seen with their bytes.
+__device__ __forceinline__ void arrive_expect_at_other(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
 }
 
 // Of four words of each of four neighbouring lanes, the lane's own number of them all.
@@ -62,15 +93,22 @@ struct TurnKeeper : Writer<Traits> {
   using Base::slot;
   using typename Base::Part;
 
+  STAMPS
   __device__ __forceinline__ void keep(const Part& part) {
     SlotUse use = part.last ? kLastPart : kPart;
     if (part.before == 0) use = part.last ? kOnlyPart : kFirstPart;
     ptx::store_shared(barriers.slot_use(slot), static_cast<uint32_t>(use));
     ptx::store_shared(barriers.slot_tile(slot), part.tile);
+    STAMP(48);
+#ifndef FM_NOTURN
     if (part.before > 0) ptx::wait_for_word(params.turns + part.tile, part.before);
+#endif
+    STAMP(49);
     Base::offer();
     Base::wait_for_consumers();
+    STAMP(50);
     if (!part.last) ptx::store_release(params.turns + part.tile, part.before + 1);
+    STAMP(51);
   }
 
   __device__ __forceinline__ void run() {
@@ -108,6 +146,7 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
   using Base::shared_items;
   using Base::stage;
   static_assert(Traits::kCluster == 2);
+  STAMPS
 
   __device__ __forceinline__ uint32_t buffer_parity() const {
     return index / Traits::kDsBuffers & 1;
@@ -203,19 +242,31 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   using Base::shared;
   using Base::stage;
 
+  template <bool kFirst>
   __device__ __forceinline__ void take_step(int first_key, bool last) {
     uint32_t p[kSlices][4];
+    STAMP(0);
     Base::wait_for_q();
+    STAMP(1);
     Base::read_row();
     Base::issue_scores();
+#ifdef FM_LATE
+    if (!kFirst) ptx::wgmma_wait<1>();
+    if (!kFirst) ptx::pin(dv);
+    if (!kFirst) release_to_both(barriers.do_empty((index - 1) % Traits::kDoStages));
+    STAMP(8);
+#endif
     float2 lse[kScores / 4];
     Base::load_lse(lse);
     ptx::wgmma_wait<0>();  // S
     ptx::pin(scores);
+    STAMP(2);
     if (last) release(barriers.k_empty());
     Base::make_p(p, lse, first_key);
     // dQ was made of what the buffer held, by both blocks: this one's keys were sent to the other.
-    ptx::mbarrier_wait_cluster(barriers.ds_taken(buffer()), Base::buffer_parity() ^ 1);
+    STAMP(3);
+    FM_WAIT(barriers.ds_taken(buffer()), Base::buffer_parity() ^ 1);
+    STAMP(4);
     if constexpr (Traits::kCapped) {
       Base::leave_factors();
     } else {
@@ -223,12 +274,24 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     }
     release(barriers.p_full(buffer()));
     release_to_both(barriers.q_empty(stage()));
+    STAMP(5);
     issue_dv(p);
+    STAMP(6);
+#ifndef FM_LATE
     ptx::wgmma_wait<0>();
     ptx::pin(dv);
     release_to_both(barriers.do_empty(dout_stage()));
+#endif
+    STAMP(7);
     ++index;
     add = true;
+  }
+  __device__ __forceinline__ void finish() {
+#ifdef FM_LATE
+    ptx::wgmma_wait<0>();
+    ptx::pin(dv);
+    release_to_both(barriers.do_empty((index - 1) % Traits::kDoStages));
+#endif
   }
 
   // dV += P^T dO.
@@ -275,10 +338,19 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   using Base::stage;
   using typename Base::KeyMma;
 
+  template <bool kFirst>
   __device__ __forceinline__ void take_step(int first_key, bool last) {
     float dp[kScores];
+    STAMP(16);
     Base::wait_for_dout();
+    STAMP(17);
     Base::issue_dp(dp);
+#ifdef FM_LATE
+    if (!kFirst) ptx::wgmma_wait<1>();
+    if (!kFirst) ptx::pin(dk);
+    if (!kFirst) release_to_both(barriers.q_empty((index - 1) % Traits::kStages));
+#endif
+    STAMP(23);
     Base::wait_for_q();  // with which the step's first row and delta come
     Base::read_row();
     const bool masked = Traits::kCapped || Base::is_masked(first_key);
@@ -286,16 +358,30 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     ptx::pin(dp);
     release_to_both(barriers.do_empty(dout_stage()));
     if (last) release(barriers.v_empty());
+    STAMP(18);
     ptx::mbarrier_wait(barriers.p_full(buffer()), Base::buffer_parity());
+    STAMP(19);
     Base::take_factors();
     issue_dk_of(dp, masked);
+    STAMP(20);
     ptx::fence_proxy_async_shared();
     give_ds();
+    STAMP(21);
+#ifndef FM_LATE
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     release_to_both(barriers.q_empty(stage()));
+#endif
+    STAMP(22);
     ++index;
     add = true;
+  }
+  __device__ __forceinline__ void finish() {
+#ifdef FM_LATE
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    release_to_both(barriers.q_empty((index - 1) % Traits::kStages));
+#endif
   }
 
   // This warp's rows of dS, to both blocks. Its place in the other one is free: the first consumer
@@ -308,7 +394,7 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
         shared + Traits::kDsOffset + buffer() * Traits::kDsBytes + warp_of_group() * kBytes;
     const uint32_t other = block_rank<Traits>() ^ 1;
     const uint32_t full = ptx::map_to_rank(barriers.ds_full(buffer()), other);
-    ptx::mbarrier_arrive_expect_cluster(full, kBytes);
+    arrive_expect_at_other(full, kBytes);
     ptx::bulk_copy_to_rank(ptx::map_to_rank(from + Traits::kGroupBoxBytes, other), from, kBytes,
                            full);
     ptx::mbarrier_arrive(barriers.ds_full(buffer()));
@@ -364,8 +450,11 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
   using Base::slot_uses;
   using Dq = float[Traits::kDqRegisters];
 
+  template <bool kFirst>
   __device__ __forceinline__ void take_step(int, bool last) {
-    ptx::mbarrier_wait_cluster(barriers.ds_full(buffer()), Base::buffer_parity());
+    STAMP(32);
+    FM_WAIT(barriers.ds_full(buffer()), Base::buffer_parity());
+    STAMP(33);
 #pragma unroll 1
     for (int panel = 0; panel < Traits::kBlockPanels; ++panel) {
       Dq dq;
@@ -376,10 +465,14 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
         release_to_both(barriers.ds_taken(buffer()));
         if (last) release(barriers.k_empty());
       }
+      STAMP(34);
       add_panel(dq);
+      STAMP(36);
     }
     ++index;
   }
+
+  __device__ __forceinline__ void finish() const {}
 
   // Of this block's keys, then of the other's.
   __device__ __forceinline__ void issue_panel(Dq& dq, int panel) const {
@@ -416,6 +509,7 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
   __device__ __forceinline__ void add_panel(Dq& dq) {
     const uint32_t place = slot_uses % kSlots;
     ptx::mbarrier_wait(barriers.slot_ready(place), slot_uses / kSlots & 1);
+    STAMP(35);
     ++slot_uses;
     const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
     const uint32_t tile = ptx::load_shared_uint(barriers.slot_tile(place));
@@ -423,6 +517,7 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
                         static_cast<int64_t>(tile) * (Traits::kTileQ * Traits::kPanelColumns) +
                         Base::thread_of_group() * 4;
     constexpr int kStep = kThreadsPerGroup * 4;
+#ifndef FM_NOADD
     if (use == kFirstPart) {
 #pragma unroll
       for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
@@ -436,6 +531,9 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
         ptx::add_global<1>(sums + i * kStep, four);
       }
     }
+#else
+    if (use != kOnlyPart && use != kLastPart) { release(barriers.slot_full(place)); return; }
+#endif
     if (use == kLastPart) {
 #pragma unroll
       for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
@@ -490,8 +588,12 @@ __device__ __forceinline__ void take_items_by_products(AnyConsumer& consumer) {
     } else {
       const int first_key = consumer.first_key_of(item.tile);
       consumer.begin(0);
+#ifdef FM_LATE
+      consumer.template take_step<true>(first_key, steps-- == 1);
+#endif
 #pragma unroll 1
-      for (; steps > 0; --steps) consumer.take_step(first_key, steps == 1);
+      for (; steps > 0; --steps) consumer.template take_step<false>(first_key, steps == 1);
+      consumer.finish();
     }
     consumer.write_keys();
   }
