@@ -361,9 +361,8 @@ struct Producer : Counters<Traits::kInPanels> {
 // -----------------------------------------------------------------------------
 
 // The first panel of dQ of a step that a consumer has, of which every second one is its.
-template <class Traits>
 __device__ __forceinline__ int first_panel(uint32_t step, int group) {
-  return static_cast<int>((Traits::kByProducts ? group + 1 : step + group) & 1);
+  return static_cast<int>((step + group) & 1);
 }
 
 template <class Traits>
@@ -559,8 +558,7 @@ struct Writer : Counters<Traits::kInPanels> {
   template <int kColumnBoxes>
   __device__ __forceinline__ void write_keys_by_boxes(const CUtensorMap& map, const Direct& direct,
                                                       const SharedItem& item, bool last) {
-    const int group = Traits::kByProducts ? block_rank<Traits>() : slot;
-    const int row = item.tile * Traits::kTileK + group * kKeysPerGroup;
+    const int row = item.tile * Traits::kTileK + slot * kKeysPerGroup;
 #pragma unroll 1
     for (int first = 0; first < kColumnBoxes; first += Traits::kSlotBoxes) {
       wait_for_consumers();
@@ -576,7 +574,7 @@ struct Writer : Counters<Traits::kInPanels> {
     }
   }
 
-  // A slot is of one consumer: its panels of dQ of all steps, then dV, dK, or both.
+  // A slot is of one consumer: its panels of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run_by_panels() {
     for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
@@ -584,10 +582,9 @@ struct Writer : Counters<Traits::kInPanels> {
       ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
-      int panel = first_panel<Traits>(index, slot);
+      int panel = first_panel(index, slot);
       const auto part_of_panel = [&] {
-        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q,
-                       block_rank<Traits>() * Traits::kBlockPanels + panel);
+        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q, panel);
       };
       Part part = {};
       if (steps.left > 0) {
@@ -599,16 +596,16 @@ struct Writer : Counters<Traits::kInPanels> {
       while (steps.left > 0) {
         const Part now = part;
         panel += kConsumers;
-        if (panel >= Traits::kBlockPanels) {
+        if (panel >= Traits::kPanels) {
           steps.advance(item.ascends, params.heads_per_kv);
           ++index;
-          panel = first_panel<Traits>(index, slot);
+          panel = first_panel(index, slot);
         }
         const bool more = steps.left > 0;
         if (now.last) {
           give_turn_on();
           wait_for_consumers();
-          if (!Traits::kByProducts && params.dq_direct.rows == nullptr) store_panel(item, now);
+          if (params.dq_direct.rows == nullptr) store_panel(item, now);
         } else {
           add_panel(now);
         }
@@ -622,13 +619,8 @@ struct Writer : Counters<Traits::kInPanels> {
         }
       }
       give_turn_on();
-      if (!Traits::kByProducts || slot == 0) {
-        write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item,
-                                             Traits::kByProducts);
-      }
-      if (!Traits::kByProducts || slot == 1) {
-        write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
-      }
+      write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item, false);
+      write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
     }
     ptx::tma_store_wait();
   }
@@ -1080,9 +1072,7 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
-  // With kPairs rows are as the copy engine takes them: pairs of 16-bit elements, aligned, to which
-  // nothing is added.
-  template <bool kPairs = false, int kRegisters, class AnySplits = NoSplits>
+  template <int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void write_directly(const Direct& to,
                                                  const float (&values)[kRegisters], float scale,
                                                  int batch, int head, int first_row, int end_row,
@@ -1103,31 +1093,24 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
-        if constexpr (kPairs) {
-          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to.rows) + place + column) =
-              Numeric::pack(four[2 * half] * scale, four[2 * half + 1] * scale);
-        } else {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float value = four[2 * half + e] * scale;
-            if (to.fp32) {
-              float* const at = static_cast<float*>(to.rows) + place + column + e;
-              if (params.accumulate) value += *at;
-              *at = value;
-            } else {
-              auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
-              if (params.accumulate) value += Numeric::to_float(*at);
-              *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
-            }
+        for (int e = 0; e < 2; ++e) {
+          float value = four[2 * half + e] * scale;
+          if (to.fp32) {
+            float* const at = static_cast<float*>(to.rows) + place + column + e;
+            if (params.accumulate) value += *at;
+            *at = value;
+          } else {
+            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+            if (params.accumulate) value += Numeric::to_float(*at);
+            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
           }
         }
       }
     }
   }
 
-  template <bool kPairs>
-  __device__ __forceinline__ void write_dq_directly(const Direct& direct,
-                                                    const float (&dq)[Traits::kDqRegisters],
+  __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
     const uint32_t tile_of_all = tile / Traits::kPanels;
     const int head_of_all = tile_of_all / params.tiles_q;
@@ -1136,9 +1119,9 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int first_column = Traits::kSplitsColumns
                                  ? group * Traits::kDqColumns
                                  : tile % Traits::kPanels * Traits::kPanelColumns;
-    write_directly<kPairs>(direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
-                           tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group),
-                           params.seq_q, first_column, params.dim);
+    write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+                   tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), params.seq_q,
+                   first_column, params.dim);
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
@@ -1172,16 +1155,7 @@ struct Consumer : Counters<Traits::kInPanels> {
         }
       }
       if (params.dq_direct.rows != nullptr) {
-        write_dq_directly<false>(params.dq_direct, dq,
-                                 ptx::load_shared_uint(barriers.slot_tile(place)));
-        return;
-      }
-      if constexpr (Traits::kByProducts) {
-        // The box of a panel would be narrower than its swizzle.
-        if (params.dq_rows.rows != nullptr) {
-          write_dq_directly<true>(params.dq_rows, dq,
-                                  ptx::load_shared_uint(barriers.slot_tile(place)));
-        }
+        write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
         return;
       }
       if (use == kLastPart) {

@@ -29,14 +29,14 @@ namespace flashmoe::sm90_backward {
 #endif
 #ifdef FM_PROFILE
 __device__ unsigned long long fm_prof[64];
-#define STAMP(i)                                                                     \
-  do {                                                                               \
-    const uint32_t now_ = clock();                                                   \
+#define STAMP(i)                                                                      \
+  do {                                                                                \
+    const uint32_t now_ = clock();                                                    \
     if (thread_index() % 128 % 64 == (i >= 48 ? thread_index() % 128 % 64 : 0)) {     \
       if (thread_index() % 128 == 0 || i >= 48)                                       \
-        atomicAdd(&fm_prof[i], static_cast<unsigned long long>(now_ - this->stamp_));       \
-    }                                                                                \
-    this->stamp_ = now_;                                                                   \
+        atomicAdd(&fm_prof[i], static_cast<unsigned long long>(now_ - this->stamp_)); \
+    }                                                                                 \
+    this->stamp_ = now_;                                                              \
   } while (0)
 #define STAMPS uint32_t stamp_ = clock();
 #else
@@ -171,7 +171,7 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
       Mma::multiply_values(
-          reinterpret_cast<float(&)[kOfProduct / 2]>(sums[i * kOfProduct / 2]), rows,
+          reinterpret_cast<float (&)[kOfProduct / 2]>(sums[i * kOfProduct / 2]), rows,
           ptx::advance(columns, i * (kOfProduct / kBoxColumns) * Traits::kQueryBoxBytes), add);
     }
   }
@@ -216,8 +216,8 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
     const SharedItem& item = shared_items[items % kItemsHeld];
     const int first_key = Base::first_key_of(item.tile);
     if (direct.rows != nullptr) {
-      Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key,
-                           params.seq_k, 0, columns);
+      Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key, params.seq_k,
+                           0, columns);
     } else if (rows.rows != nullptr) {
       write_chunks(rows, values, scale, item.batch, item.head_kv, first_key, params.seq_k, 0,
                    columns);
@@ -532,7 +532,10 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
       }
     }
 #else
-    if (use != kOnlyPart && use != kLastPart) { release(barriers.slot_full(place)); return; }
+    if (use != kOnlyPart && use != kLastPart) {
+      release(barriers.slot_full(place));
+      return;
+    }
 #endif
     if (use == kLastPart) {
 #pragma unroll
@@ -549,16 +552,15 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
 
   __device__ __forceinline__ void write_rows(const Dq& dq, uint32_t panel) const {
     if (params.dq_direct.rows != nullptr) {
-      Base::template write_dq_directly<false>(params.dq_direct, dq, panel);
+      Base::write_dq_directly(dq, panel);
     } else if (params.dq_rows.rows != nullptr) {
       const int tile = static_cast<int>(panel / Traits::kPanels);
       const int head_of_all = tile / params.tiles_q;
       const int batch = head_of_all / params.heads_q;
-      Base::write_chunks(params.dq_rows, dq, params.scale, batch,
-                         head_of_all - batch * params.heads_q,
-                         (tile - head_of_all * params.tiles_q) * Traits::kTileQ, params.seq_q,
-                         static_cast<int>(panel % Traits::kPanels) * Traits::kPanelColumns,
-                         params.dim);
+      Base::write_chunks(
+          params.dq_rows, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+          (tile - head_of_all * params.tiles_q) * Traits::kTileQ, params.seq_q,
+          static_cast<int>(panel % Traits::kPanels) * Traits::kPanelColumns, params.dim);
     }
   }
 
@@ -596,6 +598,27 @@ __device__ __forceinline__ void take_items_by_products(AnyConsumer& consumer) {
       consumer.finish();
     }
     consumer.write_keys();
+  }
+}
+
+// The consumers, by the number of their warpgroup.
+template <class Traits>
+__device__ __forceinline__ void consume_by_products(const Params& params,
+                                                    const Barriers<Traits>& barriers,
+                                                    uint32_t shared, const Item* items,
+                                                    int group) {
+  if (group == 1) {
+    ptx::take_registers<Traits::kConsumerRegisters>();
+    ValueConsumer<Traits> consumer(params, barriers, shared, items, 0);
+    take_items_by_products(consumer);
+  } else if (group == 2) {
+    ptx::take_registers<Traits::kKeyRegisters>();
+    KeyConsumer<Traits> consumer(params, barriers, shared, items, 1);
+    take_items_by_products(consumer);
+  } else {
+    ptx::give_registers_back<Traits::kQueryRegisters>();
+    QueryConsumer<Traits> consumer(params, barriers, shared, items, 2);
+    take_items_by_products(consumer);
   }
 }
 

@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int buffer = 0; buffer < 2; ++buffer) {
       ptx::mbarrier_init(barriers.ds_full(buffer), Traits::kCluster * kWarpsOfV);
       if (Traits::kInPanels) ptx::mbarrier_init(barriers.ds_empty(buffer), kWarpsOfV);
-      if (Traits::kByProducts) ptx::mbarrier_init(barriers.ds_taken(buffer), Traits::kCluster * kWarps);
+      if (Traits::kByProducts)
+        ptx::mbarrier_init(barriers.ds_taken(buffer), Traits::kCluster * kWarps);
     }
     if (Traits::kByProducts) {
       ptx::mbarrier_init(barriers.item_wanted(), 1);
@@ -63,31 +64,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   ptx::launch_dependents();
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
-  if (group > kConsumers) {
+  if (group != 0) {
     if constexpr (Traits::kByProducts) {
-      ptx::give_registers_back<Traits::kQueryRegisters>();
-      QueryConsumer<Traits> consumer(params, barriers, shared, items, 2);
-      take_items_by_products(consumer);
-    }
-  } else if (group != 0) {
-    if constexpr (Traits::kByProducts) {
-      if (group == 1) {
-        ptx::take_registers<Traits::kConsumerRegisters>();
-        ValueConsumer<Traits> consumer(params, barriers, shared, items, 0);
-        take_items_by_products(consumer);
-      } else {
-        ptx::take_registers<Traits::kKeyRegisters>();
-        KeyConsumer<Traits> consumer(params, barriers, shared, items, 1);
-        take_items_by_products(consumer);
-      }
-    } else if constexpr (Traits::kInPanels) {
-      ptx::take_registers<Traits::kConsumerRegisters>();
-      PanelConsumer<Traits> consumer(params, barriers, shared, items, group - 1);
-      take_items(consumer);
+      consume_by_products<Traits>(params, barriers, shared, items, group);
     } else {
       ptx::take_registers<Traits::kConsumerRegisters>();
-      Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
-      consumer.run();
+      if constexpr (Traits::kInPanels) {
+        PanelConsumer<Traits> consumer(params, barriers, shared, items, group - 1);
+        take_items(consumer);
+      } else {
+        Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
+        consumer.run();
+      }
     }
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();
@@ -98,13 +86,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Producer<Traits>(params, barriers, shared, items).run();
     } else if (warp <= kSlots) {
       const int slot = warp - 1;
-      const uint32_t shared_slot = shared + Traits::kSlotOffset + slot * Traits::kSlotBytes;
       if constexpr (Traits::kByProducts) {
-        TurnKeeper<Traits>(params, barriers, shared_slot, items, slot).run();
-      } else if constexpr (Traits::kInPanels) {
-        Writer<Traits>(params, barriers, shared_slot, items, slot).run_by_panels();
+        TurnKeeper<Traits> keeper(params, barriers, 0, items, slot);
+        keeper.run();
       } else {
-        Writer<Traits>(params, barriers, shared_slot, items, slot).run();
+        Writer<Traits> writer(params, barriers,
+                              shared + Traits::kSlotOffset + slot * Traits::kSlotBytes, items,
+                              slot);
+        if constexpr (Traits::kInPanels) {
+          writer.run_by_panels();
+        } else {
+          writer.run();
+        }
       }
     }
   }

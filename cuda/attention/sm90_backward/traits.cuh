@@ -101,11 +101,13 @@ struct Traits {
   static constexpr int kConsumerRegisters = kByProducts ? FM_V : 240;
   static constexpr int kKeyRegisters = kByProducts ? FM_K : 240;
   static constexpr int kQueryRegisters = kByProducts ? FM_Q : 0;  // of the consumer of dQ
-  static constexpr int kProducerRegisters = kByProducts ? FM_P : (kConsumerGroups + 1) * kLaunchRegisters -
-                                            kConsumerRegisters - kKeyRegisters - kQueryRegisters;
+  static constexpr int kProducerRegisters = kByProducts ? FM_P
+                                                        : (kConsumerGroups + 1) * kLaunchRegisters -
+                                                              kConsumerRegisters - kKeyRegisters -
+                                                              kQueryRegisters;
 
-  // dQ of a step goes to global memory as a whole, or in panels of 64 columns. By products a block's
-  // half is one where it lies in whole boxes, or else panels of 32.
+  // dQ of a step goes to global memory as a whole, or in panels of 64 columns. By products a
+  // block's half is one where it lies in whole boxes, or else panels of 32.
   static constexpr int kPanelColumns = kByProducts ? (kDim % (2 * kBoxColumns) == 0 ? kDim / 2 : 32)
                                        : kInPanels ? kBoxColumns
                                                    : kDim;
@@ -141,8 +143,9 @@ struct Traits {
   // dV of 64 keys go through it a few boxes at a time. By products all leave from registers.
   static constexpr int kDqBytes = kTileQ * kPanelColumns * 4;
   static constexpr int kDqBytesPerGroup = kDqBytes / kConsumers;
-  static constexpr int kSlotBytes =
-      kByProducts ? 0 : kInPanels ? kDqBytes : larger(kDqBytes, larger(kKBytes, kVBytes));
+  static constexpr int kSlotBytes = kByProducts ? 0
+                                    : kInPanels ? kDqBytes
+                                                : larger(kDqBytes, larger(kKBytes, kVBytes));
   static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
   static constexpr int kSplitFloats = kInPanels ? 0 : kTileK * (kDim + kDimV);
   static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
