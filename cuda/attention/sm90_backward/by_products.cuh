@@ -19,6 +19,7 @@
 #pragma once
 
 #include "cuda/attention/sm90_backward/panels.cuh"
+#include "cuda/ptx/registers.cuh"
 
 namespace flashmoe::sm90_backward {
 
