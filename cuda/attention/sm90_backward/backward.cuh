@@ -161,6 +161,26 @@ struct Counters<true> {
   __device__ __forceinline__ Counters() : index(0), items(0), slot_uses(0), holds(0) {}
 };
 
+// By products: in which stage the first unit of dO of a step comes. They go round in a ring whose
+// length the units of a step need not divide.
+template <class Traits>
+struct DoutRing {
+  uint32_t stage : 8;
+  uint32_t parity : 8;
+  __device__ __forceinline__ DoutRing() : stage(0), parity(0) {}
+  __device__ __forceinline__ uint32_t stage_of(uint32_t unit) const {
+    const uint32_t behind = stage + unit;
+    return behind < Traits::kDoStages ? behind : behind - Traits::kDoStages;
+  }
+  __device__ __forceinline__ uint32_t parity_of(uint32_t unit) const {
+    return parity ^ (stage + unit >= Traits::kDoStages);
+  }
+  __device__ __forceinline__ void advance() {
+    parity = parity_of(Traits::kDoUnits);
+    stage = stage_of(Traits::kDoUnits);
+  }
+};
+
 // ---- producer: one thread
 // ------------------------------------------------------------------------------------------
 
@@ -182,6 +202,7 @@ struct Producer : Counters<Traits::kInPanels> {
   const Barriers<Traits> barriers;
   const uint32_t shared;
   Item* const shared_items;
+  DoutRing<Traits> dout_ring;
 
   __device__ __forceinline__ Producer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, Item* items_)
@@ -225,7 +246,31 @@ struct Producer : Counters<Traits::kInPanels> {
     if constexpr (Traits::kDeltaWithQ) load_delta(item, head, tile_q, stage, full);
   }
 
+  // Of each unit the blocks load every second box, to both.
+  __device__ __forceinline__ void load_dout_by_units(const SharedItem& item, const Steps& steps) {
+    constexpr int kBoxesOfUnit = Traits::kBoxesV / Traits::kDoUnits;
+    const int head = (item.head_kv * params.heads_per_kv + steps.head) * params.dout_repeats.head;
+#pragma unroll
+    for (int unit = 0; unit < Traits::kDoUnits; ++unit) {
+      const uint32_t stage = dout_ring.stage_of(unit);
+      wait_for_blocks<Traits>(barriers.do_empty(stage), dout_ring.parity_of(unit) ^ 1);
+      const uint32_t full = barriers.do_full(stage);
+      ptx::mbarrier_arrive_expect(full, Traits::kDoUnitBytes);
+#pragma unroll
+      for (int i = 0; i < kBoxesOfUnit; ++i) {
+        const int box = unit * kBoxesOfUnit + i;
+        if ((box + 1) % Traits::kCluster != block_rank<Traits>()) continue;
+        ptx::tma_load_multicast(
+            shared + Traits::kDoOffset + stage * Traits::kDoUnitBytes + i * Traits::kQueryBoxBytes,
+            &params.dout, full, ptx::kEvictNormal, (1 << Traits::kCluster) - 1, box * kBoxColumns,
+            steps.tile_q * Traits::kTileQ, head, item.batch * params.dout_repeats.batch);
+      }
+    }
+    dout_ring.advance();
+  }
+
   __device__ __forceinline__ void load_dout(const SharedItem& item, const Steps& steps) {
+    if constexpr (Traits::kByProducts) return load_dout_by_units(item, steps);
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
     const uint32_t stage = index % Traits::kDoStages;

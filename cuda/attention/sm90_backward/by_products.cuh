@@ -23,21 +23,20 @@
 
 namespace flashmoe::sm90_backward {
 
-#ifdef FM_CLW
-#define FM_WAIT ptx::mbarrier_wait_cluster
-#else
-#define FM_WAIT ptx::mbarrier_wait
-#endif
 #ifdef FM_PROFILE
 __device__ unsigned long long fm_prof[64];
-#define STAMP(i)                                                                      \
-  do {                                                                                \
-    const uint32_t now_ = clock();                                                    \
-    if (thread_index() % 128 % 64 == (i >= 48 ? thread_index() % 128 % 64 : 0)) {     \
-      if (thread_index() % 128 == 0 || i >= 48)                                       \
-        atomicAdd(&fm_prof[i], static_cast<unsigned long long>(now_ - this->stamp_)); \
-    }                                                                                 \
-    this->stamp_ = now_;                                                              \
+#define STAMP(i)                                                                            \
+  do {                                                                                      \
+    uint32_t now_;                                                                          \
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now_)::"memory");                            \
+    if (i >= 48 || thread_index() % 128 == 0) {                                             \
+      uint32_t a_;                                                                          \
+      asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(a_));                          \
+      asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(1024 + a_ - 256 + 4 * i),           \
+                   "r"(now_ - this->stamp_)                                                 \
+                   : "memory");                                                             \
+    }                                                                                       \
+    this->stamp_ = now_;                                                                    \
   } while (0)
 #define STAMPS uint32_t stamp_ = clock();
 #else
@@ -138,8 +137,6 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
   using Base::barriers;
   using Base::Base;
   using Base::buffer;
-  using Base::dout_parity;
-  using Base::dout_stage;
   using Base::index;
   using Base::items;
   using Base::params;
@@ -149,32 +146,35 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
   static_assert(Traits::kCluster == 2);
   STAMPS
 
+  DoutRing<Traits> dout_ring;
+
   __device__ __forceinline__ uint32_t buffer_parity() const {
     return index / Traits::kDsBuffers & 1;
   }
   __device__ __forceinline__ void wait_for_q() const {
     ptx::mbarrier_wait(barriers.q_full(stage()), parity());
   }
-  __device__ __forceinline__ void wait_for_dout() const {
-    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
+  // dO comes in units of some boxes, which go round in a ring of their own.
+  __device__ __forceinline__ void wait_for_dout(uint32_t unit) const {
+    ptx::mbarrier_wait(barriers.do_full(dout_ring.stage_of(unit)), dout_ring.parity_of(unit));
+  }
+  __device__ __forceinline__ void give_dout_back(uint32_t unit) const {
+    release_to_both(barriers.do_empty(dout_ring.stage_of(unit)));
+  }
+  __device__ __forceinline__ uint32_t dout_address(uint32_t unit) const {
+    return Base::shared + Traits::kDoOffset + dout_ring.stage_of(unit) * Traits::kDoUnitBytes;
   }
 
-  // A product of 16 queries. One of 256 columns is two: ptxas takes no instruction that has more
-  // registers than a thread was launched with.
-  template <int kColumns>
-  static __device__ __forceinline__ void add_product(float (&sums)[kColumns / 2],
+  // A product of 16 queries with some columns of dO or Q, in as many registers as ptxas takes for
+  // one instruction: no more than a thread was launched with.
+  template <int kColumns, int kRegisters>
+  static __device__ __forceinline__ void add_product(float (&sums)[kRegisters], int first_column,
                                                      const uint32_t (&rows)[4], uint64_t columns,
                                                      bool add) {
-    constexpr int kProducts = kColumns / 2 < Traits::kLaunchRegisters ? 1 : 2;
-    constexpr int kOfProduct = kColumns / kProducts;
-    static_assert(kProducts == 1 || kOfProduct % kBoxColumns == 0);
-    using Mma = ptx::Wgmma<typename Traits::Element, kOfProduct>;
-#pragma unroll
-    for (int i = 0; i < kProducts; ++i) {
-      Mma::multiply_values(
-          reinterpret_cast<float (&)[kOfProduct / 2]>(sums[i * kOfProduct / 2]), rows,
-          ptx::advance(columns, i * (kOfProduct / kBoxColumns) * Traits::kQueryBoxBytes), add);
-    }
+    static_assert(kColumns / 2 < Traits::kLaunchRegisters);
+    using Mma = ptx::Wgmma<typename Traits::Element, kColumns>;
+    Mma::multiply_values(reinterpret_cast<float(&)[kColumns / 2]>(sums[first_column / 2]), rows,
+                         columns, add);
   }
 
   // 64 rows of a fragment as 16-bit elements, of which those before `end_row` exist, to columns
@@ -233,7 +233,7 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   using Base::barriers;
   using Base::Base;
   using Base::buffer;
-  using Base::dout_stage;
+  using Base::dout_ring;
   using Base::dv;
   using Base::index;
   using Base::kScores;
@@ -243,7 +243,6 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   using Base::shared;
   using Base::stage;
 
-  template <bool kFirst>
   __device__ __forceinline__ void take_step(int first_key, bool last) {
     uint32_t p[kSlices][4];
     STAMP(0);
@@ -251,22 +250,15 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     STAMP(1);
     Base::read_row();
     Base::issue_scores();
-#ifdef FM_LATE
-    if (!kFirst) ptx::wgmma_wait<1>();
-    if (!kFirst) ptx::pin(dv);
-    if (!kFirst) release_to_both(barriers.do_empty((index - 1) % Traits::kDoStages));
-    STAMP(8);
-#endif
-    float2 lse[kScores / 4];
-    Base::load_lse(lse);
+    float2 lse[kLseAhead];
+    load_lse(lse, 0);
     ptx::wgmma_wait<0>();  // S
     ptx::pin(scores);
     STAMP(2);
     if (last) release(barriers.k_empty());
-    Base::make_p(p, lse, first_key);
-    // dQ was made of what the buffer held, by both blocks: this one's keys were sent to the other.
+    make_p(p, lse, first_key);
     STAMP(3);
-    FM_WAIT(barriers.ds_taken(buffer()), Base::buffer_parity() ^ 1);
+    ptx::mbarrier_wait(barriers.ds_taken(buffer()), Base::buffer_parity() ^ 1);
     STAMP(4);
     if constexpr (Traits::kCapped) {
       Base::leave_factors();
@@ -276,43 +268,70 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     release(barriers.p_full(buffer()));
     release_to_both(barriers.q_empty(stage()));
     STAMP(5);
-    issue_dv(p);
-    STAMP(6);
-#ifndef FM_LATE
-    ptx::wgmma_wait<0>();
-    ptx::pin(dv);
-    release_to_both(barriers.do_empty(dout_stage()));
-#endif
+    add_dv(p);
     STAMP(7);
     ++index;
     add = true;
   }
-  __device__ __forceinline__ void finish() {
-#ifdef FM_LATE
-    ptx::wgmma_wait<0>();
-    ptx::pin(dv);
-    release_to_both(barriers.do_empty((index - 1) % Traits::kDoStages));
-#endif
+
+  // Of so many of the tile's queries lse is loaded while S is made: there is no room for more.
+  static constexpr int kLseAhead = kScores / (Traits::kCapped ? 4 : 8);
+  __device__ __forceinline__ void load_lse(float2 (&lse)[kLseAhead], int first) const {
+    const uint32_t rows = shared + Traits::kLseOffset + stage() * Traits::kRowBytes +
+                          lane_index() % 4 * 8 + first * 32;
+#pragma unroll
+    for (int i = 0; i < kLseAhead; ++i) lse[i] = ptx::load_shared_float2(rows + 32 * i);
+  }
+  __device__ __forceinline__ void make_p(uint32_t (&p)[kSlices][4], float2 (&lse)[kLseAhead],
+                                         int first_key) {
+    if constexpr (Traits::kCapped) {
+      Base::exponentiate_capped(p, lse, first_key);
+    } else {
+      const float scale_log2 = params.score.scale_log2;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        if (i == 4 * kLseAhead) load_lse(lse, kLseAhead);
+        const float2& of_rows = lse[i / 4 % kLseAhead];
+        scores[i] = numeric::exp2_approx(
+            fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y)));
+      }
+      if (Base::is_masked(first_key)) Base::mask(first_key);
+      Base::pack(p, scores);
+    }
   }
 
-  // dV += P^T dO.
-  __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
-    const uint64_t dout = ptx::swizzled_descriptor(
-        shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
-    Base::wait_for_dout();
+  // dV += P^T dO, the columns of one unit after the other.
+  __device__ __forceinline__ void add_dv(uint32_t (&p)[kSlices][4]) {
+    constexpr int kColumns = Traits::kDimV / Traits::kDoUnits;
     ptx::pin(dv);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
-    ptx::wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      Base::template add_product<Traits::kDimV>(dv, p[slice], ptx::advance(dout, slice * 2048),
-                                                slice > 0 || Base::adds());
+    for (int unit = 0; unit < Traits::kDoUnits; ++unit) {
+      Base::wait_for_dout(unit);
+      ptx::wgmma_fence();
+      const uint64_t dout =
+          ptx::swizzled_descriptor(Base::dout_address(unit), Traits::kQueryBoxBytes);
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+        Base::template add_product<kColumns>(dv, unit * kColumns, p[slice],
+                                             ptx::advance(dout, slice * 2048),
+                                             slice > 0 || Base::adds());
+      }
+      ptx::wgmma_commit();
     }
-    ptx::wgmma_commit();
+    STAMP(6);
+    if constexpr (Traits::kDoUnits > 1) {
+      ptx::wgmma_wait<1>();
+      Base::give_dout_back(0);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(dv);
+    Base::give_dout_back(Traits::kDoUnits - 1);
+    dout_ring.advance();
   }
 
-  __device__ __forceinline__ void begin(int) const {}
+  __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void give_back_unused() const { release(barriers.k_empty()); }
   __device__ __forceinline__ void clear_keys() { clear(dv); }
   __device__ __forceinline__ void write_keys() const {
@@ -328,7 +347,7 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   using Base::Base;
   using Base::buffer;
   using Base::dk;
-  using Base::dout_stage;
+  using Base::dout_ring;
   using Base::ds;
   using Base::index;
   using Base::items;
@@ -339,25 +358,22 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   using Base::stage;
   using typename Base::KeyMma;
 
-  template <bool kFirst>
   __device__ __forceinline__ void take_step(int first_key, bool last) {
     float dp[kScores];
     STAMP(16);
-    Base::wait_for_dout();
+    make_dp(dp);
     STAMP(17);
-    Base::issue_dp(dp);
-#ifdef FM_LATE
-    if (!kFirst) ptx::wgmma_wait<1>();
-    if (!kFirst) ptx::pin(dk);
-    if (!kFirst) release_to_both(barriers.q_empty((index - 1) % Traits::kStages));
-#endif
-    STAMP(23);
     Base::wait_for_q();  // with which the step's first row and delta come
     Base::read_row();
     const bool masked = Traits::kCapped || Base::is_masked(first_key);
+    if constexpr (Traits::kDoUnits > 1) {
+      ptx::wgmma_wait<1>();
+      Base::give_dout_back(0);
+    }
     ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
-    release_to_both(barriers.do_empty(dout_stage()));
+    Base::give_dout_back(Traits::kDoUnits - 1);
+    dout_ring.advance();
     if (last) release(barriers.v_empty());
     STAMP(18);
     ptx::mbarrier_wait(barriers.p_full(buffer()), Base::buffer_parity());
@@ -368,21 +384,32 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     ptx::fence_proxy_async_shared();
     give_ds();
     STAMP(21);
-#ifndef FM_LATE
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     release_to_both(barriers.q_empty(stage()));
-#endif
     STAMP(22);
     ++index;
     add = true;
   }
-  __device__ __forceinline__ void finish() {
-#ifdef FM_LATE
-    ptx::wgmma_wait<0>();
-    ptx::pin(dk);
-    release_to_both(barriers.q_empty((index - 1) % Traits::kStages));
-#endif
+
+  // dP^T = V dO^T, the columns of one unit after the other.
+  __device__ __forceinline__ void make_dp(float (&dp)[kScores]) const {
+    constexpr int kSlicesOfUnit = Traits::kDimV / Traits::kDoUnits / 16;
+    using ScoreMma = typename Base::ScoreMma;
+    const uint64_t v = Base::v_rows();
+#pragma unroll
+    for (int unit = 0; unit < Traits::kDoUnits; ++unit) {
+      Base::wait_for_dout(unit);
+      const uint64_t dout = ptx::swizzled_descriptor(Base::dout_address(unit), 16);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kSlicesOfUnit; ++i) {
+        const int slice = unit * kSlicesOfUnit + i;
+        ScoreMma::multiply(dp, Base::slice_of(v, slice, Traits::kKeyBoxBytes),
+                           Base::slice_of(dout, i, Traits::kQueryBoxBytes), slice > 0);
+      }
+      ptx::wgmma_commit();
+    }
   }
 
   // This warp's rows of dS, to both blocks. Its place in the other one is free: the first consumer
@@ -417,14 +444,21 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
       Base::make_ds(slice, dp, p, of_rows, masked);
       ptx::pin(ds[slice]);
       ptx::wgmma_fence();
-      Base::template add_product<Traits::kDim>(dk, ds[slice], ptx::advance(q, slice * 2048),
-                                               slice > 0 || Base::adds());
+      constexpr int kProducts = Traits::kDim / 2 < Traits::kLaunchRegisters ? 1 : 2;
+      constexpr int kColumns = Traits::kDim / kProducts;
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i) {
+        Base::template add_product<kColumns>(
+            dk, i * kColumns, ds[slice],
+            ptx::advance(q, slice * 2048 + i * kColumns / kBoxColumns * Traits::kQueryBoxBytes),
+            slice > 0 || Base::adds());
+      }
     }
     ptx::wgmma_commit();
   }
 
   // The item lies in one of several places, so K, which the others read, may be given back at once.
-  __device__ __forceinline__ void begin(int) const {
+  __device__ __forceinline__ void begin() const {
     release(barriers.k_empty());
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
   }
@@ -451,10 +485,9 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
   using Base::slot_uses;
   using Dq = float[Traits::kDqRegisters];
 
-  template <bool kFirst>
   __device__ __forceinline__ void take_step(int, bool last) {
     STAMP(32);
-    FM_WAIT(barriers.ds_full(buffer()), Base::buffer_parity());
+    ptx::mbarrier_wait(barriers.ds_full(buffer()), Base::buffer_parity());
     STAMP(33);
 #pragma unroll 1
     for (int panel = 0; panel < Traits::kBlockPanels; ++panel) {
@@ -472,8 +505,6 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
     }
     ++index;
   }
-
-  __device__ __forceinline__ void finish() const {}
 
   // Of this block's keys, then of the other's.
   __device__ __forceinline__ void issue_panel(Dq& dq, int panel) const {
@@ -565,7 +596,7 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
     }
   }
 
-  __device__ __forceinline__ void begin(int) const {}
+  __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void give_back_unused() const { release(barriers.k_empty()); }
   __device__ __forceinline__ void clear_keys() const {}
   __device__ __forceinline__ void write_keys() const {}
@@ -590,13 +621,9 @@ __device__ __forceinline__ void take_items_by_products(AnyConsumer& consumer) {
       consumer.give_back_unused();
     } else {
       const int first_key = consumer.first_key_of(item.tile);
-      consumer.begin(0);
-#ifdef FM_LATE
-      consumer.template take_step<true>(first_key, steps-- == 1);
-#endif
+      consumer.begin();
 #pragma unroll 1
-      for (; steps > 0; --steps) consumer.template take_step<false>(first_key, steps == 1);
-      consumer.finish();
+      for (; steps > 0; --steps) consumer.take_step(first_key, steps == 1);
     }
     consumer.write_keys();
   }

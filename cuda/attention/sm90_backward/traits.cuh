@@ -6,12 +6,12 @@
 #include "cuda/tile/extents.h"
 
 #ifndef FM_DO
-#define FM_DO 2
-#define FM_DS 1
+#define FM_DO 3
+#define FM_DU 2
 #endif
 #ifndef FM_V
-#define FM_V 200
-#define FM_K 192
+#define FM_V 192
+#define FM_K 200
 #define FM_Q 96
 #endif
 #define FM_P 24
@@ -43,6 +43,7 @@ struct Tuning {
   Share share;
   bool capped = false;  // logits have a softcap
   int ds_buffers = 2;
+  int dout_units = 1;  // of a step; `dout_stages` counts them
 };
 
 // A softcap needs fp32 factors beside P: there are no registers for those of 128 queries.
@@ -53,7 +54,7 @@ constexpr Tuning tuning(int dim, int dim_v, bool capped) {
   if (dim <= 128 && dim_v <= 128) return {64, 2, 2, Share::kKeys, capped};
   if (dim <= 192 && dim_v <= 128) return {64, 2, 2, Share::kKeysAndPanels, capped};
   if (dim <= 192 && dim_v <= 192) return {64, 2, 2, Share::kProducts, capped};
-  return {64, 2, FM_DO, Share::kProducts, capped, FM_DS};
+  return {64, 2, FM_DO, Share::kProducts, capped, 2, FM_DU};
 }
 
 template <int kDim, int kDimV>
@@ -137,6 +138,9 @@ struct Traits {
   static constexpr int kOtherKBytes = kOtherBoxes * kKeyBoxBytes;
   static constexpr int kQBytes = kBoxes * kQueryBoxBytes;
   static constexpr int kDoBytes = kBoxesV * kQueryBoxBytes;
+  static constexpr int kDoUnits = kTuning.dout_units;
+  static constexpr int kDoUnitBytes = kDoBytes / kDoUnits;
+  static_assert(kBoxesV % kDoUnits == 0);
   static constexpr int kRowBytes = kTileQ * 4;  // of a number for each query
   static constexpr int kDsBytes = kTileQ / 64 * kTileK * kBoxRowBytes;
   // A slot holds a part of dQ in fp32, dK, or dV. Where each consumer has a slot of its own, dK and
@@ -155,7 +159,7 @@ struct Traits {
   static constexpr int kVOffset = kOtherKOffset + kOtherKBytes;
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kDoOffset = kQOffset + kStages * kQBytes;
-  static constexpr int kDsOffset = kDoOffset + kDoStages * kDoBytes;
+  static constexpr int kDsOffset = kDoOffset + kDoStages * kDoUnitBytes;
   static constexpr int kSlotOffset = kDsOffset + kDsBuffers * kDsBytes;
   static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
@@ -166,7 +170,14 @@ struct Traits {
                                                 : 6) +
                                    2 * kStages + 2 * kDoStages + 2 * kSlots;
   static constexpr int kSharedBytes =
-      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
+#ifdef FM_PROFILE
+      (
+#endif
+      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages
+#ifdef FM_PROFILE
+      + 15 & ~15) + 256
+#endif
+      ;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 
