@@ -768,7 +768,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ uint32_t dout_stage() const { return index % Traits::kDoStages; }
   __device__ __forceinline__ uint32_t dout_parity() const { return index / Traits::kDoStages & 1; }
   // Of the buffers of dS, and of slots. An item takes two slots more than it has steps.
-  __device__ __forceinline__ uint32_t buffer() const { return index % Traits::kDsBuffers; }
+  __device__ __forceinline__ uint32_t buffer() const { return index & 1; }
   __device__ __forceinline__ uint32_t slot_parity() const { return ((index >> 1) + items) & 1; }
 
   // Which 64 of the block's keys are this consumer's.

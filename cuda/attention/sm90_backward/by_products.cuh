@@ -23,27 +23,6 @@
 
 namespace flashmoe::sm90_backward {
 
-#ifdef FM_PROFILE
-__device__ unsigned long long fm_prof[64];
-#define STAMP(i)                                                                            \
-  do {                                                                                      \
-    uint32_t now_;                                                                          \
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(now_)::"memory");                            \
-    if (i >= 48 || thread_index() % 128 == 0) {                                             \
-      uint32_t a_;                                                                          \
-      asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(a_));                          \
-      asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(1024 + a_ - 256 + 4 * i),           \
-                   "r"(now_ - this->stamp_)                                                 \
-                   : "memory");                                                             \
-    }                                                                                       \
-    this->stamp_ = now_;                                                                    \
-  } while (0)
-#define STAMPS uint32_t stamp_ = clock();
-#else
-#define STAMP(i)
-#define STAMPS
-#endif
-
 // Arrives at a barrier of this block and at the same one of the other.
 __device__ __forceinline__ void release_to_both(uint32_t barrier) {
   __syncwarp();
@@ -93,22 +72,15 @@ struct TurnKeeper : Writer<Traits> {
   using Base::slot;
   using typename Base::Part;
 
-  STAMPS
   __device__ __forceinline__ void keep(const Part& part) {
     SlotUse use = part.last ? kLastPart : kPart;
     if (part.before == 0) use = part.last ? kOnlyPart : kFirstPart;
     ptx::store_shared(barriers.slot_use(slot), static_cast<uint32_t>(use));
     ptx::store_shared(barriers.slot_tile(slot), part.tile);
-    STAMP(48);
-#ifndef FM_NOTURN
     if (part.before > 0) ptx::wait_for_word(params.turns + part.tile, part.before);
-#endif
-    STAMP(49);
     Base::offer();
     Base::wait_for_consumers();
-    STAMP(50);
     if (!part.last) ptx::store_release(params.turns + part.tile, part.before + 1);
-    STAMP(51);
   }
 
   __device__ __forceinline__ void run() {
@@ -144,13 +116,9 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
   using Base::shared_items;
   using Base::stage;
   static_assert(Traits::kCluster == 2);
-  STAMPS
-
   DoutRing<Traits> dout_ring;
 
-  __device__ __forceinline__ uint32_t buffer_parity() const {
-    return index / Traits::kDsBuffers & 1;
-  }
+  __device__ __forceinline__ uint32_t buffer_parity() const { return index >> 1 & 1; }
   __device__ __forceinline__ void wait_for_q() const {
     ptx::mbarrier_wait(barriers.q_full(stage()), parity());
   }
@@ -173,7 +141,7 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
                                                      bool add) {
     static_assert(kColumns / 2 < Traits::kLaunchRegisters);
     using Mma = ptx::Wgmma<typename Traits::Element, kColumns>;
-    Mma::multiply_values(reinterpret_cast<float(&)[kColumns / 2]>(sums[first_column / 2]), rows,
+    Mma::multiply_values(reinterpret_cast<float (&)[kColumns / 2]>(sums[first_column / 2]), rows,
                          columns, add);
   }
 
@@ -245,21 +213,16 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
 
   __device__ __forceinline__ void take_step(int first_key, bool last) {
     uint32_t p[kSlices][4];
-    STAMP(0);
     Base::wait_for_q();
-    STAMP(1);
     Base::read_row();
     Base::issue_scores();
     float2 lse[kLseAhead];
     load_lse(lse, 0);
     ptx::wgmma_wait<0>();  // S
     ptx::pin(scores);
-    STAMP(2);
     if (last) release(barriers.k_empty());
     make_p(p, lse, first_key);
-    STAMP(3);
     ptx::mbarrier_wait(barriers.ds_taken(buffer()), Base::buffer_parity() ^ 1);
-    STAMP(4);
     if constexpr (Traits::kCapped) {
       Base::leave_factors();
     } else {
@@ -267,9 +230,7 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     }
     release(barriers.p_full(buffer()));
     release_to_both(barriers.q_empty(stage()));
-    STAMP(5);
     add_dv(p);
-    STAMP(7);
     ++index;
     add = true;
   }
@@ -320,7 +281,6 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
       }
       ptx::wgmma_commit();
     }
-    STAMP(6);
     if constexpr (Traits::kDoUnits > 1) {
       ptx::wgmma_wait<1>();
       Base::give_dout_back(0);
@@ -360,9 +320,7 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
 
   __device__ __forceinline__ void take_step(int first_key, bool last) {
     float dp[kScores];
-    STAMP(16);
     make_dp(dp);
-    STAMP(17);
     Base::wait_for_q();  // with which the step's first row and delta come
     Base::read_row();
     const bool masked = Traits::kCapped || Base::is_masked(first_key);
@@ -375,19 +333,14 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     Base::give_dout_back(Traits::kDoUnits - 1);
     dout_ring.advance();
     if (last) release(barriers.v_empty());
-    STAMP(18);
     ptx::mbarrier_wait(barriers.p_full(buffer()), Base::buffer_parity());
-    STAMP(19);
     Base::take_factors();
     issue_dk_of(dp, masked);
-    STAMP(20);
     ptx::fence_proxy_async_shared();
     give_ds();
-    STAMP(21);
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     release_to_both(barriers.q_empty(stage()));
-    STAMP(22);
     ++index;
     add = true;
   }
@@ -486,9 +439,7 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
   using Dq = float[Traits::kDqRegisters];
 
   __device__ __forceinline__ void take_step(int, bool last) {
-    STAMP(32);
     ptx::mbarrier_wait(barriers.ds_full(buffer()), Base::buffer_parity());
-    STAMP(33);
 #pragma unroll 1
     for (int panel = 0; panel < Traits::kBlockPanels; ++panel) {
       Dq dq;
@@ -499,9 +450,7 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
         release_to_both(barriers.ds_taken(buffer()));
         if (last) release(barriers.k_empty());
       }
-      STAMP(34);
       add_panel(dq);
-      STAMP(36);
     }
     ++index;
   }
@@ -541,7 +490,6 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
   __device__ __forceinline__ void add_panel(Dq& dq) {
     const uint32_t place = slot_uses % kSlots;
     ptx::mbarrier_wait(barriers.slot_ready(place), slot_uses / kSlots & 1);
-    STAMP(35);
     ++slot_uses;
     const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
     const uint32_t tile = ptx::load_shared_uint(barriers.slot_tile(place));
@@ -549,7 +497,6 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
                         static_cast<int64_t>(tile) * (Traits::kTileQ * Traits::kPanelColumns) +
                         Base::thread_of_group() * 4;
     constexpr int kStep = kThreadsPerGroup * 4;
-#ifndef FM_NOADD
     if (use == kFirstPart) {
 #pragma unroll
       for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
@@ -563,12 +510,6 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
         ptx::add_global<1>(sums + i * kStep, four);
       }
     }
-#else
-    if (use != kOnlyPart && use != kLastPart) {
-      release(barriers.slot_full(place));
-      return;
-    }
-#endif
     if (use == kLastPart) {
 #pragma unroll
       for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
@@ -633,8 +574,7 @@ __device__ __forceinline__ void take_items_by_products(AnyConsumer& consumer) {
 template <class Traits>
 __device__ __forceinline__ void consume_by_products(const Params& params,
                                                     const Barriers<Traits>& barriers,
-                                                    uint32_t shared, const Item* items,
-                                                    int group) {
+                                                    uint32_t shared, const Item* items, int group) {
   if (group == 1) {
     ptx::take_registers<Traits::kConsumerRegisters>();
     ValueConsumer<Traits> consumer(params, barriers, shared, items, 0);

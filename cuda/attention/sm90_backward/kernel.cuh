@@ -55,9 +55,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
-#ifdef FM_PROFILE
-  if (thread < 64) *reinterpret_cast<uint32_t*>(raw + Traits::kSharedBytes - 256 + 4 * thread) = 0;
-#endif
   __syncthreads();
   if constexpr (Traits::kCluster > 1) {
     ptx::cluster_arrive_relaxed();
@@ -110,11 +107,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::cluster_arrive_relaxed();
     ptx::cluster_wait();
   }
-#ifdef FM_PROFILE
-  if (threadIdx.x < 64)
-    atomicAdd(&fm_prof[threadIdx.x], static_cast<unsigned long long>(*reinterpret_cast<uint32_t*>(
-                                         raw + Traits::kSharedBytes - 256 + 4 * threadIdx.x)));
-#endif
 }
 
 }  // namespace flashmoe::sm90_backward

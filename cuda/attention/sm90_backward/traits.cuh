@@ -5,16 +5,6 @@
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 
-#ifndef FM_DO
-#define FM_DO 3
-#define FM_DU 2
-#endif
-#ifndef FM_V
-#define FM_V 192
-#define FM_K 200
-#define FM_Q 96
-#endif
-#define FM_P 24
 namespace flashmoe::sm90_backward {
 
 inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
@@ -42,8 +32,7 @@ struct Tuning {
   int dout_stages;
   Share share;
   bool capped = false;  // logits have a softcap
-  int ds_buffers = 2;
-  int dout_units = 1;  // of a step; `dout_stages` counts them
+  int dout_units = 1;   // of a step's dO; `dout_stages` counts them
 };
 
 // A softcap needs fp32 factors beside P: there are no registers for those of 128 queries.
@@ -54,7 +43,7 @@ constexpr Tuning tuning(int dim, int dim_v, bool capped) {
   if (dim <= 128 && dim_v <= 128) return {64, 2, 2, Share::kKeys, capped};
   if (dim <= 192 && dim_v <= 128) return {64, 2, 2, Share::kKeysAndPanels, capped};
   if (dim <= 192 && dim_v <= 192) return {64, 2, 2, Share::kProducts, capped};
-  return {64, 2, FM_DO, Share::kProducts, capped, 2, FM_DU};
+  return {64, 2, 3, Share::kProducts, capped, 2};
 }
 
 template <int kDim, int kDimV>
@@ -76,8 +65,6 @@ struct Traits {
   static constexpr int kTileQ = kTuning.tile_q;
   static constexpr int kStages = kTuning.stages;
   static constexpr int kDoStages = kTuning.dout_stages;
-  static constexpr int kDsBuffers = kTuning.ds_buffers;
-  static_assert(kDsBuffers == 1 || kDsBuffers == 2, "counters wrap");
   static constexpr bool kCapped = kTuning.capped;
   static constexpr bool kInPanels = kTuning.share != Share::kKeys;
   static constexpr bool kByProducts = kTuning.share == Share::kProducts;
@@ -96,16 +83,17 @@ struct Traits {
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kTileQ == 128 && (kInPanels || kCapped)), "there are no registers for it");
 
-  // setmaxnreg shares what the block has from its launch: 168 for each of 384 threads, 64 Ki / 384
+  // setmaxnreg shares what the block has from its launch: 168 for each thread of 384, 64 Ki / 384
   // in eights, 128 for each of 512.
   static constexpr int kLaunchRegisters = kByProducts ? 128 : 168;
-  static constexpr int kConsumerRegisters = kByProducts ? FM_V : 240;
-  static constexpr int kKeyRegisters = kByProducts ? FM_K : 240;
-  static constexpr int kQueryRegisters = kByProducts ? FM_Q : 0;  // of the consumer of dQ
-  static constexpr int kProducerRegisters = kByProducts ? FM_P
-                                                        : (kConsumerGroups + 1) * kLaunchRegisters -
-                                                              kConsumerRegisters - kKeyRegisters -
-                                                              kQueryRegisters;
+  static constexpr int kConsumerRegisters = kByProducts ? 192 : 240;
+  static constexpr int kKeyRegisters = 200;   // by products: of the consumer of dS and dK
+  static constexpr int kQueryRegisters = 96;  // and of that of dQ
+  static constexpr int kAllConsumerRegisters =
+      kByProducts ? kConsumerRegisters + kKeyRegisters + kQueryRegisters
+                  : kConsumers * kConsumerRegisters;
+  static constexpr int kProducerRegisters =
+      (kConsumerGroups + 1) * kLaunchRegisters - kAllConsumerRegisters;
 
   // dQ of a step goes to global memory as a whole, or in panels of 64 columns. By products a
   // block's half is one where it lies in whole boxes, or else panels of 32.
@@ -160,7 +148,7 @@ struct Traits {
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kDoOffset = kQOffset + kStages * kQBytes;
   static constexpr int kDsOffset = kDoOffset + kDoStages * kDoUnitBytes;
-  static constexpr int kSlotOffset = kDsOffset + kDsBuffers * kDsBytes;
+  static constexpr int kSlotOffset = kDsOffset + 2 * kDsBytes;
   static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kDeltaStages * kRowBytes;
@@ -170,14 +158,7 @@ struct Traits {
                                                 : 6) +
                                    2 * kStages + 2 * kDoStages + 2 * kSlots;
   static constexpr int kSharedBytes =
-#ifdef FM_PROFILE
-      (
-#endif
-      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages
-#ifdef FM_PROFILE
-      + 15 & ~15) + 256
-#endif
-      ;
+      kBarriersOffset + 8 * kBarriers + kSlotWordBytes * kSlots + kStageWordBytes * kStages;
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock);
 };
 
