@@ -15,7 +15,9 @@
 //   P, dV:  issue S | wait S | P = exp2 | wait for the buffer | leave P | issue dV | wait dV
 //   dS, dK: issue dP | wait dP | wait for P | by 16 queries: make dS, issue dK | send dS [dK] |
 //           wait dK
-//   dQ:     wait for dS of both blocks | issue dQ | wait dQ | wait for the turn | add
+//   dQ:     wait for dS of both blocks | issue both halves | wait for one, and for the turn | add
+//   it
+//           [the other] | wait for it | add it
 #pragma once
 
 #include "cuda/attention/sm90_backward/panels.cuh"
@@ -425,7 +427,8 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   }
 };
 
-// This block's columns of dQ of a step, of the keys of both blocks.
+// This block's columns of dQ of a step, of the keys of both blocks. Half of a wide panel is added
+// while the other half is made.
 template <class Traits>
 struct QueryConsumer : ByProductsConsumer<Traits> {
   using Base = ByProductsConsumer<Traits>;
@@ -436,31 +439,54 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
   using Base::kAlwaysAdds;
   using Base::params;
   using Base::slot_uses;
-  using Dq = float[Traits::kDqRegisters];
+
+  static constexpr int kPieces = Traits::kPanelColumns > kBoxColumns ? 2 : 1;
+  static constexpr int kPieceColumns = Traits::kPanelColumns / kPieces;
+  using Piece = float[kPieceColumns / 2];
 
   __device__ __forceinline__ void take_step(int, bool last) {
     ptx::mbarrier_wait(barriers.ds_full(buffer()), Base::buffer_parity());
 #pragma unroll 1
     for (int panel = 0; panel < Traits::kBlockPanels; ++panel) {
-      Dq dq;
-      issue_panel(dq, panel);
-      ptx::wgmma_wait<0>();
-      ptx::pin(dq);
-      if (panel + 1 == Traits::kBlockPanels) {
+      const auto give_back = [&] {
+        if (panel + 1 < Traits::kBlockPanels) return;
         release_to_both(barriers.ds_taken(buffer()));
         if (last) release(barriers.k_empty());
+      };
+      Piece dq[kPieces];
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) issue_piece(dq[piece], panel, piece);
+      ptx::wgmma_wait<kPieces - 1>();
+      ptx::pin(dq[0]);
+      if (kPieces == 1) give_back();
+      const uint32_t place = slot_uses % kSlots;
+      ptx::mbarrier_wait(barriers.slot_ready(place), slot_uses / kSlots & 1);
+      ++slot_uses;
+      const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
+      const uint32_t of_all = ptx::load_shared_uint(barriers.slot_tile(place));
+      float* const sums = params.dq_sums +
+                          static_cast<int64_t>(of_all) * (Traits::kTileQ * Traits::kPanelColumns) +
+                          Base::thread_of_group() * 4;
+      add_piece(dq[0], sums, use);
+      if constexpr (kPieces > 1) {
+        ptx::wgmma_wait<0>();
+        ptx::pin(dq[1]);
+        give_back();
+        add_piece(dq[1], sums + kPieceFloats, use);
       }
-      add_panel(dq);
+      if (use == kLastPart || use == kOnlyPart) write_rows(dq, sums, use, of_all);
+      release(barriers.slot_full(place));
     }
     ++index;
   }
 
   // Of this block's keys, then of the other's.
-  __device__ __forceinline__ void issue_panel(Dq& dq, int panel) const {
-    using QueryMma = typename Base::QueryMma;
+  __device__ __forceinline__ void issue_piece(Piece& dq, int panel, int piece) const {
+    using QueryMma = ptx::Wgmma<typename Traits::Element, kPieceColumns>;
     const uint32_t tiles = Base::tiles();
     const uint32_t rank = block_rank<Traits>();
-    const uint32_t column = (rank * Traits::kBlockPanels + panel) * Traits::kPanelColumns;
+    const uint32_t column =
+        (rank * Traits::kBlockPanels + panel) * Traits::kPanelColumns + piece * kPieceColumns;
     const uint32_t box = column / kBoxColumns;
     const uint32_t within = column % kBoxColumns * 2;
     const uint32_t of_other = box - rank * Traits::kBoxes / 2;
@@ -485,55 +511,53 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
     ptx::wgmma_commit();
   }
 
-  // Each warp's rows go to its own part of the sum. The last part is added as the others, and the
-  // sum then read again: added in registers, it would need twice as many.
-  __device__ __forceinline__ void add_panel(Dq& dq) {
-    const uint32_t place = slot_uses % kSlots;
-    ptx::mbarrier_wait(barriers.slot_ready(place), slot_uses / kSlots & 1);
-    ++slot_uses;
-    const uint32_t use = ptx::load_shared_uint(barriers.slot_use(place));
-    const uint32_t tile = ptx::load_shared_uint(barriers.slot_tile(place));
-    float* const sums = params.dq_sums +
-                        static_cast<int64_t>(tile) * (Traits::kTileQ * Traits::kPanelColumns) +
-                        Base::thread_of_group() * 4;
-    constexpr int kStep = kThreadsPerGroup * 4;
-    if (use == kFirstPart) {
+  // Each warp's rows go to its own part of the sum, in chunks of 16 bytes of each thread.
+  static constexpr int kChunkFloats = kThreadsPerGroup * 4;
+  static constexpr int kChunks = kPieceColumns / 8;
+  static constexpr int kPieceFloats = kChunks * kChunkFloats;
+
+  static __device__ __forceinline__ void add_piece(const Piece& dq, float* sums, uint32_t use) {
+    if (use == kOnlyPart) return;
 #pragma unroll
-      for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
-        const float four[4] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
-        ptx::store_global<1>(sums + i * kStep, four);
-      }
-    } else if (use != kOnlyPart) {
-#pragma unroll
-      for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
-        const float four[4] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
-        ptx::add_global<1>(sums + i * kStep, four);
+    for (int i = 0; i < kChunks; ++i) {
+      const float four[4] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+      if (use == kFirstPart) {
+        ptx::store_global<1>(sums + i * kChunkFloats, four);
+      } else {
+        ptx::add_global<1>(sums + i * kChunkFloats, four);
       }
     }
-    if (use == kLastPart) {
-#pragma unroll
-      for (int i = 0; i < Traits::kDqRegisters / 4; ++i) {
-        float four[4];
-        ptx::load_from_l2<1>(four, sums + i * kStep);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dq[4 * i + e] = four[e];
-      }
-    }
-    if (use == kLastPart || use == kOnlyPart) write_rows(dq, tile);
-    release(barriers.slot_full(place));
   }
 
-  __device__ __forceinline__ void write_rows(const Dq& dq, uint32_t panel) const {
-    if (params.dq_direct.rows != nullptr) {
-      Base::write_dq_directly(dq, panel);
-    } else if (params.dq_rows.rows != nullptr) {
-      const int tile = static_cast<int>(panel / Traits::kPanels);
-      const int head_of_all = tile / params.tiles_q;
-      const int batch = head_of_all / params.heads_q;
-      Base::write_chunks(
-          params.dq_rows, dq, params.scale, batch, head_of_all - batch * params.heads_q,
-          (tile - head_of_all * params.tiles_q) * Traits::kTileQ, params.seq_q,
-          static_cast<int>(panel % Traits::kPanels) * Traits::kPanelColumns, params.dim);
+  // The last part was added as the others, so that the sum is read into its registers: to add it in
+  // registers would need twice as many.
+  __device__ __forceinline__ void write_rows(Piece (&dq)[kPieces], const float* sums, uint32_t use,
+                                             uint32_t of_all) const {
+    if (use == kLastPart) {
+#pragma unroll
+      for (int i = 0; i < kPieces * kChunks; ++i) {
+        float four[4];
+        ptx::load_from_l2<1>(four, sums + i * kChunkFloats);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dq[i / kChunks][i % kChunks * 4 + e] = four[e];
+      }
+    }
+    const int tile = static_cast<int>(of_all / Traits::kPanels);
+    const int head_of_all = tile / params.tiles_q;
+    const int batch = head_of_all / params.heads_q;
+    const int head = head_of_all - batch * params.heads_q;
+    const int row = (tile - head_of_all * params.tiles_q) * Traits::kTileQ;
+    const int column = static_cast<int>(of_all % Traits::kPanels) * Traits::kPanelColumns;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int first = column + piece * kPieceColumns;
+      if (params.dq_direct.rows != nullptr) {
+        Base::write_directly(params.dq_direct, dq[piece], params.scale, batch, head, row,
+                             params.seq_q, first, params.dim);
+      } else if (params.dq_rows.rows != nullptr) {
+        Base::write_chunks(params.dq_rows, dq[piece], params.scale, batch, head, row, params.seq_q,
+                           first, params.dim);
+      }
     }
   }
 
