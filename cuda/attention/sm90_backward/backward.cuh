@@ -97,7 +97,7 @@ struct Barriers {
   }
   // With Share::kProducts: P is in the buffer that dS will be in.
   __device__ __forceinline__ uint32_t p_full(int buffer) const { return ds_empty(buffer); }
-  // The other block made its dQ of the dS of this buffer, of both blocks.
+  // Both blocks made their dQ of the dS of this buffer, which each has a copy of.
   __device__ __forceinline__ uint32_t ds_taken(int buffer) const {
     return at(kSlotBarriers + 2 * kSlots + 4 + buffer);
   }
