@@ -81,11 +81,14 @@ def test_every_kernel_is_there_for_its_architectures(launches: dict[str, Found])
 def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(mains, "sm90_backward").items():
         widths = sass.check_wgmma(code, opcodes, code.kernel.dtype)
-        # Scores of a step's queries; dK and dV of a tile's columns; of dQ all columns of half of
-        # the queries, half of the columns of 64, or panels of 64 columns, of 32 in clusters.
+        # Scores of a step's queries; dK and dV of a tile's columns, 256 as two of 128; of dQ all
+        # columns of half of the queries, half of the columns of 64, panels of 64 columns, or in
+        # clusters a block's half of 256, or panels of 32.
         dim, dim_v = code.kernel.dim, code.kernel.dim_v
         queries = 128 if dim == 64 and not code.kernel.capped else 64
         of_dq = dim if queries == 128 else dim // 2 if dim <= 128 else 64 if dim_v <= 128 else 32
+        if dim == 256:
+            dim = dim_v = of_dq = 128
         assert set(widths) == {queries, dim, dim_v, of_dq}, f"{code}: {widths}"
         assert sass.count(opcodes, "HMMA") == 0, f"{code}: products of one warp"
         products = sum(widths.values())

@@ -59,6 +59,7 @@ enum SlotUse : uint32_t {
   kPart,      // a part of dQ that others follow
   kLastPart,  // the slot holds the sum of the parts before it
   kOnlyPart,
+  kFirstPart,  // by products: no sum is there yet
 };
 
 template <class Traits>
@@ -96,7 +97,7 @@ struct Barriers {
   }
   // With Share::kProducts: P is in the buffer that dS will be in.
   __device__ __forceinline__ uint32_t p_full(int buffer) const { return ds_empty(buffer); }
-  // The other block made its dQ of the dS of this buffer, of both blocks.
+  // Both blocks made their dQ of the dS of this buffer, which each has a copy of.
   __device__ __forceinline__ uint32_t ds_taken(int buffer) const {
     return at(kSlotBarriers + 2 * kSlots + 4 + buffer);
   }
@@ -160,6 +161,26 @@ struct Counters<true> {
   __device__ __forceinline__ Counters() : index(0), items(0), slot_uses(0), holds(0) {}
 };
 
+// By products: in which stage the first unit of dO of a step comes. They go round in a ring whose
+// length the units of a step need not divide.
+template <class Traits>
+struct DoutRing {
+  uint32_t stage : 8;
+  uint32_t parity : 8;
+  __device__ __forceinline__ DoutRing() : stage(0), parity(0) {}
+  __device__ __forceinline__ uint32_t stage_of(uint32_t unit) const {
+    const uint32_t behind = stage + unit;
+    return behind < Traits::kDoStages ? behind : behind - Traits::kDoStages;
+  }
+  __device__ __forceinline__ uint32_t parity_of(uint32_t unit) const {
+    return parity ^ (stage + unit >= Traits::kDoStages);
+  }
+  __device__ __forceinline__ void advance() {
+    parity = parity_of(Traits::kDoUnits);
+    stage = stage_of(Traits::kDoUnits);
+  }
+};
+
 // ---- producer: one thread
 // ------------------------------------------------------------------------------------------
 
@@ -181,6 +202,7 @@ struct Producer : Counters<Traits::kInPanels> {
   const Barriers<Traits> barriers;
   const uint32_t shared;
   Item* const shared_items;
+  DoutRing<Traits> dout_ring;
 
   __device__ __forceinline__ Producer(const Params& params_, const Barriers<Traits>& barriers_,
                                       uint32_t shared_, Item* items_)
@@ -224,7 +246,31 @@ struct Producer : Counters<Traits::kInPanels> {
     if constexpr (Traits::kDeltaWithQ) load_delta(item, head, tile_q, stage, full);
   }
 
+  // Of each unit the blocks load every second box, to both.
+  __device__ __forceinline__ void load_dout_by_units(const SharedItem& item, const Steps& steps) {
+    constexpr int kBoxesOfUnit = Traits::kBoxesV / Traits::kDoUnits;
+    const int head = (item.head_kv * params.heads_per_kv + steps.head) * params.dout_repeats.head;
+#pragma unroll
+    for (int unit = 0; unit < Traits::kDoUnits; ++unit) {
+      const uint32_t stage = dout_ring.stage_of(unit);
+      wait_for_blocks<Traits>(barriers.do_empty(stage), dout_ring.parity_of(unit) ^ 1);
+      const uint32_t full = barriers.do_full(stage);
+      ptx::mbarrier_arrive_expect(full, Traits::kDoUnitBytes);
+#pragma unroll
+      for (int i = 0; i < kBoxesOfUnit; ++i) {
+        const int box = unit * kBoxesOfUnit + i;
+        if ((box + 1) % Traits::kCluster != block_rank<Traits>()) continue;
+        ptx::tma_load_multicast(
+            shared + Traits::kDoOffset + stage * Traits::kDoUnitBytes + i * Traits::kQueryBoxBytes,
+            &params.dout, full, ptx::kEvictNormal, (1 << Traits::kCluster) - 1, box * kBoxColumns,
+            steps.tile_q * Traits::kTileQ, head, item.batch * params.dout_repeats.batch);
+      }
+    }
+    dout_ring.advance();
+  }
+
   __device__ __forceinline__ void load_dout(const SharedItem& item, const Steps& steps) {
+    if constexpr (Traits::kByProducts) return load_dout_by_units(item, steps);
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
     const uint32_t stage = index % Traits::kDoStages;
@@ -360,9 +406,8 @@ struct Producer : Counters<Traits::kInPanels> {
 // -----------------------------------------------------------------------------
 
 // The first panel of dQ of a step that a consumer has, of which every second one is its.
-template <class Traits>
 __device__ __forceinline__ int first_panel(uint32_t step, int group) {
-  return static_cast<int>((Traits::kByProducts ? group + 1 : step + group) & 1);
+  return static_cast<int>((step + group) & 1);
 }
 
 template <class Traits>
@@ -558,8 +603,7 @@ struct Writer : Counters<Traits::kInPanels> {
   template <int kColumnBoxes>
   __device__ __forceinline__ void write_keys_by_boxes(const CUtensorMap& map, const Direct& direct,
                                                       const SharedItem& item, bool last) {
-    const int group = Traits::kByProducts ? block_rank<Traits>() : slot;
-    const int row = item.tile * Traits::kTileK + group * kKeysPerGroup;
+    const int row = item.tile * Traits::kTileK + slot * kKeysPerGroup;
 #pragma unroll 1
     for (int first = 0; first < kColumnBoxes; first += Traits::kSlotBoxes) {
       wait_for_consumers();
@@ -575,7 +619,7 @@ struct Writer : Counters<Traits::kInPanels> {
     }
   }
 
-  // A slot is of one consumer: its panels of dQ of all steps, then dV, dK, or both.
+  // A slot is of one consumer: its panels of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run_by_panels() {
     for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
@@ -583,10 +627,9 @@ struct Writer : Counters<Traits::kInPanels> {
       ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
-      int panel = first_panel<Traits>(index, slot);
+      int panel = first_panel(index, slot);
       const auto part_of_panel = [&] {
-        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q,
-                       block_rank<Traits>() * Traits::kBlockPanels + panel);
+        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q, panel);
       };
       Part part = {};
       if (steps.left > 0) {
@@ -598,16 +641,16 @@ struct Writer : Counters<Traits::kInPanels> {
       while (steps.left > 0) {
         const Part now = part;
         panel += kConsumers;
-        if (panel >= Traits::kBlockPanels) {
+        if (panel >= Traits::kPanels) {
           steps.advance(item.ascends, params.heads_per_kv);
           ++index;
-          panel = first_panel<Traits>(index, slot);
+          panel = first_panel(index, slot);
         }
         const bool more = steps.left > 0;
         if (now.last) {
           give_turn_on();
           wait_for_consumers();
-          if (!Traits::kByProducts && params.dq_direct.rows == nullptr) store_panel(item, now);
+          if (params.dq_direct.rows == nullptr) store_panel(item, now);
         } else {
           add_panel(now);
         }
@@ -621,13 +664,8 @@ struct Writer : Counters<Traits::kInPanels> {
         }
       }
       give_turn_on();
-      if (!Traits::kByProducts || slot == 0) {
-        write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item,
-                                             Traits::kByProducts);
-      }
-      if (!Traits::kByProducts || slot == 1) {
-        write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
-      }
+      write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item, false);
+      write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
     }
     ptx::tma_store_wait();
   }
@@ -1079,9 +1117,7 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
-  // With kPairs rows are as the copy engine takes them: pairs of 16-bit elements, aligned, to which
-  // nothing is added.
-  template <bool kPairs = false, int kRegisters, class AnySplits = NoSplits>
+  template <int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void write_directly(const Direct& to,
                                                  const float (&values)[kRegisters], float scale,
                                                  int batch, int head, int first_row, int end_row,
@@ -1102,31 +1138,24 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
-        if constexpr (kPairs) {
-          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to.rows) + place + column) =
-              Numeric::pack(four[2 * half] * scale, four[2 * half + 1] * scale);
-        } else {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float value = four[2 * half + e] * scale;
-            if (to.fp32) {
-              float* const at = static_cast<float*>(to.rows) + place + column + e;
-              if (params.accumulate) value += *at;
-              *at = value;
-            } else {
-              auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
-              if (params.accumulate) value += Numeric::to_float(*at);
-              *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
-            }
+        for (int e = 0; e < 2; ++e) {
+          float value = four[2 * half + e] * scale;
+          if (to.fp32) {
+            float* const at = static_cast<float*>(to.rows) + place + column + e;
+            if (params.accumulate) value += *at;
+            *at = value;
+          } else {
+            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+            if (params.accumulate) value += Numeric::to_float(*at);
+            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
           }
         }
       }
     }
   }
 
-  template <bool kPairs>
-  __device__ __forceinline__ void write_dq_directly(const Direct& direct,
-                                                    const float (&dq)[Traits::kDqRegisters],
+  __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
     const uint32_t tile_of_all = tile / Traits::kPanels;
     const int head_of_all = tile_of_all / params.tiles_q;
@@ -1135,9 +1164,9 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int first_column = Traits::kSplitsColumns
                                  ? group * Traits::kDqColumns
                                  : tile % Traits::kPanels * Traits::kPanelColumns;
-    write_directly<kPairs>(direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
-                           tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group),
-                           params.seq_q, first_column, params.dim);
+    write_directly(params.dq_direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
+                   tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), params.seq_q,
+                   first_column, params.dim);
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
@@ -1171,16 +1200,7 @@ struct Consumer : Counters<Traits::kInPanels> {
         }
       }
       if (params.dq_direct.rows != nullptr) {
-        write_dq_directly<false>(params.dq_direct, dq,
-                                 ptx::load_shared_uint(barriers.slot_tile(place)));
-        return;
-      }
-      if constexpr (Traits::kByProducts) {
-        // The box of a panel would be narrower than its swizzle.
-        if (params.dq_rows.rows != nullptr) {
-          write_dq_directly<true>(params.dq_rows, dq,
-                                  ptx::load_shared_uint(barriers.slot_tile(place)));
-        }
+        write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
         return;
       }
       if (use == kLastPart) {
