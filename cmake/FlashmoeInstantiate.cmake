@@ -25,7 +25,9 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "192,128,CappedRaggedTuning,_ragged_softcap" "256,256,CappedRaggedTuning,_ragged_softcap")
 set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
   "64,64" "128,128" "256,256"
-  "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada")
+  "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada"
+  "64,64,RaggedAdaTuning,_ragged_ada" "128,128,RaggedAdaTuning,_ragged_ada"
+  "256,256,RaggedAdaTuning,_ragged_ada")
 set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
   "64,64" "128,128" "192,128" "192,192" "256,256"
   "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap" "192,128,CappedTuning,_softcap"

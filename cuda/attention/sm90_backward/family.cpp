@@ -27,6 +27,7 @@ const Entry* const kEntries[] = {
 };
 
 flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason& reason) {
+  FLASHMOE_TRY(refuse_sequences(p, reason));
   int most_dim = 0;
   for (const Entry* entry : kEntries) most_dim = std::max(most_dim, entry->dim);
   if (std::max(p.dim, p.dim_v) > most_dim) {
