@@ -311,24 +311,14 @@ struct Block {
   // This thread's place in the sums of a tile of dQ, for the i-th of its fragments, whose elements
   // are kSumStride apart: a warp's lie side by side, as its additions are.
   static constexpr int kSumStride = ptx::kAddsVectors ? 1 : Traits::kThreads;
-  __device__ __forceinline__ float* sum_of(int64_t sum, int i) const {
-    return params.dq_sums + sum * (Traits::kTileQ * Traits::kDim) + i * Traits::kThreads * 4 +
+  __device__ __forceinline__ float* sum_of(int64_t place, int i) const {
+    return params.dq_sums + place * (Traits::kTileQ * Traits::kDim) + i * Traits::kThreads * 4 +
            thread_index() * (ptx::kAddsVectors ? 4 : 1);
-  }
-
-  // The sum of a tile of dQ. Ragged batches have sums for those tiles alone that need one.
-  __device__ __forceinline__ int sum_at(int place) const {
-    if constexpr (Traits::kRagged) {
-      return place - step.head(params, item()) * (params.tiles_q - params.sum_tiles);
-    } else {
-      return place;
-    }
   }
 
   // A step's part of dQ: where it belongs, and how many parts are there.
   struct Turn {
     int place;
-    int sum;          // of those in the workspace
     uint32_t before;  // parts ahead of it
     uint32_t seen;    // that were there when it was asked
     bool last;
@@ -337,8 +327,7 @@ struct Block {
     const volatile Item& item = this->item();
     const Parts parts = Parts::of<Traits>(params, item, step.tile_q);
     const int before = parts.before(item);
-    const int place = step.place(params, item);
-    Turn turn = {place, sum_at(place), static_cast<uint32_t>(before), 0,
+    Turn turn = {step.place(params, item), static_cast<uint32_t>(before), 0,
                  before == parts.last - parts.first};
     if (before != 0) turn.seen = ptx::load_relaxed_word(params.turns + turn.place);
     return turn;
@@ -368,10 +357,15 @@ struct Block {
     constexpr int kTiles = Traits::kQColumns / 8;
     const bool first = turn.before == 0;
     if (!first) wait_for_turn(turn);
+    // Ragged batches have sums for those tiles alone that need one.
+    int place = turn.place;
+    if constexpr (Traits::kRagged) {
+      place -= step.head(params, item()) * (params.tiles_q - params.sum_tiles);
+    }
     const auto each = [&](const auto& take) {
 #pragma unroll
       for (int i = 0; i < Traits::kQueryRows / 16 * kTiles; ++i) {
-        take(sum_of(turn.sum, i), dq[i / kTiles][i % kTiles]);
+        take(sum_of(place, i), dq[i / kTiles][i % kTiles]);
       }
     };
     if (!turn.last) {
