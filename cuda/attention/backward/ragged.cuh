@@ -46,31 +46,38 @@ __device__ __forceinline__ int last_at_most_by_warp(const int32_t* numbers, int 
   return begin;
 }
 
-// A tile of keys of a KV head of a sequence.
-struct alignas(16) RaggedItem : SequencePlace {
-  int head_kv;
-  int tile;   // of keys; kNoItem: there are no more
-  int begin;  // query tiles: from `begin` to the one before `end`
-  int end;
-  int ascends;  // 0 or 1
+// The item of a ticket, of which there are as many as the totals say.
+template <class Traits>
+__device__ __forceinline__ RaggedItem item_of(const RaggedParams& params, int ticket) {
+  RaggedItem item = {};
+  const int number = last_at_most(params.first_items, params.totals->classes, ticket);
+  const SequenceClass of_class = params.classes[number];
+  const int sequences = params.classes[number + 1].first_rank - of_class.first_rank;
+  const int head = take_turn(of_class.order, sequences * params.heads_kv, of_class.tiles_k,
+                             ticket - params.first_items[number], item);
+  const int rank = head / params.heads_kv;
+  static_cast<SequencePlace&>(item) = params.places[of_class.first_rank + rank];
+  item.head_kv = head - rank * params.heads_kv;
+  find_queries<Traits>(params, item);
+  return item;
+}
 
-  template <class Traits>
-  static __device__ __forceinline__ RaggedItem at(const RaggedParams& params, int ticket) {
-    RaggedItem item = {};
-    item.tile = kNoItem;
-    if (ticket >= params.totals->items) return item;
-    const int number = last_at_most(params.first_items, params.totals->classes, ticket);
-    const SequenceClass of_class = params.classes[number];
-    const int sequences = params.classes[number + 1].first_rank - of_class.first_rank;
-    const int head = take_turn(of_class.order, sequences * params.heads_kv, of_class.tiles_k,
-                               ticket - params.first_items[number], item);
-    const int rank = head / params.heads_kv;
-    static_cast<SequencePlace&>(item) = params.places[of_class.first_rank + rank];
-    item.head_kv = head - rank * params.heads_kv;
-    find_queries<Traits>(params, item);
-    return item;
+// Copies the item of a ticket, or that there is none; one thread.
+__device__ __forceinline__ void copy_item(const RaggedParams& params, int ticket,
+                                          volatile RaggedItem& to) {
+  if (ticket >= params.totals->items) {
+    to.tile = kNoItem;
+    return;
   }
-};
+  constexpr int kChunks = sizeof(RaggedItem) / sizeof(uint4);
+  const auto* const from = reinterpret_cast<const uint4*>(params.items + ticket);
+  auto* const place = const_cast<uint4*>(reinterpret_cast<volatile uint4*>(&to));
+  uint4 chunks[kChunks];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) chunks[i] = from[i];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) place[i] = chunks[i];
+}
 
 // Rows of one head and columns of a gradient, as Part.
 struct RaggedPart : SequencePlace {
@@ -167,7 +174,7 @@ __device__ __forceinline__ void zero_chunk(const RaggedParams& params, int chunk
 // ---- before and behind the kernel
 // ----------------------------------------------------------------
 
-// Of tiles of query heads in the order of the workspace, then of chunks of rows.
+// Of tiles of query heads in the order of the workspace, then of chunks of rows, then of items.
 template <class Traits>
 __global__ void __launch_bounds__(kPrologueThreads)
     attention_backward_ragged_prologue(const __grid_constant__ RaggedParams params) {
@@ -184,6 +191,10 @@ __global__ void __launch_bounds__(kPrologueThreads)
       zero_chunk<true>(params, chunk);
     } else if (chunk < params.chunks_q + params.chunks_k) {
       zero_chunk<false>(params, chunk - params.chunks_q);
+    } else {
+      const int block_of_items = chunk - params.chunks_q - params.chunks_k;
+      const int ticket = block_of_items * kPrologueThreads + thread_index();
+      if (ticket < params.totals->items) params.items[ticket] = item_of<Traits>(params, ticket);
     }
     return;
   }

@@ -60,6 +60,7 @@ struct RaggedLayout {
   int64_t classes;
   int64_t first_items;
   int64_t totals;
+  int64_t items;
   int64_t bytes;
 };
 
@@ -86,6 +87,7 @@ RaggedLayout ragged_layout_of(const AttentionBackwardProblem& p, const Entry& en
   layout.classes = take((p.batch + 1) * int64_t{sizeof(SequenceClass)});
   layout.first_items = take((p.batch + 1) * kWord);
   layout.totals = take(sizeof(SequenceTotals));
+  layout.items = take(bounds.tiles_k * p.heads_kv * int64_t{sizeof(RaggedItem)});
   layout.common.dq_sums = take(bounds.sum_tiles * p.heads_q * entry.tile_q * entry.dim * kWord);
   layout.common.split_sums = layout.common.dq_sums;
   layout.common.bytes = layout.bytes;
@@ -104,6 +106,8 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
     return heads > kMostTiles || tiles > kMostTiles / heads;
   };
   const int64_t chunks = bounds.chunks_q + bounds.chunks_k;
+  const int64_t items = bounds.tiles_k * problem.heads_kv;
+  const int64_t item_blocks = ceil_div(items, int64_t{entry.prologue_threads});
   if (too_many(bounds.tiles_q * (entry.tile_q / entry.prologue_rows), problem.heads_q) ||
       too_many(bounds.tiles_k, problem.heads_kv) || chunks > kMostTiles) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "more than 2^30 tiles of rows or keys");
@@ -114,8 +118,8 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
   FLASHMOE_TRY(load_kernel(kTablesKernel, device_id, facts, &arch, reason));
   plan_launch(kTablesKernel, device_id, suffix, 1, kTablesThreads, 0, plan);
   plan_launch(entry.prologue, device_id, suffix,
-              std::max<int64_t>(bounds.prologue_blocks + chunks, 1), entry.prologue_threads, 0,
-              plan)
+              std::max<int64_t>(bounds.prologue_blocks + chunks + item_blocks, 1),
+              entry.prologue_threads, 0, plan)
       .tile_m = entry.prologue_rows;
   const int64_t clusters =
       std::clamp<int64_t>(bounds.tiles_k * problem.heads_kv, 1, most_blocks / entry.cluster);
@@ -149,6 +153,10 @@ void fill_ragged_params(const AttentionBackwardProblem& p, const Entry& entry,
   params->prologue_blocks = static_cast<int32_t>(bounds.prologue_blocks);
 }
 
+void* unwanted_row(const AttentionBackwardProblem& p, const Entry& entry, char* workspace) {
+  return workspace + ragged_layout_of(p, entry).common.unwanted;
+}
+
 void fill_ragged_addresses(const AttentionBackwardProblem& p, const Entry& entry, char* workspace,
                            RaggedParams* params) {
   const RaggedLayout layout = ragged_layout_of(p, entry);
@@ -159,6 +167,7 @@ void fill_ragged_addresses(const AttentionBackwardProblem& p, const Entry& entry
   params->classes = reinterpret_cast<SequenceClass*>(workspace + layout.classes);
   params->first_items = reinterpret_cast<int32_t*>(workspace + layout.first_items);
   params->totals = reinterpret_cast<SequenceTotals*>(workspace + layout.totals);
+  params->items = reinterpret_cast<RaggedItem*>(workspace + layout.items);
 }
 
 }  // namespace flashmoe::attention_backward

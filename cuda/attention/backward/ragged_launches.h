@@ -20,6 +20,9 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
 // Fills the parameters but for addresses, and those.
 void fill_ragged_params(const AttentionBackwardProblem& problem, const Entry& entry,
                         RaggedParams* params);
+// A row in the workspace, for maps of tensors that are absent or have no rows.
+void* unwanted_row(const AttentionBackwardProblem& problem, const Entry& entry, char* workspace);
+
 void fill_ragged_addresses(const AttentionBackwardProblem& problem, const Entry& entry,
                            char* workspace, RaggedParams* params);
 

@@ -30,6 +30,17 @@ struct alignas(16) SequenceClass {
   HeadOrder order;  // of the heads of all of them
 };
 
+// A tile of keys of a KV head of a sequence, as Item is of a dense batch (tile.cuh).
+struct alignas(16) RaggedItem : SequencePlace {
+  int head_kv;
+  int tile;   // of keys; kNoItem: there are no more
+  int begin;  // query tiles: from `begin` to the one before `end`
+  int end;
+  int ascends;  // 0 or 1
+  int gaps[3];
+};
+static_assert(sizeof(RaggedItem) == 64, "it is copied by 16 bytes");
+
 struct SequenceTotals {
   int tiles_q;
   int items;
@@ -53,7 +64,7 @@ struct RaggedParams : CommonParams {
   // has to 0; 0: none.
   int32_t chunks_q;
   int32_t chunks_k;
-  int32_t prologue_blocks;  // before those of chunks
+  int32_t prologue_blocks;  // before those of chunks, behind which those of items come
 
   // The workspace. A sequence's rank is its place among all: those with the most tiles of keys come
   // first.
@@ -62,6 +73,7 @@ struct RaggedParams : CommonParams {
   SequenceClass* classes;  // [count + 1]: the last one has only a first_rank
   int32_t* first_items;    // [count + 1]: of the classes, and behind the last
   SequenceTotals* totals;
+  RaggedItem* items;  // by ticket
 };
 
 inline constexpr int kChunkRows = 256;

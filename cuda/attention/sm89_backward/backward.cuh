@@ -475,25 +475,18 @@ struct Block {
   // ---- steps and items ----------------------------------------------------------------------
 
   __device__ __forceinline__ void keep(int ticket) const {
-    const Item taken = Item::template at<Traits>(params, ticket);
     volatile Item& to = item_at(items + 1);
     if constexpr (Traits::kRagged) {
-      to.batch_q = taken.batch_q;
-      to.begin_q = taken.begin_q;
-      to.length_q = taken.length_q;
-      to.batch_k = taken.batch_k;
-      to.begin_k = taken.begin_k;
-      to.length_k = taken.length_k;
-      to.diagonal = taken.diagonal;
-      to.first_tile = taken.first_tile;
+      attention_backward::copy_item(params, ticket, to);
     } else {
+      const Item taken = Item::template at<Traits>(params, ticket);
       to.batch = taken.batch;
+      to.head_kv = taken.head_kv;
+      to.tile = taken.tile;
+      to.begin = taken.begin;
+      to.end = taken.end;
+      to.ascends = taken.ascends;
     }
-    to.head_kv = taken.head_kv;
-    to.tile = taken.tile;
-    to.begin = taken.begin;
-    to.end = taken.end;
-    to.ascends = taken.ascends;
   }
   __device__ __forceinline__ int take_ticket() const {
     return static_cast<int>(atomicAdd(params.ticket, 1u));

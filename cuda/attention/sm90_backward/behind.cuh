@@ -12,6 +12,7 @@
 
 #include "cuda/attention/backward/masked_fallback.cuh"
 #include "cuda/attention/backward/prologue.cuh"
+#include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/backward/sinks.cuh"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
@@ -268,6 +269,16 @@ __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
   } else {
     repair<Traits>(params, block * attention_backward::kSinksWarps + reread::warp_index(),
                    (static_cast<int>(gridDim.x) - sinks_blocks) * attention_backward::kSinksWarps);
+  }
+}
+
+// Of ragged and padded batches: dsinks alone.
+template <class Traits>
+const void* behind_function() {
+  if constexpr (Traits::kRagged) {
+    return attention_backward::sinks_function<Traits>();
+  } else {
+    return reinterpret_cast<const void*>(&attention_backward_behind<Traits>);
   }
 }
 

@@ -10,7 +10,6 @@ using attention_backward::Item;
 using attention_backward::kNoItem;
 using attention_backward::kWhole;
 using attention_backward::Parts;
-static_assert(sizeof(Item) == kItemBytes);
 
 // The steps of an item: its query tiles, of each the query heads of the KV head one after another.
 // Head by head, a short item that ascends would wait in each head for its longer neighbours, which
@@ -20,7 +19,8 @@ struct Steps {
   int tile_q;
   int head = 0;  // of the KV head's query heads
 
-  __device__ __forceinline__ explicit Steps(const Item& item, int heads_per_kv)
+  template <class AnyItem>
+  __device__ __forceinline__ explicit Steps(const AnyItem& item, int heads_per_kv)
       : left((item.end - item.begin) * heads_per_kv),
         tile_q(item.ascends ? item.end - 1 : item.begin) {}
   __device__ __forceinline__ void advance(bool ascends, int heads_per_kv) {
