@@ -20,7 +20,7 @@ from gpu.ragged import int32, starts
 
 @dataclass
 class Given:
-    """Of each sequence the inputs [1, length, ...] on the device; out and lse are of the forward."""
+    """Of each sequence the inputs [1, length, ...] on the device; out and lse of the forward."""
 
     tensors: list[dict[str, torch.Tensor]]
     options: dict[str, Any]
@@ -209,7 +209,7 @@ def run(
     fm.flash_attention_backward(
         **{name: view(x) for name, x in (inputs | outputs).items()},
         **{name: x.view for name, x in tables.items()}, **bounds, **(sinks or {}),
-        wanted=tuple(name in wanted for name in GRADIENTS) + (sinks is not None,),
+        wanted=(*(name in wanted for name in GRADIENTS), sinks is not None),
         accumulate=added_to is not None, layout=layout, kernel=kernel, **given.options,
     )  # fmt: skip
     launches = fm.last_launches()

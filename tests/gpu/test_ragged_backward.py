@@ -1,5 +1,5 @@
-"""Gradients of ragged and padded batches: each sequence has those of a dense call of its own, bit by
-bit where sums are added in the same order, and what no sequence has gets zeros."""
+"""Gradients of ragged and padded batches: each sequence has those of a dense call of its own, bit
+by bit where sums are added in the same order, and what no sequence has gets zeros."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_every_way_has_the_bits_of_dense_calls(
         given = _made(dtype=dtype, dim=dim, dim_v=dim_v, heads=heads, options=options, seed=i)
         for name, way in ways(given).items():
             got = _check(given, way, kernel)
-            assert f"{dtype}_d{dim}_dv{dim_v}_ragged" in got.kernel
+            if "softcap" not in options:  # which has fewer kernels
+                assert f"{dtype}_d{dim}_dv{dim_v}_ragged" in got.kernel
             if name == "packed":
                 ragged_backward.assert_accurate(given, got.parts)
 
@@ -111,7 +112,7 @@ def test_no_kernel_is_named() -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 0)}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_longer_sequences(dtype: str, options: dict[str, Any], kernel: str) -> None:
-    """Of many tiles, some of one sequence and some of many, queries longer than keys and shorter."""
+    """Of many tiles, some of one sequence and some of many, more queries than keys and fewer."""
     lengths = (2000, 700, 1, 3, 1300, 64), (1500, 700, 900, 5000, 1301, 2)
     for dim in (64, 128):
         given = _made(lengths, dtype=dtype, dim=dim, heads=(4, 2), options=options)
@@ -360,8 +361,8 @@ def test_what_is_not_finite_stays_with_its_sequence(
     given = _made(lengths, options=options, dlse=False)
     given.tensors[2][name][0, 120, 1, 5] = torch.nan
     for way in ways(given).values():
-        got = ragged_backward.run(given, way, kernel=kernel).parts
-        want = clean.dense(None)
+        made = ragged_backward.run(given, way, kernel=kernel)
+        got, want = made.parts, clean.dense(ragged_backward.dense_kernel(made.kernel))
         for b in (0, 1, 3):
             for of in GRADIENTS:
                 assert torch.equal(got[b][of], want[b][of])
@@ -371,6 +372,14 @@ def test_what_is_not_finite_stays_with_its_sequence(
         if options and name in ("q", "dout"):
             assert got[2]["dk"][0, 121:].isfinite().all()
             assert got[2]["dv"][0, 121:].isfinite().all()
+        if options:
+            # Rows and keys that it does not reach are those of the clean call, but for the order
+            # in which plain arithmetic adds.
+            for of in GRADIENTS:
+                seen = got[2][of].isfinite()
+                torch.testing.assert_close(
+                    got[2][of][seen], want[2][of][seen], atol=2e-2, rtol=2e-2
+                )
 
 
 def test_graph_replays_follow_the_tables(kernel: str) -> None:
@@ -437,7 +446,7 @@ def test_the_plan_is_the_launch(sinks: bool, kernel: str) -> None:
     fm.flash_attention_backward(**rows, **said, **tables)
     assert fm.last_launches() == plan.launches
     names = [launch.kernel for launch in plan.launches]
-    assert len(names) == (4 if sinks else 3)
+    assert len(names) == 3 + sinks
     assert names[0] == "attention_backward_tables"
     assert names[1].startswith("attention_backward_prologue_") and "_ragged" in names[1]
     assert plan.kernel.startswith(f"attention_backward_{kernel}_") and "_ragged" in plan.kernel
@@ -478,8 +487,8 @@ def test_autograd(compiled: bool) -> None:
     function = torch.compile(attend, fullgraph=True, dynamic=True) if compiled else attend
     for way in ways(given).values():
         tables = {name: x.to(DEVICE) for name, x in way.tables.items()}
-        q, k, v = (rows.lay(given.all(name)).requires_grad_()
-                   for rows, name in ((way.queries, "q"), (way.keys, "k"), (way.keys, "v")))  # fmt: skip
+        leaves = ((way.queries, "q"), (way.keys, "k"), (way.keys, "v"))
+        q, k, v = (rows.lay(given.all(name)).requires_grad_() for rows, name in leaves)
         out = function(q, k, v, tables)
         out.backward(way.queries.lay(given.all("dout")))
         for x, name, rows, lengths in (

@@ -213,19 +213,24 @@ __global__ void __launch_bounds__(kPrologueThreads)
 
 // The gradient of a query head's sink, by a block: sinks.cuh.
 template <class Traits>
-__global__ void __launch_bounds__(kSinksThreads)
-    attention_backward_ragged_sinks(const __grid_constant__ RaggedParams params) {
-#if __CUDA_ARCH__ >= 900
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
-#endif
-  sum_sink_gradient<Traits>(params, static_cast<int>(blockIdx.x), [&](const auto& add) {
+__device__ __forceinline__ void sum_sink_gradient(const RaggedParams& params, int head) {
+  sum_sink_gradient<Traits>(params, head, [&](const auto& add) {
 #pragma unroll 1
     for (int rank = 0; rank < params.sequences.count; ++rank) {
       const SequencePlace place = params.places[rank];
       add(place);
     }
   });
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kSinksThreads)
+    attention_backward_ragged_sinks(const __grid_constant__ RaggedParams params) {
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+  sum_sink_gradient<Traits>(params, static_cast<int>(blockIdx.x));
 }
 
 // ---- of either kind

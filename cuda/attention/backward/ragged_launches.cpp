@@ -125,9 +125,13 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
       std::clamp<int64_t>(bounds.tiles_k * problem.heads_kv, 1, most_blocks / entry.cluster);
   flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
   if (entry.cluster > 1) launch.cluster = entry.cluster;
-  if (problem.dsinks.data != nullptr) {
+  const AttentionMask& mask = problem.sequences.mask;
+  const bool bounded = mask.causal != FLASHMOE_CAUSAL_NONE || mask.window != 0;
+  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
+                         (bounded && !problem.accumulate ? entry.repair_blocks : 0);
+  if (behind > 0) {
     FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
-    plan_launch(entry.behind, device_id, suffix, problem.heads_q, entry.behind_threads,
+    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
                 entry.behind.shared_bytes, plan);
   }
   plan->info.workspace_bytes = static_cast<uint64_t>(ragged_layout_of(problem, entry).bytes);

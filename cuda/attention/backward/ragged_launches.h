@@ -11,8 +11,8 @@ namespace flashmoe::attention_backward {
 inline constexpr int kRaggedKernelLaunch = 2;
 
 // Plans the launches: who reads the tables, the prologue, the kernel by at most `most_blocks`
-// blocks, as many as run at a time, and dsinks where they are wanted. `suffix` is that of
-// plan_launch.
+// blocks, as many as run at a time, and what comes behind it: dsinks where they are wanted, a
+// repair where there are bounds. `suffix` is that of plan_launch.
 flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, const Entry& entry,
                                      const DeviceFacts& facts, const char* suffix,
                                      int64_t most_blocks, const Reason& reason, Plan* plan);
