@@ -123,16 +123,16 @@ __device__ __forceinline__ bool is_owned(const SequenceParams& sequences, int ba
   return row >= rows.begin && row - rows.begin < rows.length;
 }
 
-// Rows of a gradient that are 0. A row's columns are whole chunks of 16 bytes.
-template <class Owned>
+// Sets rows of a gradient to 0 that no sequence has, of 32 from `first_row` on; a whole warp.
+// `owned` has a bit for each. A row's columns are whole chunks of 16 bytes.
 __device__ __forceinline__ void zero_rows(const Gradient& to, int batch, int first_row, int rows,
-                                          int heads, int dim, const Owned& owned) {
+                                          int heads, int dim, uint32_t owned) {
   if (to.rows == nullptr) return;
   const int bytes = to.fp32 != 0 ? 4 : 2;
   const int chunks = dim * bytes / 16;
   auto* const base = static_cast<unsigned char*>(to.rows);
-  for (int row = thread_index() / kThreadsPerWarp; row < rows; row += warp_count()) {
-    if (owned(row)) continue;
+  for (int row = 0; row < rows; ++row) {
+    if ((owned >> row & 1) != 0) continue;
     const int64_t row_at = batch * to.strides.batch + (first_row + row) * to.strides.seq;
     for (int i = lane_index(); i < heads * chunks; i += kThreadsPerWarp) {
       const int head = i / chunks;
@@ -142,32 +142,28 @@ __device__ __forceinline__ void zero_rows(const Gradient& to, int batch, int fir
   }
 }
 
-// A block has a chunk of rows. Where offsets decrease nobody is asked: what a sequence has is
-// written behind this.
+// A block has a chunk of rows, a warp 32 of them. Where offsets decrease nobody is asked: what a
+// sequence has is written behind this.
 template <bool kOfQueries>
 __device__ __forceinline__ void zero_chunk(const RaggedParams& params, int chunk) {
   static_assert(kChunkRows == kPrologueThreads, "a thread asks for a row");
-  __shared__ uint32_t owned_rows[kChunkRows / kThreadsPerWarp];
   const SequenceParams& sequences = params.sequences;
   const int rows_of_all = kOfQueries ? sequences.rows_q : sequences.room_k;
   const int chunks_of_batch = ceil_div<kChunkRows>(rows_of_all);
   const int batch = chunk / chunks_of_batch;
-  const int first_row = (chunk - batch * chunks_of_batch) * kChunkRows;
-  const int rows = min(kChunkRows, rows_of_all - first_row);
-  const int thread = thread_index();
-  const bool owned = thread < rows && params.totals->decreasing == 0 &&
-                     is_owned<kOfQueries>(sequences, batch, first_row + thread);
-  const uint32_t of_warp = __ballot_sync(kFullWarp, owned);
-  if (thread % kThreadsPerWarp == 0) owned_rows[thread / kThreadsPerWarp] = of_warp;
-  if (__syncthreads_and(owned || thread >= rows)) return;
-  const auto is_owned_row = [&](int row) {
-    return (owned_rows[row / kThreadsPerWarp] >> row % kThreadsPerWarp & 1) != 0;
-  };
+  const int first_row = (chunk - batch * chunks_of_batch) * kChunkRows +
+                        thread_index() / kThreadsPerWarp * kThreadsPerWarp;
+  const int rows = min(kThreadsPerWarp, rows_of_all - first_row);
+  const int lane = lane_index();
+  const bool owned = lane >= rows || (params.totals->decreasing == 0 &&
+                                      is_owned<kOfQueries>(sequences, batch, first_row + lane));
+  const uint32_t owned_rows = __ballot_sync(kFullWarp, owned);
+  if (owned_rows == kFullWarp) return;
   if (kOfQueries) {
-    zero_rows(params.dq_rows, batch, first_row, rows, params.heads_q, params.dim, is_owned_row);
+    zero_rows(params.dq_rows, batch, first_row, rows, params.heads_q, params.dim, owned_rows);
   } else {
-    zero_rows(params.dk_rows, batch, first_row, rows, params.heads_kv, params.dim, is_owned_row);
-    zero_rows(params.dv_rows, batch, first_row, rows, params.heads_kv, params.dim_v, is_owned_row);
+    zero_rows(params.dk_rows, batch, first_row, rows, params.heads_kv, params.dim, owned_rows);
+    zero_rows(params.dv_rows, batch, first_row, rows, params.heads_kv, params.dim_v, owned_rows);
   }
 }
 

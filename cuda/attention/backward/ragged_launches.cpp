@@ -116,7 +116,8 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
   FLASHMOE_TRY(load_kernel(entry.prologue, device_id, facts, &arch, reason));
   FLASHMOE_TRY(load_kernel(entry, device_id, facts, &arch, reason));
   FLASHMOE_TRY(load_kernel(kTablesKernel, device_id, facts, &arch, reason));
-  plan_launch(kTablesKernel, device_id, suffix, 1, kTablesThreads, 0, plan);
+  plan_launch(kTablesKernel, device_id, suffix, 1, kTablesThreads, kTablesKernel.shared_bytes,
+              plan);
   plan_launch(entry.prologue, device_id, suffix,
               std::max<int64_t>(bounds.prologue_blocks + chunks + item_blocks, 1),
               entry.prologue_threads, 0, plan)

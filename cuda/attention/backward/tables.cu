@@ -246,7 +246,8 @@ __device__ __forceinline__ void order_class(const RaggedParams& params, int numb
 
 __global__ void __launch_bounds__(kTablesThreads)
     attention_backward_tables(const __grid_constant__ RaggedParams params) {
-  __shared__ SharedStorage shared;
+  extern __shared__ unsigned char raw[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(raw);
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
@@ -284,6 +285,7 @@ LoadedKernel loaded[kMaxDevices];
 }  // namespace
 
 const Kernel kTablesKernel = {"attention_backward_tables",
-                              reinterpret_cast<const void*>(&attention_backward_tables), 0, loaded};
+                              reinterpret_cast<const void*>(&attention_backward_tables),
+                              static_cast<int>(sizeof(SharedStorage)), loaded};
 
 }  // namespace flashmoe::attention_backward

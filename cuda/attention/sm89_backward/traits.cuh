@@ -77,9 +77,9 @@ struct RaggedTuningOf {
   }();
 };
 template <int kDim, int kDimV>
-using RaggedTuning = RaggedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>>;
+struct RaggedTuning : RaggedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>> {};
 template <int kDim, int kDimV>
-using RaggedAdaTuning = RaggedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>>;
+struct RaggedAdaTuning : RaggedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>> {};
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {

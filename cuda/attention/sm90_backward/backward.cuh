@@ -195,7 +195,8 @@ struct Producer : Counters<Traits::kInPanels> {
   using Counters<Traits::kInPanels>::index;
   using Counters<Traits::kInPanels>::items;
 
-  using Item = typename Traits::Item;
+  using Item = ItemFor<Traits>;
+  static_assert(sizeof(Item) == Traits::kItemBytes);
   // Read where it is used: there are too few registers to keep it.
   using SharedItem = volatile Item;
 
@@ -460,7 +461,7 @@ struct Writer : Counters<Traits::kInPanels> {
   using Counters<Traits::kInPanels>::slot_uses;
   using Counters<Traits::kInPanels>::holds;
 
-  using Item = typename Traits::Item;
+  using Item = ItemFor<Traits>;
   using SharedItem = volatile Item;
   // What is known of an item in a turn: of ragged batches it is read where it is used.
   using HeldItem = std::conditional_t<Traits::kRagged, const SharedItem&, const Item>;
@@ -831,7 +832,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   static constexpr int kScores = Traits::kTileQ / 2;
   static constexpr int kSlices = Traits::kTileQ / 16;
 
-  using Item = typename Traits::Item;
+  using Item = ItemFor<Traits>;
   using SharedItem = volatile Item;
 
   const ParamsFor<Traits>& params;

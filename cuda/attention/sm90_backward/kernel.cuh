@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
   if (shared % kSharedAlignment != 0) __trap();
   const Barriers<Traits> barriers{shared + Traits::kBarriersOffset};
-  auto* items = reinterpret_cast<typename Traits::Item*>(raw + Traits::kItemOffset);
+  auto* items = reinterpret_cast<ItemFor<Traits>*>(raw + Traits::kItemOffset);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     constexpr int kWarps = 4;  // of a consumer

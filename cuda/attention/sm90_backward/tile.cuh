@@ -1,6 +1,9 @@
 // The steps of an item. Its order is in cuda/attention/backward/tile.cuh.
 #pragma once
 
+#include <type_traits>
+
+#include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
 
@@ -10,6 +13,9 @@ using attention_backward::Item;
 using attention_backward::kNoItem;
 using attention_backward::kWhole;
 using attention_backward::Parts;
+
+template <class Traits>
+using ItemFor = std::conditional_t<Traits::kRagged, attention_backward::RaggedItem, Item>;
 
 // The steps of an item: its query tiles, of each the query heads of the KV head one after another.
 // Head by head, a short item that ascends would wait in each head for its longer neighbours, which

@@ -2,10 +2,6 @@
 // memory.
 #pragma once
 
-#include <type_traits>
-
-#include "cuda/attention/backward/ragged.cuh"
-#include "cuda/attention/backward/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 
@@ -66,9 +62,9 @@ struct RaggedTuningOf {
   }();
 };
 template <int kDim, int kDimV>
-using RaggedTuning = RaggedTuningOf<kDim, kDimV, false>;
+struct RaggedTuning : RaggedTuningOf<kDim, kDimV, false> {};
 template <int kDim, int kDimV>
-using CappedRaggedTuning = RaggedTuningOf<kDim, kDimV, true>;
+struct CappedRaggedTuning : RaggedTuningOf<kDim, kDimV, true> {};
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
@@ -82,9 +78,7 @@ struct Traits {
   static constexpr int kDoStages = kTuning.dout_stages;
   static constexpr bool kCapped = kTuning.capped;
   static constexpr bool kRagged = kTuning.ragged;
-  using Item =
-      std::conditional_t<kRagged, attention_backward::RaggedItem, attention_backward::Item>;
-  static constexpr int kItemBytes = static_cast<int>(sizeof(Item));
+  static constexpr int kItemBytes = kRagged ? 64 : 32;
   static constexpr bool kInPanels = kTuning.share != Share::kKeys;
   static constexpr bool kByProducts = kTuning.share == Share::kProducts;
   static constexpr int kTileK = 2 * kKeysPerGroup;
