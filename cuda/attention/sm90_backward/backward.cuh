@@ -67,6 +67,10 @@ enum SlotUse : uint32_t {
   kOnlyPart,
 };
 
+// What the first consumer has to do in a step of a sequence; the second one's bit is the next.
+inline constexpr uint32_t kMaskedDuty = 1;  // some query does not see all of its keys
+inline constexpr uint32_t kUnseenDuty = 4;  // none sees one of its keys
+
 template <class Traits>
 struct Barriers {
   static constexpr int kSlotBarriers = 4 + 2 * Traits::kStages + 2 * Traits::kDoStages;
@@ -119,7 +123,8 @@ struct Barriers {
     return at(Traits::kBarriers) + Traits::kSlotWordBytes * slot;
   }
   __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
-  // With panels: whose turn is still to be given on, and the first query of a stage.
+  // With panels: whose turn is still to be given on, and the first query of a stage. Of sequences:
+  // what each consumer has to do in the step of a stage.
   __device__ __forceinline__ uint32_t held_tile(int slot) const { return slot_use(slot) + 8; }
   __device__ __forceinline__ uint32_t held_before(int slot) const { return slot_use(slot) + 12; }
   __device__ __forceinline__ uint32_t stage_row(int stage) const {
@@ -243,6 +248,29 @@ struct Producer : Counters<Traits::kInPanels> {
     }
   }
 
+  // Of a step of a sequence: lengths are in shared memory, and the consumers have no time for them.
+  __device__ __forceinline__ uint32_t duties_of(const SharedItem& item, int tile_q) const {
+    const int row = tile_q * Traits::kTileQ;
+    const int last_row = min(row + Traits::kTileQ, length_q_of(params, item)) - 1;
+    const int first_key = item.tile * Traits::kTileK;
+    // The keys that all queries see are from `first_of_all` to before `end_of_all`, those that any
+    // sees from `first` to before `end`.
+    const int first_of_all = attention_backward::first_key_of(params, item, last_row) - first_key;
+    const int end_of_all = attention_backward::end_key_of(params, item, row) - first_key;
+    const int first = attention_backward::first_key_of(params, item, row) - first_key;
+    const int end = attention_backward::end_key_of(params, item, last_row) - first_key;
+    uint32_t duties = 0;
+#pragma unroll
+    for (int group = 0; group < kConsumers; ++group) {
+      const int key = group * kKeysPerGroup;
+      if (first_of_all > key || end_of_all < key + kKeysPerGroup) duties |= kMaskedDuty << group;
+      if (Traits::kTileQ == kKeysPerGroup && (end <= key || first >= key + kKeysPerGroup)) {
+        duties |= kUnseenDuty << group;
+      }
+    }
+    return duties;
+  }
+
   __device__ __forceinline__ void load_q(const SharedItem& item, const Steps& steps) {
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
@@ -250,6 +278,9 @@ struct Producer : Counters<Traits::kInPanels> {
     wait_for_blocks<Traits>(barriers.q_empty(stage), ~(index / Traits::kStages) & 1);
     if constexpr (Traits::kInPanels) {
       ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
+    }
+    if constexpr (Traits::kRagged) {
+      ptx::store_shared(barriers.stage_row(stage), duties_of(item, tile_q));
     }
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(
@@ -485,6 +516,7 @@ struct Writer : Counters<Traits::kInPanels> {
     uint32_t tile;    // of all tiles of dQ, or panels
     uint32_t before;  // parts that come before it
     bool last;
+    uint32_t sum;  // in the workspace
     __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
   };
   template <class AnyItem>
@@ -493,17 +525,17 @@ struct Writer : Counters<Traits::kInPanels> {
     const Parts parts = Parts::of<Traits>(params, item, tile_q);
     const int before = parts.before(item);
     const int tile = attention_backward::tile_of_head(params, item, head) + tile_q;
-    return {static_cast<uint32_t>(tile * Traits::kPanels + panel), static_cast<uint32_t>(before),
-            before == parts.last - parts.first};
-  }
-  __device__ __forceinline__ float* sums_of(const Part& part) const {
-    uint32_t sum = part.tile;
+    const auto place = static_cast<uint32_t>(tile * Traits::kPanels + panel);
+    uint32_t sum = place;
     if constexpr (Traits::kRagged) {
       // There are sums for those tiles alone that need one.
-      const auto tiles = static_cast<uint32_t>(params.tiles_q);
-      sum -= sum / tiles * static_cast<uint32_t>(params.tiles_q - params.sum_tiles);
+      sum -= static_cast<uint32_t>(head * (params.tiles_q - params.sum_tiles));
     }
-    return params.dq_sums + static_cast<int64_t>(sum) * (Traits::kTileQ * Traits::kPanelColumns);
+    return {place, static_cast<uint32_t>(before), before == parts.last - parts.first, sum};
+  }
+  __device__ __forceinline__ float* sums_of(const Part& part) const {
+    return params.dq_sums +
+           static_cast<int64_t>(part.sum) * (Traits::kTileQ * Traits::kPanelColumns);
   }
 
   __device__ __forceinline__ void wait_for_turn(const Part& part) const {
@@ -1010,10 +1042,17 @@ struct Consumer : Counters<Traits::kInPanels> {
   // Whether some query of the step does not see all of this consumer's keys. Rows behind the last
   // have an lse of infinity.
   __device__ __forceinline__ bool is_masked(int first_key) const {
-    const SharedItem& item = held_item();
-    const int last_row = min(row + Traits::kTileQ, length_q_of(params, item)) - 1;
-    return attention_backward::first_key_of(params, item, last_row) > first_key ||
-           attention_backward::end_key_of(params, item, row) < first_key + kKeysPerGroup;
+    if constexpr (Traits::kRagged) {
+      return has_duty(kMaskedDuty);
+    } else {
+      const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
+      return params.score.first_key(last_row) > first_key ||
+             params.score.end_key(row, params.seq_k) < first_key + kKeysPerGroup;
+    }
+  }
+  // Of sequences: the producer has found out.
+  __device__ __forceinline__ bool has_duty(uint32_t duty) const {
+    return (ptx::load_shared_uint(barriers.stage_row(stage())) & duty << group) != 0;
   }
 
   // Of a key of this thread, the queries of the step that see it, as in queries_before.
@@ -1396,11 +1435,15 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries.
   __device__ __forceinline__ bool is_unseen(int first_key) const {
-    if (Traits::kTileQ != kKeysPerGroup) return false;
-    const SharedItem& item = held_item();
-    const int last_row = min(row + Traits::kTileQ, length_q_of(params, item)) - 1;
-    return attention_backward::end_key_of(params, item, last_row) <= first_key ||
-           attention_backward::first_key_of(params, item, row) >= first_key + kKeysPerGroup;
+    if constexpr (Traits::kTileQ != kKeysPerGroup) {
+      return false;
+    } else if constexpr (Traits::kRagged) {
+      return has_duty(kUnseenDuty);
+    } else {
+      const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
+      return params.score.end_key(last_row, params.seq_k) <= first_key ||
+             params.score.first_key(row) >= first_key + kKeysPerGroup;
+    }
   }
 
   // A step in which dS is zero.
