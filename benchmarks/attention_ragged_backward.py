@@ -87,16 +87,17 @@ def dense_name(ragged: str) -> str:
 
 
 def main() -> None:
-    path, *families = sys.argv[1:]
+    path, *named = sys.argv[1:]
+    families: list[str | None] = [*named] or [None]
     torch.manual_seed(0)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dim in (64, 128):
         heads = 2048 // dim
         for causal in (False, True):
             for length in (512, 2048, 8192):
                 batch = Batch([length] * (TOKENS // length), heads, heads, dim, causal)
                 calls = {"dense": batch.dense(None)}
-                for family in families or [None]:
+                for family in families:
                     call = batch.ragged(family)
                     call()
                     own = next(
@@ -121,7 +122,7 @@ def main() -> None:
     for name, lengths in shapes.items():
         for heads_kv in (16, 4):
             batch = Batch(lengths, 16, heads_kv, 128, True)
-            made = times({str(family): batch.ragged(family) for family in families or [None]})
+            made = times({str(family): batch.ragged(family) for family in families})
             rows.append({"shape": name, "tokens": sum(lengths), "heads_kv": heads_kv, "us": made})
             print(name, sum(lengths), f"16/{heads_kv}", {n: round(x) for n, x in made.items()},
                   flush=True)  # fmt: skip
