@@ -55,7 +55,7 @@ def _kernels(program: Path, part: str) -> set[str]:
     if program == ATTENTION:
         return {kernel.table_name for kernel in kernels.attention(part)}
     if program == BACKWARD:
-        compiled = kernels.attention(f"{part}_backward")
+        compiled = sanitize_attention_backward.dense_kernels(part)
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
     return sanitize_moe.stated_kernels(part) if moe_layers.is_as_stated() else set()
 
