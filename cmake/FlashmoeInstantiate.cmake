@@ -25,11 +25,15 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "192,128,CappedRaggedTuning,_ragged_softcap" "256,256,CappedRaggedTuning,_ragged_softcap")
 set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
   "64,64" "128,128" "256,256"
-  "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada")
+  "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada"
+  "64,64,RaggedAdaTuning,_ragged_ada" "128,128,RaggedAdaTuning,_ragged_ada"
+  "256,256,RaggedAdaTuning,_ragged_ada")
 set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
   "64,64" "128,128" "192,128" "192,192" "256,256"
   "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap" "192,128,CappedTuning,_softcap"
-  "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap")
+  "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap"
+  "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged"
+  "128,128,CappedRaggedTuning,_ragged_softcap")
 
 function(flashmoe_instantiate_attention target family)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/${family}")

@@ -356,11 +356,11 @@ typedef enum flashmoe_window {
  * serve any lengths.
  *
  * Backward takes the tables of the forward call, but for batch_index and page_table: keys that
- * sequences may share have no gradients. Each sequence has the bits of a dense call, and dsinks are
- * summed in the order of the sequences. In dq, dk and dv all rows are written: where no sequence
- * has them they are 0, or with accumulate as they were. Of rows that two sequences have, as of
- * offsets that decrease, the gradients are of either or of both. In this version the CPU computes
- * the backward of such calls, and no GPU.
+ * sequences may share have no gradients. On the CPU each sequence has the bits of a dense call, on
+ * GPUs sequences of equal lengths have those of a dense batch. In dq, dk and dv all rows are
+ * written: where no sequence has them they are 0, or with accumulate as they were. Of rows that two
+ * sequences have, as of offsets that decrease, the gradients are of either or of both; on GPUs they
+ * may also be of neither, 0, where there is no room for all.
  * ---------------------------------------------------------------------------------------------- */
 
 /* Lengths, offsets and page tables of ragged, padded and paged batches. */

@@ -266,7 +266,7 @@ def flash_attention_backward(
             of their dtype or fp32. They may overlap no other tensor.
         kernel, stream: As of flash_attention.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, max_seqlen_q, max_seqlen_k: As of
-            flash_attention, on the CPU. Gradients of rows and keys that no sequence has are 0, and
+            flash_attention. Gradients of rows and keys that no sequence has are 0, and
             stay what they are with accumulate.
         batch_index, page_table: None: keys that sequences may share have no gradients.
 

@@ -15,10 +15,10 @@ ENTRIES = {
     "attention/sm90": ("fp16_d64_dv64", "fp16_d64_dv64_ragged", "split_kv_fp16_d64_dv64"),
     "attention/sm89_backward": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),
-        *("bf16_d256_dv256", "bf16_d256_dv256_ada"),
+        *("bf16_d256_dv256", "bf16_d256_dv256_ada", "fp16_d64_dv64_ragged"),
     ),
     "attention/sm90_backward": (
-        *("fp16_d64_dv64", "bf16_d64_dv64"),
+        *("fp16_d64_dv64", "fp16_d64_dv64_ragged", "bf16_d64_dv64"),
         *("bf16_d128_dv128", "bf16_d192_dv128", "bf16_d192_dv192", "bf16_d256_dv256"),
     ),
     "moe/route": ("key32_e128", "key64_e1024"),
@@ -67,7 +67,7 @@ SOURCES = {
     "test_backward": (
         *ATTENTION_BASE,
         "core/ops/attention/backward.cpp",
-        "cuda/attention/backward/launches.cpp",
+        *(f"cuda/attention/backward/{name}.cpp" for name in ("launches", "ragged_launches")),
         *(f"cuda/attention/{family}_backward/family.cpp" for family in ("sm89", "sm90")),
     ),
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),

@@ -14,7 +14,7 @@ from kernels import Kernel
 # The kernel is of the family's namespace, and so is what sm90 has behind it; the prologue and the
 # kernel of dsinks are everybody's.
 _FUNCTION = re.compile(
-    r"attention_backward_(kernel|prologue|sinks|behind)I.*?Traits"
+    r"attention_backward_(?:ragged_)?(kernel|prologue|sinks|behind)I.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E\w*?_\d+([A-Za-z]\w*?)ILi"
 )
 _FAMILY = re.compile(r"\d(sm\d\d_backward)\d")

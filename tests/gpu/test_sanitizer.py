@@ -59,7 +59,7 @@ def _kernels(program: Path, part: str) -> set[str]:
     if program == ATTENTION:
         return {kernel.table_name for kernel in kernels.attention(part)}
     if program == BACKWARD:
-        compiled = kernels.attention(f"{part}_backward")
+        compiled = sanitize_attention_backward.dense_kernels(part)
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
     if program == MOE_BACKWARD:
         return moe_gradients.stated_kernels(part)

@@ -12,13 +12,13 @@ namespace flashmoe::sm90_backward {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_backward_kernel(const __grid_constant__ Params params) {
+    attention_backward_kernel(const __grid_constant__ ParamsFor<Traits> params) {
   // There is no room to align it by hand.
   extern __shared__ __align__(kSharedAlignment) unsigned char raw[];
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
   if (shared % kSharedAlignment != 0) __trap();
   const Barriers<Traits> barriers{shared + Traits::kBarriersOffset};
-  auto* items = reinterpret_cast<Item*>(raw + Traits::kItemOffset);
+  auto* items = reinterpret_cast<ItemFor<Traits>*>(raw + Traits::kItemOffset);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     constexpr int kWarps = 4;  // of a consumer

@@ -333,7 +333,7 @@ struct PanelConsumer : Consumer<Traits> {
                                                       const float (&values)[kRegisters],
                                                       float scale, int first_column,
                                                       int end_column) const {
-    const SharedItem& item = shared_items[items % kItemsHeld];
+    const typename Base::SharedItem& item = shared_items[items % kItemsHeld];
     Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key_of(item.tile),
                          params.seq_k, first_column, end_column);
   }

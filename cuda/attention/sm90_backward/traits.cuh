@@ -13,8 +13,7 @@ inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kConsumers = 2;  // warpgroups
 inline constexpr int kKeysPerGroup = 64;
-inline constexpr int kSlots = 2;  // of what leaves for global memory; each has a writer warp
-inline constexpr int kItemBytes = 32;
+inline constexpr int kSlots = 2;      // of what leaves for global memory; each has a writer warp
 inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
 inline constexpr int kStageWordBytes = 4;
 
@@ -33,6 +32,7 @@ struct Tuning {
   Share share;
   bool capped = false;  // logits have a softcap
   int dout_units = 1;   // of a step's dO; `dout_stages` counts them
+  bool ragged = false;  // of sequences: ragged and padded batches
 };
 
 // A softcap needs fp32 factors beside P: there are no registers for those of 128 queries.
@@ -56,6 +56,19 @@ struct CappedTuning {
   static constexpr Tuning value = tuning(kDim, kDimV, true);
 };
 
+template <int kDim, int kDimV, bool kCapped>
+struct RaggedTuningOf {
+  static constexpr Tuning value = [] {
+    Tuning made = tuning(kDim, kDimV, kCapped);
+    made.ragged = true;
+    return made;
+  }();
+};
+template <int kDim, int kDimV>
+struct RaggedTuning : RaggedTuningOf<kDim, kDimV, false> {};
+template <int kDim, int kDimV>
+struct CappedRaggedTuning : RaggedTuningOf<kDim, kDimV, true> {};
+
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
@@ -66,6 +79,8 @@ struct Traits {
   static constexpr int kStages = kTuning.stages;
   static constexpr int kDoStages = kTuning.dout_stages;
   static constexpr bool kCapped = kTuning.capped;
+  static constexpr bool kRagged = kTuning.ragged;
+  static constexpr int kItemBytes = kRagged ? 64 : 32;
   static constexpr bool kInPanels = kTuning.share != Share::kKeys;
   static constexpr bool kByProducts = kTuning.share == Share::kProducts;
   static constexpr int kConsumerGroups = kByProducts ? 3 : kConsumers;
@@ -82,6 +97,7 @@ struct Traits {
   static constexpr bool kUnpacksP = kTileQ == 128 || kInPanels;
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kTileQ == 128 && (kInPanels || kCapped)), "there are no registers for it");
+  static_assert(!(kRagged && kInPanels), "kernels of panels read no sequences");
 
   // setmaxnreg shares what the block has from its launch: 168 for each thread of 384, 64 Ki / 384
   // in eights, 128 for each of 512.
@@ -139,7 +155,7 @@ struct Traits {
                                     : kInPanels ? kDqBytes
                                                 : larger(kDqBytes, larger(kKBytes, kVBytes));
   static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
-  static constexpr int kSplitFloats = kInPanels ? 0 : kTileK * (kDim + kDimV);
+  static constexpr int kSplitFloats = kInPanels || kRagged ? 0 : kTileK * (kDim + kDimV);
   static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
 
   static constexpr int kKOffset = 0;
