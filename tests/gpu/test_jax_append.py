@@ -43,9 +43,9 @@ def test_bits_are_those_of_the_cpu(jax_gpu: Any, dtype: str, way: str) -> None:
     import jax
 
     case = _case(dtype, way=way, rotary="neox")
-    there = {n: jax.device_put(x, jax_gpu) if isinstance(x, np.ndarray) else x
+    there = {n: jax.device_put(x.copy(), jax_gpu) if isinstance(x, np.ndarray) else x
              for n, x in case.given.items()}  # fmt: skip
-    arrays = [jax.device_put(x, jax_gpu) for x in (case.k, case.v, *case.caches)]
+    arrays = [jax.device_put(x.copy(), jax_gpu) for x in (case.k, case.v, *case.caches)]
     want = _wanted(case)
     call = lambda *arrays: fm.kv_append(*arrays, **there)  # noqa: E731
     for made in (call(*arrays), jax.jit(call)(*arrays)):
@@ -56,10 +56,10 @@ def test_donated_caches_are_written_in_place(jax_gpu: Any) -> None:
     import jax
 
     case = _case("bfloat16", way="paged", rotary="interleaved", packed=True)
-    there = {n: jax.device_put(x, jax_gpu) if isinstance(x, np.ndarray) else x
+    there = {n: jax.device_put(x.copy(), jax_gpu) if isinstance(x, np.ndarray) else x
              for n, x in case.given.items()}  # fmt: skip
-    k, v = (jax.device_put(x, jax_gpu) for x in (case.k, case.v))
-    caches = [jax.device_put(x, jax_gpu) for x in case.caches]
+    k, v = (jax.device_put(x.copy(), jax_gpu) for x in (case.k, case.v))
+    caches = [jax.device_put(x.copy(), jax_gpu) for x in case.caches]
     where = [x.unsafe_buffer_pointer() for x in caches]
 
     def step(k_cache: Any, v_cache: Any, k: Any, v: Any) -> Any:
