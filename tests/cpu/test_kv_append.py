@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import capi_append
+import capi_moe
 import flashmoe_science as fm
 import numpy as np
 import pytest
@@ -17,6 +20,29 @@ def test_what_goes_where(dtype: str, way: str, rotary: str) -> None:
     rng = np.random.default_rng([DTYPES.index(dtype), len(way), len(rotary)])
     for _ in range(25):
         assert_right(Case(rng, dtype, way=way, rotary=rotary))
+
+
+@pytest.mark.parametrize("rotary", ["neox", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_instruction_set_has_the_same_bits(
+    isa_library: ctypes.CDLL, dtype: str, rotary: str
+) -> None:
+    """Of any number of rotated dimensions."""
+    rng = np.random.default_rng(11)
+    for pairs in range(1, 49):
+        case = Case(rng, dtype, rotary=rotary, dim=96, pairs=pairs)
+        arrays = {"k": case.k, "v": case.v, "k_cache": case.caches[0], "v_cache": case.caches[1]}
+        arrays = {name: x.copy() for name, x in arrays.items()}
+        arrays |= {name: x for name, x in case.given.items() if isinstance(x, np.ndarray)}
+        arrays["q_out"] = np.full(arrays["q"].shape, POISON).astype(case.dtype)
+        params = capi_append.make_params(**arrays, **capi_append.options_of(case))
+        plan = capi_moe.plan_of(params, isa_library)
+        isa = plan.isa.decode()
+        assert plan.launches[0].kernel.decode().startswith(f"kv_append_cpu_{isa}_")
+        capi_moe.run(params, isa_library)
+        want = [*case.caches, case.call()]
+        for name, x in zip(("k_cache", "v_cache", "q_out"), want, strict=True):
+            assert arrays[name].tobytes() == x.tobytes()
 
 
 def test_the_cases_reach_every_argument() -> None:

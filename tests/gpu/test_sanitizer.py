@@ -16,15 +16,23 @@ from pathlib import Path
 import capi
 import kernels
 import pytest
-from gpu import families, moe_layers, sanitize_attention_backward, sanitize_moe
+from gpu import (
+    families,
+    moe_layers,
+    sanitize_attention_backward,
+    sanitize_kv_append,
+    sanitize_moe,
+)
 
 pytestmark = pytest.mark.gpu
 
 ATTENTION = Path(__file__).with_name("sanitize_attention.py")
 BACKWARD = Path(__file__).with_name("sanitize_attention_backward.py")
+APPEND = Path(__file__).with_name("sanitize_kv_append.py")
 MOE = Path(__file__).with_name("sanitize_moe.py")
 PARTS = [*((ATTENTION, family) for family in kernels.FAMILIES),
          *((BACKWARD, family) for family in sanitize_attention_backward.FAMILIES),
+         *((APPEND, dtype) for dtype in sanitize_kv_append.PARTS),
          *((MOE, part) for part in sanitize_moe.PARTS)]  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ERROR_CODE = 86
@@ -45,7 +53,8 @@ def sanitizer() -> str:
 def _skip_unless_served(program: Path, part: str) -> None:
     why_not = moe_layers.why_not if program == MOE else families.why_not
     name = "sm90_whole_tiles" if (program, part) == (BACKWARD, "sm90") else part
-    reason = why_not(name) if part != "route" else None
+    any_gpu = part == "route" or program == APPEND
+    reason = None if any_gpu else why_not(name)
     if reason is not None:
         pytest.skip(reason)
 
@@ -57,6 +66,8 @@ def _kernels(program: Path, part: str) -> set[str]:
     if program == BACKWARD:
         compiled = kernels.attention(f"{part}_backward")
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
+    if program == APPEND:
+        return {f"kv_append_sm89_{part}"}
     return sanitize_moe.stated_kernels(part) if moe_layers.is_as_stated() else set()
 
 

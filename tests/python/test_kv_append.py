@@ -54,7 +54,7 @@ def test_a_plan_reads_nothing() -> None:
     assert (given["k_cache"] == arguments()["k_cache"]).all()
     fm.kv_append(**given)
     assert plan.launches == fm.last_launches()
-    assert plan.launches[0].kernel == "X"
+    assert plan.launches[0].kernel == f"kv_append_cpu_{plan.isa}_fp32_rotary_neox"
 
 
 def test_nothing_is_written_that_may_not_be() -> None:
