@@ -84,6 +84,7 @@ constexpr Compiled kCompiled[] = {
     {"attention_combine_sm90_split_kv_bf16_d128_", 4192, kMostRegisters},
     {"attention_combine_sm90_split_kv_bf16_d192_", 4192, kMostRegisters},
     {"attention_combine_sm90_split_kv_bf16_d256_", 4144, kMostRegisters},
+    {"kv_append_sm89_", 1028, kMostRegisters},
     {"moe_route_once_", 144, kMostRegisters},
     {"moe_route_place", 41232, kMostRegisters},
     {"moe_up_sm90_few_tokens_fp16_bulk", 256, kMostRegisters},
