@@ -53,6 +53,8 @@ class Case:
             starts = np.cumsum([0, *lengths])
             if fixed.get("overlapping"):
                 starts = rng.integers(-3, seq + 4, self.batch + 1)
+                extreme = rng.choice([-(2**31), 2**31 - 1], self.batch + 1)
+                starts = np.where(rng.random(self.batch + 1) < 0.05, extreme, starts)
             self.given["cu_seqlens"] = starts.astype(np.int32)
         if self.way != "slots" and choose("used", False, True):
             self.given["seqused"] = rng.integers(-1, self.most_seq + 2, self.batch).astype(np.int32)

@@ -1,10 +1,10 @@
 // Appending to a cache: every new row of k and v goes to its place in the cache, every row of q to
 // q_out, and those of k and q are rotated on the way where that is asked for.
 //
-// The kernel is bound by memory: a thread has 32 bytes of a head at a time, and nothing is shared
-// but a packed batch's owners. Where a row goes each thread finds out for itself, while the row's
-// numbers are on their way: the tables are small, all threads of a row read the same of them, and
-// these reads hit the L1. Blocks have consecutive rows and, of few rows, parts of one.
+// The kernel is bound by memory: a thread has 128 bytes on their way, 32 of each of four heads,
+// and nothing is shared but a packed batch's owners. Where a row goes each thread finds out for
+// itself, while the row's numbers are on their way: the tables are small, all threads of a row read
+// the same of them, and these reads hit the L1. Blocks have parts of consecutive rows.
 //
 // Tables hold any numbers, and none of them leads outside of a tensor: a row whose place, or whose
 // position, there is none of is not written. The CPU does the same (cpu/kv_append.cpp), and
@@ -27,6 +27,10 @@ namespace flashmoe::kv_append {
 // ---- numbers ------------------------------------------------------------------------------------
 
 using Piece = uint32_t[4];
+
+__device__ __forceinline__ void store(char* to, const Piece& piece) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
+}
 
 template <class Element>
 struct Numbers16 {
@@ -137,39 +141,49 @@ struct Angles {
   const char* sin;
 };
 
-// Two pieces of the halves, whose first pair is `first`.
-template <class Element>
+// Two pieces of the halves of each head, whose first pair is `first`.
+template <class Element, int kUnitHeads>
 __device__ __forceinline__ void turn_halves(const Rotary& rotary, const Angles& angles, int first,
-                                            Piece& low, Piece& high) {
+                                            Piece (&pieces)[kUnitHeads][2]) {
   using Numbers = NumbersOf<Element>;
   constexpr int kPiece = Numbers::kPiece;
-  float cos[kPiece], sin[kPiece], a[kPiece], b[kPiece];
+  float cos[kPiece], sin[kPiece];
   load_angles<Element>(rotary, angles.cos, first, cos);
   load_angles<Element>(rotary, angles.sin, first, sin);
-  Numbers::unpack(low, a);
-  Numbers::unpack(high, b);
 #pragma unroll
-  for (int i = 0; i < kPiece; ++i) turn(&a[i], &b[i], cos[i], sin[i]);
-  Numbers::pack(a, low);
-  Numbers::pack(b, high);
+  for (int head = 0; head < kUnitHeads; ++head) {
+    float a[kPiece], b[kPiece];
+    Numbers::unpack(pieces[head][0], a);
+    Numbers::unpack(pieces[head][1], b);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) turn(&a[i], &b[i], cos[i], sin[i]);
+    Numbers::pack(a, pieces[head][0]);
+    Numbers::pack(b, pieces[head][1]);
+  }
 }
 
-// A piece of neighbouring pairs, of which the first is `first`; those behind the last stay.
-template <class Element>
+// A piece of neighbouring pairs of each head, of which the first is `first`; those behind the last
+// stay.
+template <class Element, int kUnitHeads>
 __device__ __forceinline__ void turn_neighbours(const Rotary& rotary, const Angles& angles,
-                                                int first, Piece& piece) {
+                                                int first, int which,
+                                                Piece (&pieces)[kUnitHeads][2]) {
   using Numbers = NumbersOf<Element>;
   constexpr int kPairs = Numbers::kPiece / 2;
   if (first >= rotary.pairs) return;
-  float cos[kPairs], sin[kPairs], x[Numbers::kPiece];
+  float cos[kPairs], sin[kPairs];
   load_angles<Element>(rotary, angles.cos, first, cos);
   load_angles<Element>(rotary, angles.sin, first, sin);
-  Numbers::unpack(piece, x);
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    if (first + i < rotary.pairs) turn(&x[2 * i], &x[2 * i + 1], cos[i], sin[i]);
+  for (int head = 0; head < kUnitHeads; ++head) {
+    float x[Numbers::kPiece];
+    Numbers::unpack(pieces[head][which], x);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      if (first + i < rotary.pairs) turn(&x[2 * i], &x[2 * i + 1], cos[i], sin[i]);
+    }
+    Numbers::pack(x, pieces[head][which]);
   }
-  Numbers::pack(x, piece);
 }
 
 // ---- where rows are and where they go -----------------------------------------------------------
@@ -268,8 +282,8 @@ __device__ __forceinline__ void move_numbers(const Rotary& rotary, const Angles&
 }
 
 // Unit `unit` of a row. Everything that it reads of the row it has read before it writes: q_out may
-// be q.
-template <class Element>
+// be q. Where a unit has fewer heads or pieces than there is room for, it reads one of them twice.
+template <class Element, int kUnitHeads>
 __device__ __forceinline__ void move_unit(const Params& params, const Token& token, int unit) {
   constexpr int kPiece = NumbersOf<Element>::kPiece;
   const Rotary& rotary = params.rotary;
@@ -277,8 +291,10 @@ __device__ __forceinline__ void move_unit(const Params& params, const Token& tok
   const bool is_query = stream == kQueries;
   if (token.index >= (is_query ? params.seq_q : token.length)) return;
   if (stream > 0) unit -= params.ends[stream - 1];
-  const int head = params.units[stream].quotient(unit);
-  unit -= head * params.units[stream].number();
+  const int group = params.units[stream].quotient(unit);
+  unit -= group * params.units[stream].number();
+  const int first_head = group * kUnitHeads;
+  const int last = min(params.heads[stream] - first_head, kUnitHeads) - 1;
   const bool turned = rotary.pairs > 0 && stream != kValues;
   const bool by_number = turned && rotary.whole == 0;
 
@@ -289,11 +305,16 @@ __device__ __forceinline__ void move_unit(const Params& params, const Token& tok
   const int low = of_halves ? unit : halves + unit;
   const int high = low + (of_halves ? halves : behind);
   const bool has_high = high < params.pieces[stream];
-  const char* const from = row_at(params.from[stream], token.batch, token.row, head);
-  Piece pieces[2];
+  const char* const from = row_at(params.from[stream], token.batch, token.row, first_head);
+  const int64_t from_step = params.from[stream].head;
+  Piece pieces[kUnitHeads][2];
   if (!by_number) {
-    ptx::load_streaming(pieces[0], from + low * kPieceBytes);
-    ptx::load_streaming_or_zero(pieces[1], from + high * kPieceBytes, has_high);
+#pragma unroll
+    for (int i = 0; i < kUnitHeads; ++i) {
+      const char* const head = from + min(i, last) * from_step;
+      ptx::load_streaming(pieces[i][0], head + low * kPieceBytes);
+      ptx::load_streaming(pieces[i][1], head + (has_high ? high : low) * kPieceBytes);
+    }
   }
 
   const int64_t begin = params.cache_seqlens.given() ? params.cache_seqlens.at(token.sequence) : 0;
@@ -302,35 +323,41 @@ __device__ __forceinline__ void move_unit(const Params& params, const Token& tok
   if (rotary.pairs > 0 && !stands_at(params, token, begin, is_query, &angles)) return;
   Place place = {token.batch, token.row};
   if (!is_query && !find(params, token, begin, &place)) return;
-  char* const to = row_at(params.to[stream], place.batch, place.row, head);
+  char* const to = row_at(params.to[stream], place.batch, place.row, first_head);
+  const int64_t to_step = params.to[stream].head;
 
-  if (by_number) return move_numbers<Element>(rotary, angles, unit, from, to);
-  if (turned && rotary.interleaved != 0) {
-    turn_neighbours<Element>(rotary, angles, low * (kPiece / 2), pieces[0]);
-    turn_neighbours<Element>(rotary, angles, high * (kPiece / 2), pieces[1]);
-  } else if (of_halves) {
-    turn_halves<Element>(rotary, angles, unit * kPiece, pieces[0], pieces[1]);
+  if (by_number) {
+    for (int i = 0; i <= last; ++i) {
+      move_numbers<Element>(rotary, angles, unit, from + i * from_step, to + i * to_step);
+    }
+    return;
   }
-  *reinterpret_cast<uint4*>(to + low * kPieceBytes) =
-      make_uint4(pieces[0][0], pieces[0][1], pieces[0][2], pieces[0][3]);
-  if (has_high) {
-    *reinterpret_cast<uint4*>(to + high * kPieceBytes) =
-        make_uint4(pieces[1][0], pieces[1][1], pieces[1][2], pieces[1][3]);
+  if (turned && rotary.interleaved != 0) {
+    turn_neighbours<Element>(rotary, angles, low * (kPiece / 2), 0, pieces);
+    turn_neighbours<Element>(rotary, angles, high * (kPiece / 2), 1, pieces);
+  } else if (of_halves) {
+    turn_halves<Element>(rotary, angles, unit * kPiece, pieces);
+  }
+#pragma unroll
+  for (int i = 0; i < kUnitHeads; ++i) {
+    if (i > last) break;
+    store(to + i * to_step + low * kPieceBytes, pieces[i][0]);
+    if (has_high) store(to + i * to_step + high * kPieceBytes, pieces[i][1]);
   }
 }
 
 // The block's units of its rows, token_of(row of the block, &token) of which says false of those
 // that no sequence has.
-template <class Element, class TokenOf>
+template <class Element, int kUnitHeads, class TokenOf>
 __device__ __forceinline__ void move_rows(const Params& params, int count,
                                           const TokenOf& token_of) {
   const int begin = static_cast<int>(blockIdx.y) * params.block_units;
   const int end = min(begin + params.block_units, count * params.row_units.number());
-  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kThreads) {
+  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += static_cast<int>(blockDim.x)) {
     const int row = params.row_units.quotient(i);
     Token token;
     if (!token_of(row, &token)) continue;
-    move_unit<Element>(params, token, i - row * params.row_units.number());
+    move_unit<Element, kUnitHeads>(params, token, i - row * params.row_units.number());
   }
 }
 
@@ -356,25 +383,22 @@ __device__ __forceinline__ PackedRows packed_rows(const Params& params, int sequ
           SequenceParams::cut(params.cu_seqlens.at(sequence + 1), begin, params.rows) - begin};
 }
 
-// The first sequence of each row behind the round's `last`, by all threads of the block.
+// The next sequence of each of the block's rows, by all of its threads.
 __device__ __forceinline__ void find_owners(const Params& params, int first, int count, bool again,
                                             Owners* owners) {
-  const int thread = static_cast<int>(threadIdx.x);
-  int last = -1;
-  if (again && thread < count) last = owners->of_row[thread];
-  __syncthreads();
-  if (thread < count) {
-    // What a row's last owner was is kept in its count, which no later round reads.
-    owners->counts[thread] = again ? last : 0;
-    owners->of_row[thread] = INT_MAX;
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  __syncthreads();  // the last round's have been read
+  for (int row = thread; row < count; row += threads) {
+    // Of later rounds the count is the last owner: only those behind it are looked for.
+    owners->counts[row] = again ? owners->of_row[row] : 0;
+    owners->of_row[row] = INT_MAX;
   }
   if (thread == 0 && !again) owners->rounds = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int s = thread; s < params.sequences; s += kThreads) {
-    const PackedRows rows = packed_rows(params, s);
-    const int end = min(rows.begin + rows.length - first, count);
-    for (int row = max(rows.begin - first, 0); row < end; ++row) {
+  const auto claim = [&](int s, int begin, int end) {
+    // Most sequences end before the block's rows or begin behind them.
+    if (end <= first || begin >= first + count) return;
+    for (int row = max(begin, first) - first; row < min(end, first + count) - first; ++row) {
       if (!again) {
         atomicMax(&owners->rounds, atomicAdd(&owners->counts[row], 1) + 1);
       } else if (s <= owners->counts[row]) {
@@ -382,16 +406,31 @@ __device__ __forceinline__ void find_owners(const Params& params, int first, int
       }
       atomicMin(&owners->of_row[row], s);
     }
+  };
+  const TableNumbers& offsets = params.cu_seqlens;
+  int s = 0;
+  if (offsets.stride == 1 && reinterpret_cast<uintptr_t>(offsets.data) % sizeof(int4) == 0) {
+    const int whole = params.sequences / 4 * 4;
+#pragma unroll 2
+    for (s = 4 * thread; s < whole; s += 4 * threads) {
+      const int4 at = *reinterpret_cast<const int4*>(offsets.data + s);
+      claim(s, at.x, at.y);
+      claim(s + 1, at.y, at.z);
+      claim(s + 2, at.z, at.w);
+      claim(s + 3, at.w, offsets.data[s + 4]);
+    }
+    s = whole;
   }
+  for (s += thread; s < params.sequences; s += threads) claim(s, offsets.at(s), offsets.at(s + 1));
   __syncthreads();
 }
 
-template <class Element>
+template <class Element, int kUnitHeads>
 __device__ __forceinline__ void move_packed_rows(const Params& params, int first, int count) {
   __shared__ Owners owners;
   for (int round = 0; round == 0 || round < owners.rounds; ++round) {
     find_owners(params, first, count, round > 0, &owners);
-    move_rows<Element>(params, count, [&](int row, Token* token) {
+    move_rows<Element, kUnitHeads>(params, count, [&](int row, Token* token) {
       const int sequence = owners.of_row[row];
       if (sequence == INT_MAX) return false;
       const PackedRows rows = packed_rows(params, sequence);
@@ -406,8 +445,10 @@ __device__ __forceinline__ void move_packed_rows(const Params& params, int first
 
 // ---- kernel -------------------------------------------------------------------------------------
 
-template <class Element>
-__global__ void __launch_bounds__(kThreads)
+template <class Element, int kUnitHeads>
+__global__ void __launch_bounds__(kThreads, kUnitHeads == 4   ? 2
+                                            : kUnitHeads == 2 ? 3
+                                                              : 4)
     kv_append_kernel(const __grid_constant__ Params params) {
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
@@ -415,8 +456,8 @@ __global__ void __launch_bounds__(kThreads)
 #endif
   const int first = static_cast<int>(blockIdx.x) * params.block_rows;
   const int count = min(params.block_rows, params.rows - first);
-  if (params.cu_seqlens.given()) return move_packed_rows<Element>(params, first, count);
-  move_rows<Element>(params, count, [&](int row, Token* token) {
+  if (params.cu_seqlens.given()) return move_packed_rows<Element, kUnitHeads>(params, first, count);
+  move_rows<Element, kUnitHeads>(params, count, [&](int row, Token* token) {
     const int batch = params.rows_of_batch.quotient(first + row);
     const int index = first + row - batch * params.rows_of_batch.number();
     *token = {batch, index, batch, index, params.seq};
