@@ -166,6 +166,34 @@ class TestJax:
         with pytest.raises(ValueError, match=r"^q_out: JAX arrays cannot be written to"):
             fm.kv_append(**given, q_out=given["q"])
 
+    def test_a_call_is_refused_whose_caches_are_not_where_they_were(self) -> None:
+        """Of a program that this package did not make, which has XLA put them elsewhere."""
+        from flashmoe_science import _core
+
+        jax, given = self.jax, self.arguments(q=False)
+        names = ("k", "v", "k_cache", "v_cache")
+        arrays = [given[name] for name in names]
+        made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[2:]]
+        options = _core.pack_options("kv_append", {})
+
+        def call(outputs: str, inputs: str = "k v k_cache v_cache ", **how: Any) -> Any:
+            make = jax.ffi.ffi_call("flashmoe_kv_append_v1", made, **how)
+            return make(*arrays, inputs=inputs, outputs=outputs, options=options)
+
+        import flashmoe_science.jax  # noqa: F401
+
+        both, aliases = "k_cache v_cache ", {"input_output_aliases": {2: 0, 3: 1}}
+        arrays[2:] = [jax.numpy.zeros((2, 9, 2, n)) for n in (16, 24)]
+        made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[2:]]
+        np.testing.assert_array_equal(call(both, **aliases)[0][:, :3], given["k"])
+        for outputs, how in (
+            (both, {}),
+            ("v_cache k_cache ", aliases),
+            ("k_cache q_out ", aliases),
+        ):
+            with pytest.raises(Exception, match="call this target through flashmoe_science"):
+                jax.block_until_ready(call(outputs, **how))
+
     def test_derivatives_are_refused(self) -> None:
         given = self.arguments(q=False)
 
