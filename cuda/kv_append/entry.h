@@ -7,15 +7,15 @@
 namespace flashmoe::kv_append {
 
 inline constexpr int kThreads = 256;  // of a block, at most
+inline constexpr int kUnitHeads = 1;  // of a unit
 inline constexpr int kPieceBytes = 16;
 inline constexpr int kMostBlockRows = 128;  // of packed batches, whose owners a block keeps
 
 struct Entry : Kernel {
   Dtype dtype;
-  int heads;  // of a unit
 };
 
-inline constexpr int kEntries = 9;
+inline constexpr int kEntries = 3;
 extern const Entry entries[kEntries];
 
 }  // namespace flashmoe::kv_append

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <climits>
 #include <cstdint>
-#include <cstdlib>
 #include <iterator>
 
 #include "core/backends.h"
@@ -20,10 +19,8 @@ using Problem = KvAppendProblem;
 // Blocks are small where there is so little to do that all of them run at a time.
 constexpr int64_t kFewUnits = 1024;  // of a multiprocessor
 constexpr int kFewThreads = 64;
-// Units of a thread, one after another: a block of a packed batch looks through all offsets before
-// it begins, and has the more to do the more there are.
-constexpr int64_t kOffsetsOfUnit = 4096;
-constexpr int64_t kMostThreadUnits = 4;
+// Units of a thread, the next of which is on its way while one is moved.
+constexpr int64_t kThreadUnits = 4;
 // Of the rows of a block, so that the last is not much smaller than the others.
 constexpr int64_t kUsualParts = 8;
 constexpr int64_t kMostParts = 65535;  // of a grid, along its second axis
@@ -57,16 +54,12 @@ int64_t units_of_head(const Problem& p, int64_t dim, bool turned) {
 }
 
 const Entry& find_entry(const Problem& p) {
-  const char* wanted = std::getenv("FLASHMOE_APPEND_HEADS");
-  const int heads = wanted ? std::atoi(wanted) : 4;
-  return *std::find_if(std::begin(entries), std::end(entries), [&](const Entry& entry) {
-    return entry.dtype == p.k.dtype && entry.heads == heads;
-  });
+  return *std::find_if(std::begin(entries), std::end(entries),
+                       [&](const Entry& entry) { return entry.dtype == p.k.dtype; });
 }
 
 // What blocks have of the rows; see Params.
 struct Shares {
-  const Entry* entry;
   int threads;
   int64_t rows;
   int64_t row_units;
@@ -82,19 +75,16 @@ bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
                     p.heads_kv <= INT_MAX && p.heads_q <= INT_MAX;
   if (!fits) return false;
   Shares& s = *shares;
-  s.entry = &find_entry(p);
   s.rows = rows_of_call(p);
   const int64_t of_key = units_of_head(p, p.dim, true);
-  const int64_t heads = s.entry->heads;
-  s.row_units = ceil_div(p.heads_kv, heads) * (of_key + units_of_head(p, p.dim_v, false)) +
-                ceil_div(p.heads_q, heads) * of_key;
+  s.row_units = ceil_div(p.heads_kv, kUnitHeads) * (of_key + units_of_head(p, p.dim_v, false)) +
+                ceil_div(p.heads_q, kUnitHeads) * of_key;
   constexpr int64_t kMostUnits = INT_MAX / 4;  // so that numbers of units fit
   if (s.rows > INT_MAX || s.row_units > kMostUnits) return false;
   const bool few = static_cast<double>(s.rows) * static_cast<double>(s.row_units) <=
                    static_cast<double>(kFewUnits * multiprocessors);
   s.threads = few ? kFewThreads : kThreads;
-  const int64_t looks = is_packed(p) && !few ? p.batch / kOffsetsOfUnit : 0;
-  s.block_units = s.threads * std::min(1 + looks, kMostThreadUnits);
+  s.block_units = s.threads * (few ? 1 : kThreadUnits);
   if (s.row_units > s.block_units * kMostParts) {
     s.block_units = ceil_div(ceil_div(s.row_units, kMostParts), s.threads) * s.threads;
   }
@@ -122,10 +112,11 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   Shares shares;
   if (!shares_of(p, facts->multiprocessors, &shares)) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
-                         "more than 2^31 - 1 rows, sequences, or pairs of 16 bytes of a row");
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "%s",
+        "more than 2^31 - 1 rows or sequences, or than 2^29 units of 32 bytes of a row");
   }
-  const Kernel& kernel = *shares.entry;
+  const Kernel& kernel = find_entry(p);
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
   plan->info.microseconds = microseconds_of(p, shares, *facts);
@@ -183,7 +174,7 @@ Rotary rotary_of(const Problem& p) {
   return rotary;
 }
 
-Params make_params(const Problem& p, int64_t unit_heads, const flashmoe_launch& planned) {
+Params make_params(const Problem& p, const flashmoe_launch& planned) {
   Params params = {};
   params.from[kKeys] = rows_of(p.k);
   params.from[kValues] = rows_of(p.v);
@@ -213,7 +204,7 @@ Params make_params(const Problem& p, int64_t unit_heads, const flashmoe_launch& 
   int64_t end = 0;
   for (int stream = 0; stream < kStreams; ++stream) {
     const int64_t units = units_of_head(p, dims[stream], stream != kValues);
-    end += ceil_div(heads[stream], unit_heads) * units;
+    end += ceil_div(heads[stream], kUnitHeads) * units;
     params.pieces[stream] = static_cast<int32_t>(dims[stream] / numbers_of_piece(p));
     params.units[stream] = Divisor::of(static_cast<uint32_t>(units));
     params.ends[stream] = static_cast<int32_t>(end);
@@ -228,8 +219,7 @@ Params make_params(const Problem& p, int64_t unit_heads, const flashmoe_launch& 
 flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, void* stream) {
   const DeviceGuard guard(p.device.device_id);
   FLASHMOE_TRY(guard.status());
-  const Params params =
-      make_params(p, static_cast<const Entry*>(plan.entries[0])->heads, plan.info.launches[0]);
+  const Params params = make_params(p, plan.info.launches[0]);
   return launch_planned(plan, 0, &params, stream);
 }
 
