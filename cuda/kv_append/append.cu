@@ -6,15 +6,17 @@ namespace flashmoe::kv_append {
 
 static LoadedKernel loaded[kEntries][kMaxDevices];
 
+#define FLASHMOE_KV_APPEND(index, name, dtype, element)                                   \
+  {{"kv_append_sm89_" name, reinterpret_cast<const void*>(&kv_append_kernel<element>), 0, \
+    loaded[index]},                                                                       \
+   dtype}
+
 const Entry entries[kEntries] = {
-    {{"kv_append_sm89_fp16", reinterpret_cast<const void*>(&kv_append_kernel<__half>), 0,
-      loaded[0]},
-     Dtype::kFloat16},
-    {{"kv_append_sm89_bf16", reinterpret_cast<const void*>(&kv_append_kernel<__nv_bfloat16>), 0,
-      loaded[1]},
-     Dtype::kBFloat16},
-    {{"kv_append_sm89_fp32", reinterpret_cast<const void*>(&kv_append_kernel<float>), 0, loaded[2]},
-     Dtype::kFloat32},
+    FLASHMOE_KV_APPEND(0, "fp16", Dtype::kFloat16, __half),
+    FLASHMOE_KV_APPEND(1, "bf16", Dtype::kBFloat16, __nv_bfloat16),
+    FLASHMOE_KV_APPEND(2, "fp32", Dtype::kFloat32, float),
 };
+
+#undef FLASHMOE_KV_APPEND
 
 }  // namespace flashmoe::kv_append

@@ -1,11 +1,10 @@
 // Appending to a cache: every new row of k and v goes to its place in the cache, every row of q to
 // q_out, and those of k and q are rotated on the way where that is asked for.
 //
-// The kernel is bound by memory: a thread has 32 bytes of each head of a unit and those of its next
-// unit on their way, and nothing is shared but a packed batch's owners. Where a row goes each
-// thread finds out for itself, when its numbers have been asked for: the tables are small, all
-// threads of a row read the same of them, and these reads hit the L1. Blocks have parts of
-// consecutive rows.
+// The kernel is bound by memory: a thread has 32 bytes of a head at a time, and nothing is shared
+// but a packed batch's owners. Where a row goes each thread finds out for itself, while the row's
+// numbers are on their way: the tables are small, all threads of a row read the same of them, and
+// these reads hit the L1. Blocks have consecutive rows and, of few rows, parts of one.
 //
 // Tables hold any numbers, and none of them leads outside of a tensor: a row whose place, or whose
 // position, there is none of is not written. The CPU does the same (cpu/kv_append.cpp), and
@@ -28,10 +27,6 @@ namespace flashmoe::kv_append {
 // ---- numbers ------------------------------------------------------------------------------------
 
 using Piece = uint32_t[4];
-
-__device__ __forceinline__ void store(char* to, const Piece& piece) {
-  *reinterpret_cast<uint4*>(to) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
-}
 
 template <class Element>
 struct Numbers16 {
@@ -142,49 +137,39 @@ struct Angles {
   const char* sin;
 };
 
-// Two pieces of the halves of each head, whose first pair is `first`.
+// Two pieces of the halves, whose first pair is `first`.
 template <class Element>
 __device__ __forceinline__ void turn_halves(const Rotary& rotary, const Angles& angles, int first,
-                                            Piece (&pieces)[kUnitHeads][2]) {
+                                            Piece& low, Piece& high) {
   using Numbers = NumbersOf<Element>;
   constexpr int kPiece = Numbers::kPiece;
-  float cos[kPiece], sin[kPiece];
+  float cos[kPiece], sin[kPiece], a[kPiece], b[kPiece];
   load_angles<Element>(rotary, angles.cos, first, cos);
   load_angles<Element>(rotary, angles.sin, first, sin);
+  Numbers::unpack(low, a);
+  Numbers::unpack(high, b);
 #pragma unroll
-  for (int head = 0; head < kUnitHeads; ++head) {
-    float a[kPiece], b[kPiece];
-    Numbers::unpack(pieces[head][0], a);
-    Numbers::unpack(pieces[head][1], b);
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) turn(&a[i], &b[i], cos[i], sin[i]);
-    Numbers::pack(a, pieces[head][0]);
-    Numbers::pack(b, pieces[head][1]);
-  }
+  for (int i = 0; i < kPiece; ++i) turn(&a[i], &b[i], cos[i], sin[i]);
+  Numbers::pack(a, low);
+  Numbers::pack(b, high);
 }
 
-// A piece of neighbouring pairs of each head, of which the first is `first`; those behind the last
-// stay.
+// A piece of neighbouring pairs, of which the first is `first`; those behind the last stay.
 template <class Element>
 __device__ __forceinline__ void turn_neighbours(const Rotary& rotary, const Angles& angles,
-                                                int first, int which,
-                                                Piece (&pieces)[kUnitHeads][2]) {
+                                                int first, Piece& piece) {
   using Numbers = NumbersOf<Element>;
   constexpr int kPairs = Numbers::kPiece / 2;
   if (first >= rotary.pairs) return;
-  float cos[kPairs], sin[kPairs];
+  float cos[kPairs], sin[kPairs], x[Numbers::kPiece];
   load_angles<Element>(rotary, angles.cos, first, cos);
   load_angles<Element>(rotary, angles.sin, first, sin);
+  Numbers::unpack(piece, x);
 #pragma unroll
-  for (int head = 0; head < kUnitHeads; ++head) {
-    float x[Numbers::kPiece];
-    Numbers::unpack(pieces[head][which], x);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      if (first + i < rotary.pairs) turn(&x[2 * i], &x[2 * i + 1], cos[i], sin[i]);
-    }
-    Numbers::pack(x, pieces[head][which]);
+  for (int i = 0; i < kPairs; ++i) {
+    if (first + i < rotary.pairs) turn(&x[2 * i], &x[2 * i + 1], cos[i], sin[i]);
   }
+  Numbers::pack(x, piece);
 }
 
 // ---- where rows are and where they go -----------------------------------------------------------
@@ -282,159 +267,72 @@ __device__ __forceinline__ void move_numbers(const Rotary& rotary, const Angles&
   y[unit + rotary.pairs] = Numbers::round(b);
 }
 
-// Where a unit of a row is: its heads, and two pieces of each.
-struct Unit {
-  int stream;
-  int first_head;
-  int last;    // of its heads
-  int number;  // in its heads: of those that are moved number by number
-  int low;     // piece
-  int high;
-  bool has_high;
-  bool turned;
-  bool of_halves;
-  bool by_number;
-};
-
-// Unit `unit` of a row. The pieces are the halves' first, where these are turned, and then those
-// behind, in two halves.
+// Unit `unit` of a row. Everything that it reads of the row it has read before it writes: q_out may
+// be q.
 template <class Element>
-__device__ __forceinline__ Unit unit_at(const Params& params, int unit) {
+__device__ __forceinline__ void move_unit(const Params& params, const Token& token, int unit) {
   constexpr int kPiece = NumbersOf<Element>::kPiece;
   const Rotary& rotary = params.rotary;
-  Unit made;
-  made.stream = (unit >= params.ends[kKeys]) + (unit >= params.ends[kValues]);
-  if (made.stream > 0) unit -= params.ends[made.stream - 1];
-  const int group = params.units[made.stream].quotient(unit);
-  unit -= group * params.units[made.stream].number();
-  made.number = unit;
-  made.first_head = group * kUnitHeads;
-  made.last = min(params.heads[made.stream] - made.first_head, kUnitHeads) - 1;
-  made.turned = rotary.pairs > 0 && made.stream != kValues;
-  made.by_number = made.turned && rotary.whole == 0;
-  const int halves = made.turned && rotary.interleaved == 0 ? rotary.pairs / kPiece : 0;
-  made.of_halves = unit < halves;
-  const int behind = (params.pieces[made.stream] - 2 * halves + 1) / 2;
-  made.low = made.of_halves ? unit : halves + unit;
-  made.high = made.low + (made.of_halves ? halves : behind);
-  made.has_high = made.high < params.pieces[made.stream];
-  return made;
-}
-
-// Its pieces. Where it has fewer heads or pieces than there is room for, one of them twice.
-__device__ __forceinline__ void load(const Params& params, const Unit& unit, int batch, int row,
-                                     Piece (&pieces)[kUnitHeads][2]) {
-  if (unit.by_number || (unit.stream == kQueries ? row >= params.seq_q : row >= params.seq)) return;
-  const Rows& rows = params.from[unit.stream];
-  const char* const from = row_at(rows, batch, row, unit.first_head);
-#pragma unroll
-  for (int i = 0; i < kUnitHeads; ++i) {
-    const char* const head = from + min(i, unit.last) * rows.head;
-    ptx::load_streaming(pieces[i][0], head + unit.low * kPieceBytes);
-    ptx::load_streaming(pieces[i][1], head + (unit.has_high ? unit.high : unit.low) * kPieceBytes);
-  }
-}
-
-// Moves a unit of a row that has been loaded. Everything that it reads of the row it has read
-// before it writes: q_out may be q.
-template <class Element>
-__device__ __forceinline__ void move(const Params& params, const Token& token, const Unit& unit,
-                                     Piece (&pieces)[kUnitHeads][2]) {
-  constexpr int kPiece = NumbersOf<Element>::kPiece;
-  const Rotary& rotary = params.rotary;
-  const bool is_query = unit.stream == kQueries;
+  const int stream = (unit >= params.ends[kKeys]) + (unit >= params.ends[kValues]);
+  const bool is_query = stream == kQueries;
   if (token.index >= (is_query ? params.seq_q : token.length)) return;
+  if (stream > 0) unit -= params.ends[stream - 1];
+  const int head = params.units[stream].quotient(unit);
+  unit -= head * params.units[stream].number();
+  const bool turned = rotary.pairs > 0 && stream != kValues;
+  const bool by_number = turned && rotary.whole == 0;
+
+  // The pieces: the halves' first, where these are turned, and then those behind, in two halves.
+  const int halves = turned && rotary.interleaved == 0 ? rotary.pairs / kPiece : 0;
+  const bool of_halves = unit < halves;
+  const int behind = (params.pieces[stream] - 2 * halves + 1) / 2;
+  const int low = of_halves ? unit : halves + unit;
+  const int high = low + (of_halves ? halves : behind);
+  const bool has_high = high < params.pieces[stream];
+  const char* const from = row_at(params.from[stream], token.batch, token.row, head);
+  Piece pieces[2];
+  if (!by_number) {
+    ptx::load_streaming(pieces[0], from + low * kPieceBytes);
+    ptx::load_streaming_or_zero(pieces[1], from + high * kPieceBytes, has_high);
+  }
+
   const int64_t begin = params.cache_seqlens.given() ? params.cache_seqlens.at(token.sequence) : 0;
   if (begin < 0) return;
   Angles angles = {};
   if (rotary.pairs > 0 && !stands_at(params, token, begin, is_query, &angles)) return;
   Place place = {token.batch, token.row};
   if (!is_query && !find(params, token, begin, &place)) return;
-  const Rows& rows = params.to[unit.stream];
-  char* const to = row_at(rows, place.batch, place.row, unit.first_head);
-  if (unit.by_number) {
-    const Rows& source = params.from[unit.stream];
-    const char* const from = row_at(source, token.batch, token.row, unit.first_head);
-    for (int i = 0; i <= unit.last; ++i) {
-      move_numbers<Element>(rotary, angles, unit.number, from + i * source.head,
-                            to + i * rows.head);
-    }
-    return;
+  char* const to = row_at(params.to[stream], place.batch, place.row, head);
+
+  if (by_number) return move_numbers<Element>(rotary, angles, unit, from, to);
+  if (turned && rotary.interleaved != 0) {
+    turn_neighbours<Element>(rotary, angles, low * (kPiece / 2), pieces[0]);
+    turn_neighbours<Element>(rotary, angles, high * (kPiece / 2), pieces[1]);
+  } else if (of_halves) {
+    turn_halves<Element>(rotary, angles, unit * kPiece, pieces[0], pieces[1]);
   }
-  if (unit.turned && rotary.interleaved != 0) {
-    turn_neighbours<Element>(rotary, angles, unit.low * (kPiece / 2), 0, pieces);
-    turn_neighbours<Element>(rotary, angles, unit.high * (kPiece / 2), 1, pieces);
-  } else if (unit.of_halves) {
-    turn_halves<Element>(rotary, angles, unit.number * kPiece, pieces);
-  }
-#pragma unroll
-  for (int i = 0; i < kUnitHeads; ++i) {
-    if (i > unit.last) break;
-    store(to + i * rows.head + unit.low * kPieceBytes, pieces[i][0]);
-    if (unit.has_high) store(to + i * rows.head + unit.high * kPieceBytes, pieces[i][1]);
+  *reinterpret_cast<uint4*>(to + low * kPieceBytes) =
+      make_uint4(pieces[0][0], pieces[0][1], pieces[0][2], pieces[0][3]);
+  if (has_high) {
+    *reinterpret_cast<uint4*>(to + high * kPieceBytes) =
+        make_uint4(pieces[1][0], pieces[1][1], pieces[1][2], pieces[1][3]);
   }
 }
 
-// A row of the tensors.
-struct TensorRow {
-  int batch;
-  int row;
-};
-
-// What a thread has of its block: every so many units of consecutive rows. A unit is on its way
-// while the one before it is moved.
-template <class Element>
-class Mover {
- public:
-  __device__ __forceinline__ Mover(const Params& params, int first, int count)
-      : params_(params), first_(first) {
-    begin_ = static_cast<int>(blockIdx.y) * params.block_units + static_cast<int>(threadIdx.x);
-    end_ = min((static_cast<int>(blockIdx.y) + 1) * params.block_units,
-               count * params.row_units.number());
-    if (begin_ < end_) load_at(begin_, next_);
+// The block's units of its rows, token_of(row of the block, &token) of which says false of those
+// that no sequence has.
+template <class Element, class TokenOf>
+__device__ __forceinline__ void move_rows(const Params& params, int count,
+                                          const TokenOf& token_of) {
+  const int begin = static_cast<int>(blockIdx.y) * params.block_units;
+  const int end = min(begin + params.block_units, count * params.row_units.number());
+  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kThreads) {
+    const int row = params.row_units.quotient(i);
+    Token token;
+    if (!token_of(row, &token)) continue;
+    move_unit<Element>(params, token, i - row * params.row_units.number());
   }
-
-  // token_of(row of the block, row of the tensors, &token) says false of rows that no sequence has.
-  template <class TokenOf>
-  __device__ __forceinline__ void run(bool again, const TokenOf& token_of) {
-    if (again && begin_ < end_) load_at(begin_, next_);
-    const int step = static_cast<int>(blockDim.x);
-    for (int i = begin_; i < end_; i += step) {
-      Piece now[kUnitHeads][2];
-#pragma unroll
-      for (int head = 0; head < kUnitHeads; ++head) {
-#pragma unroll
-        for (int word = 0; word < 8; ++word) {
-          now[head][word / 4][word % 4] = next_[head][word / 4][word % 4];
-        }
-      }
-      if (i + step < end_) load_at(i + step, next_);
-      const int row = params_.row_units.quotient(i);
-      const Unit unit = unit_at<Element>(params_, i - row * params_.row_units.number());
-      Token token;
-      if (token_of(row, tensor_row(row), &token)) move<Element>(params_, token, unit, now);
-    }
-  }
-
- private:
-  __device__ __forceinline__ TensorRow tensor_row(int row) const {
-    if (params_.cu_seqlens.given()) return {0, first_ + row};
-    const int batch = params_.rows_of_batch.quotient(first_ + row);
-    return {batch, first_ + row - batch * params_.rows_of_batch.number()};
-  }
-  __device__ __forceinline__ void load_at(int i, Piece (&pieces)[kUnitHeads][2]) const {
-    const int row = params_.row_units.quotient(i);
-    const TensorRow at = tensor_row(row);
-    load(params_, unit_at<Element>(params_, i - row * params_.row_units.number()), at.batch, at.row,
-         pieces);
-  }
-
-  const Params& params_;
-  const int first_;
-  int begin_;
-  int end_;
-  Piece next_[kUnitHeads][2];
-};
+}
 
 // ---- packed batches -----------------------------------------------------------------------------
 
@@ -458,55 +356,73 @@ __device__ __forceinline__ PackedRows packed_rows(const Params& params, int sequ
           SequenceParams::cut(params.cu_seqlens.at(sequence + 1), begin, params.rows) - begin};
 }
 
-// The next sequence of each of the block's rows, by all of its threads.
+// The first sequence of each row behind the round's `last`, by all threads of the block.
 __device__ __forceinline__ void find_owners(const Params& params, int first, int count, bool again,
                                             Owners* owners) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  __syncthreads();  // the last round's have been read
-  for (int row = thread; row < count; row += threads) {
-    // Of later rounds the count is the last owner: only those behind it are looked for.
-    owners->counts[row] = again ? owners->of_row[row] : 0;
-    owners->of_row[row] = INT_MAX;
+  const int thread = static_cast<int>(threadIdx.x);
+  int last = -1;
+  if (again && thread < count) last = owners->of_row[thread];
+  __syncthreads();
+  if (thread < count) {
+    // What a row's last owner was is kept in its count, which no later round reads.
+    owners->counts[thread] = again ? last : 0;
+    owners->of_row[thread] = INT_MAX;
   }
   if (thread == 0 && !again) owners->rounds = 0;
   __syncthreads();
-  const auto claim = [&](int s, int begin, int end) {
-    // Most sequences end before the block's rows or begin behind them.
-    if (end <= first || begin >= first + count) return;
-    for (int row = max(begin, first) - first; row < min(end, first + count) - first; ++row) {
+  const auto claim = [&](int sequence) {
+    const PackedRows rows = packed_rows(params, sequence);
+    const int end = min(rows.begin + rows.length - first, count);
+    for (int row = max(rows.begin - first, 0); row < end; ++row) {
       if (!again) {
         atomicMax(&owners->rounds, atomicAdd(&owners->counts[row], 1) + 1);
-      } else if (s <= owners->counts[row]) {
+      } else if (sequence <= owners->counts[row]) {
         continue;
       }
-      atomicMin(&owners->of_row[row], s);
+      atomicMin(&owners->of_row[row], sequence);
     }
   };
+  // Four at a time where they lie so: of most of them none has a row here.
   const TableNumbers& offsets = params.cu_seqlens;
-  int s = 0;
-  if (offsets.stride == 1 && reinterpret_cast<uintptr_t>(offsets.data) % sizeof(int4) == 0) {
-    const int whole = params.sequences / 4 * 4;
-#pragma unroll 2
-    for (s = 4 * thread; s < whole; s += 4 * threads) {
-      const int4 at = *reinterpret_cast<const int4*>(offsets.data + s);
-      claim(s, at.x, at.y);
-      claim(s + 1, at.y, at.z);
-      claim(s + 2, at.z, at.w);
-      claim(s + 3, at.w, offsets.data[s + 4]);
-    }
-    s = whole;
+  const bool vectors =
+      offsets.stride == 1 && reinterpret_cast<uintptr_t>(offsets.data) % sizeof(int4) == 0;
+  const int whole = vectors ? params.sequences / 4 * 4 : 0;
+#pragma unroll 1
+  for (int s = 4 * thread; s < whole; s += 4 * kThreads) {
+    const int4 at = *reinterpret_cast<const int4*>(offsets.data + s);
+    const int behind = offsets.data[s + 4];
+    if (max(max(at.y, at.z), max(at.w, behind)) <= first) continue;
+    if (min(min(at.x, at.y), min(at.z, at.w)) >= first + count) continue;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) claim(s + i);
   }
-  for (s += thread; s < params.sequences; s += threads) claim(s, offsets.at(s), offsets.at(s + 1));
+#pragma unroll 1
+  for (int s = whole + thread; s < params.sequences; s += kThreads) claim(s);
   __syncthreads();
+}
+
+template <class Element>
+__device__ __forceinline__ void move_packed_rows(const Params& params, int first, int count) {
+  __shared__ Owners owners;
+  for (int round = 0; round == 0 || round < owners.rounds; ++round) {
+    find_owners(params, first, count, round > 0, &owners);
+    move_rows<Element>(params, count, [&](int row, Token* token) {
+      const int sequence = owners.of_row[row];
+      if (sequence == INT_MAX) return false;
+      const PackedRows rows = packed_rows(params, sequence);
+      *token = {0, first + row, sequence, first + row - rows.begin, rows.length};
+      if (params.seqused.given()) {
+        token->length = SequenceParams::cut(params.seqused.at(sequence), 0, rows.length);
+      }
+      return true;
+    });
+  }
 }
 
 // ---- kernel -------------------------------------------------------------------------------------
 
-// So many that registers hold what is on its way, and no more.
-inline constexpr int kBlocksPerMultiprocessor = kUnitHeads == 1 ? 4 : 2;
-
 template <class Element>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads)
     kv_append_kernel(const __grid_constant__ Params params) {
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
@@ -514,31 +430,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 #endif
   const int first = static_cast<int>(blockIdx.x) * params.block_rows;
   const int count = min(params.block_rows, params.rows - first);
-  Mover<Element> mover(params, first, count);
-  if (!params.cu_seqlens.given()) {
-    mover.run(false, [&](int, const TensorRow& at, Token* token) {
-      *token = {at.batch, at.row, at.batch, at.row, params.seq};
-      if (params.seqused.given()) {
-        token->length = SequenceParams::cut(params.seqused.at(at.batch), 0, params.seq);
-      }
-      return true;
-    });
-    return;
-  }
-  __shared__ Owners owners;
-  for (int round = 0; round == 0 || round < owners.rounds; ++round) {
-    find_owners(params, first, count, round > 0, &owners);
-    mover.run(round > 0, [&](int row, const TensorRow& at, Token* token) {
-      const int sequence = owners.of_row[row];
-      if (sequence == INT_MAX) return false;
-      const PackedRows rows = packed_rows(params, sequence);
-      *token = {0, at.row, sequence, at.row - rows.begin, rows.length};
-      if (params.seqused.given()) {
-        token->length = SequenceParams::cut(params.seqused.at(sequence), 0, rows.length);
-      }
-      return true;
-    });
-  }
+  if (params.cu_seqlens.given()) return move_packed_rows<Element>(params, first, count);
+  move_rows<Element>(params, count, [&](int row, Token* token) {
+    const int batch = params.rows_of_batch.quotient(first + row);
+    const int index = first + row - batch * params.rows_of_batch.number();
+    *token = {batch, index, batch, index, params.seq};
+    if (params.seqused.given()) {
+      token->length = SequenceParams::cut(params.seqused.at(batch), 0, params.seq);
+    }
+    return true;
+  });
 }
 
 }  // namespace flashmoe::kv_append

@@ -6,12 +6,12 @@
 
 namespace flashmoe::kv_append {
 
-inline constexpr int kThreads = 256;  // of a block, at most
-inline constexpr int kUnitHeads = 1;  // of a unit
+inline constexpr int kThreads = 256;
 inline constexpr int kPieceBytes = 16;
 inline constexpr int kMostBlockRows = 128;  // of packed batches, whose owners a block keeps
 
-struct Entry : Kernel {
+struct Entry {
+  Kernel kernel;
   Dtype dtype;
 };
 

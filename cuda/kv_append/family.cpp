@@ -16,13 +16,12 @@ namespace {
 
 using Problem = KvAppendProblem;
 
-// Blocks are small where there is so little to do that all of them run at a time.
-constexpr int64_t kFewUnits = 1024;  // of a multiprocessor
-constexpr int kFewThreads = 64;
-// Units of a thread, the next of which is on its way while one is moved.
-constexpr int64_t kThreadUnits = 4;
-// Of the rows of a block, so that the last is not much smaller than the others.
-constexpr int64_t kUsualParts = 8;
+// Units of a thread, one after another: one where that gives so few blocks that all run at a time,
+// and else more, so that blocks take longer than it takes to begin them. A block of a packed batch
+// looks through all offsets before it begins.
+constexpr int64_t kFewBlocks = 8;  // of a multiprocessor
+constexpr int64_t kManyUnits = 4;
+constexpr int64_t kManyPackedUnits = 8;
 constexpr int64_t kMostParts = 65535;  // of a grid, along its second axis
 
 // Nobody chooses by it.
@@ -53,14 +52,8 @@ int64_t units_of_head(const Problem& p, int64_t dim, bool turned) {
   return halves + ceil_div(dim / numbers_of_piece(p) - 2 * halves, 2);
 }
 
-const Entry& find_entry(const Problem& p) {
-  return *std::find_if(std::begin(entries), std::end(entries),
-                       [&](const Entry& entry) { return entry.dtype == p.k.dtype; });
-}
-
 // What blocks have of the rows; see Params.
 struct Shares {
-  int threads;
   int64_t rows;
   int64_t row_units;
   int64_t block_rows;
@@ -77,23 +70,27 @@ bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
   Shares& s = *shares;
   s.rows = rows_of_call(p);
   const int64_t of_key = units_of_head(p, p.dim, true);
-  s.row_units = ceil_div(p.heads_kv, kUnitHeads) * (of_key + units_of_head(p, p.dim_v, false)) +
-                ceil_div(p.heads_q, kUnitHeads) * of_key;
-  constexpr int64_t kMostUnits = INT_MAX / 4;  // so that numbers of units fit
+  s.row_units = p.heads_kv * (of_key + units_of_head(p, p.dim_v, false)) + p.heads_q * of_key;
+  // Of a part that begins within them, so that numbers of units fit.
+  constexpr int64_t kMostUnits = INT_MAX - kThreads * kManyPackedUnits;
   if (s.rows > INT_MAX || s.row_units > kMostUnits) return false;
   const bool few = static_cast<double>(s.rows) * static_cast<double>(s.row_units) <=
-                   static_cast<double>(kFewUnits * multiprocessors);
-  s.threads = few ? kFewThreads : kThreads;
-  s.block_units = s.threads * (few ? 1 : kThreadUnits);
-  if (s.row_units > s.block_units * kMostParts) {
-    s.block_units = ceil_div(ceil_div(s.row_units, kMostParts), s.threads) * s.threads;
-  }
-  const int64_t row_units = std::max<int64_t>(s.row_units, 1);
-  s.block_rows = std::clamp<int64_t>(kUsualParts * s.block_units / row_units, 1,
-                                     std::clamp<int64_t>(s.rows, 1, kMostBlockRows));
+                   static_cast<double>(kFewBlocks * multiprocessors * kThreads);
+  s.block_units = kThreads * (few ? 1 : is_packed(p) ? kManyPackedUnits : kManyUnits);
+  s.block_rows =
+      std::clamp<int64_t>(s.block_units / std::max<int64_t>(s.row_units, 1), 1, kMostBlockRows);
   s.parts = std::max<int64_t>(ceil_div(s.block_rows * s.row_units, s.block_units), 1);
+  if (s.parts > kMostParts) {
+    s.block_units = ceil_div(ceil_div(s.row_units, kMostParts), kThreads) * kThreads;
+    s.parts = ceil_div(s.row_units, s.block_units);
+  }
   s.blocks = std::max<int64_t>(ceil_div(s.rows, s.block_rows), 1);
   return true;
+}
+
+const Entry& find_entry(const Problem& p) {
+  return *std::find_if(std::begin(entries), std::end(entries),
+                       [&](const Entry& entry) { return entry.dtype == p.k.dtype; });
 }
 
 // Of a call whose sequences have all the rows that there are.
@@ -112,16 +109,14 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   Shares shares;
   if (!shares_of(p, facts->multiprocessors, &shares)) {
-    return reason.refuse(
-        FLASHMOE_ERROR_UNSUPPORTED, "%s",
-        "more than 2^31 - 1 rows or sequences, or than 2^29 units of 32 bytes of a row");
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                         "more than 2^31 - 1 rows, sequences, or pairs of 16 bytes of a row");
   }
-  const Kernel& kernel = find_entry(p);
+  const Kernel& kernel = find_entry(p).kernel;
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
   plan->info.microseconds = microseconds_of(p, shares, *facts);
-  flashmoe_launch& launch =
-      plan_launch(kernel, device_id, "", shares.blocks, shares.threads, 0, plan);
+  flashmoe_launch& launch = plan_launch(kernel, device_id, "", shares.blocks, kThreads, 0, plan);
   launch.grid[1] = static_cast<uint32_t>(shares.parts);
   launch.tile_m = static_cast<int32_t>(shares.block_rows);
   launch.tile_n = static_cast<int32_t>(shares.block_units);
@@ -204,11 +199,10 @@ Params make_params(const Problem& p, const flashmoe_launch& planned) {
   int64_t end = 0;
   for (int stream = 0; stream < kStreams; ++stream) {
     const int64_t units = units_of_head(p, dims[stream], stream != kValues);
-    end += ceil_div(heads[stream], kUnitHeads) * units;
+    end += heads[stream] * units;
     params.pieces[stream] = static_cast<int32_t>(dims[stream] / numbers_of_piece(p));
     params.units[stream] = Divisor::of(static_cast<uint32_t>(units));
     params.ends[stream] = static_cast<int32_t>(end);
-    params.heads[stream] = static_cast<int32_t>(heads[stream]);
   }
   params.row_units = Divisor::of(static_cast<uint32_t>(std::max<int64_t>(end, 1)));
   params.block_rows = planned.tile_m;

@@ -50,9 +50,9 @@ struct Rotary {
   int32_t q_stays;
 };
 
-// A unit is what a thread moves at a time. Of each of a few heads it has the same two pieces of 16
-// bytes, one of each half where these are rotated against one another, or of halves that are no
-// whole pieces a pair of numbers.
+// A unit is what a thread moves at a time. Of a head it has two pieces of 16 bytes, one of each
+// half where these are rotated against one another, or of halves that are no whole pieces a pair of
+// numbers.
 struct Params {
   Rows from[kStreams];
   Rows to[kStreams];
@@ -75,9 +75,8 @@ struct Params {
   int32_t seq_q;  // of q
   Divisor rows_of_batch;
 
-  int32_t heads[kStreams];
   int32_t pieces[kStreams];  // of a head
-  Divisor units[kStreams];   // of so many heads as a unit has
+  Divisor units[kStreams];   // of a head
   int32_t ends[kStreams];    // of a row's units: those of a stream end here
   Divisor row_units;
   int32_t block_rows;
