@@ -51,6 +51,7 @@ int32_t cpu_get_num_threads();
 extern const AttentionFamily kSm89FewRowsAttention;
 extern const AttentionFamily kSm89Attention;
 extern const AttentionBackwardFamily kSm89AttentionBackward;
+extern const KvAppendFamily kCudaKvAppend;  // for every GPU
 extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
 extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;

@@ -628,7 +628,7 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_p
  * rotates keys and queries on the way (rotary position embeddings): each row is read once and
  * written once.
  *
- *   k        [batch, seq, heads_kv, dim]      new keys: fp16, bf16, fp32, fp64
+ *   k        [batch, seq, heads_kv, dim]      new keys: fp16, bf16, fp32; on the CPU fp64
  *   v        [batch, seq, heads_kv, dim_v]    new values, of k's dtype
  *   k_cache  [rows of a batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
  *                                             heads_kv, dim]; of k's dtype. Rows that no new key
@@ -725,9 +725,9 @@ FLASHMOE_API flashmoe_status flashmoe_kv_append_plan(const flashmoe_kv_append_pa
 FLASHMOE_API flashmoe_status
 flashmoe_kv_append_workspace_size(const flashmoe_kv_append_params* params, size_t* bytes);
 
-/* Writes to k_cache, v_cache and, if given, q_out. workspace and stream: as of
- * flashmoe_attention_forward. This version computes it on the CPU: tensors on a GPU are refused
- * with UNSUPPORTED.
+/* Writes to k_cache, v_cache and, if given, q_out: on a GPU by one launch, which reads the tables
+ * when all that is ahead of it on the stream has ended, of fp16, bf16 and fp32. workspace and
+ * stream: as of flashmoe_attention_forward.
  *
  * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
  * OUT_OF_MEMORY. */

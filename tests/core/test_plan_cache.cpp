@@ -193,6 +193,7 @@ void every_byte_counts(size_t addresses) {
 void every_byte_of_a_problem_counts() {
   every_byte_counts<AttentionProblem>(13);
   every_byte_counts<AttentionBackwardProblem>(19);
+  every_byte_counts<KvAppendProblem>(15);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
@@ -285,6 +286,7 @@ const AttentionBackwardFamily kSm89AttentionBackward =
     family<AttentionBackwardProblem, kSm89, Kind::kMany>();
 const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
+const KvAppendFamily kCudaKvAppend = family<KvAppendProblem, kSm89, Kind::kMany>();
 const KvAppendFamily kCpuKvAppend = family<KvAppendProblem, kCpu, Kind::kHost>();
 const MergeStatesFamily kCpuMergeStates = family<MergeStatesProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
@@ -426,6 +428,47 @@ const flashmoe_tensor* sinks_of(flashmoe_dtype dtype, int64_t stride, uintptr_t 
   sinks.view.strides = sinks.strides;
   return &sinks.view;
 }
+
+struct Append : AnyCall<flashmoe_kv_append_params> {
+  using Problem = KvAppendProblem;
+  enum {
+    kK,
+    kV,
+    kKCache,
+    kVCache,
+    kSlots,
+    kCacheSeqlens,
+    kCuSeqlens,
+    kSeqused,
+    kBatchIndex,
+    kPageTable,
+    kPositions,
+    kCos,
+    kSin,
+    kQ,
+    kQOut,
+    kCount
+  };
+  static constexpr auto kRun = &flashmoe_kv_append;
+  static constexpr auto kSize = &flashmoe_kv_append_workspace_size;
+
+  explicit Append(int64_t seq = 100) : AnyCall(kCount, flashmoe_kv_append_params_init()) {
+    tensors[kK].set({2, seq, 2, 64}, kHalf);
+    tensors[kV].set({2, seq, 2, 64}, kHalf);
+    tensors[kKCache].set({9, 16, 2, 64}, kHalf);
+    tensors[kVCache].set({9, 16, 2, 64}, kHalf);
+    tensors[kPageTable].set({2, 3}, kInteger);
+    tensors[kCos].set({50, 16}, kHalf);
+    tensors[kSin].set({50, 16}, kHalf);
+    tensors[kQ].set({2, seq, 4, 64}, kHalf);
+    tensors[kQOut].set({2, seq, 4, 64}, kHalf);
+  }
+  Append with(size_t tensor, std::initializer_list<int64_t> extents) const {
+    Append call = *this;
+    call[tensor].set(extents, kInteger);
+    return call;
+  }
+};
 
 struct Route : AnyCall<flashmoe_moe_route_params> {
   using Problem = MoeRouteProblem;
@@ -863,6 +906,51 @@ void layers_are_told_apart() {
                                             stride<C>(C::kUpBias, 0, 32),
                                             stride<C>(C::kDownBias, 0, 72),
                                         });
+}
+
+void appends_are_told_apart() {
+  using C = Append;
+  check_all_told_apart<C>(C(), {
+                                   [](C* c) { *c = C(101); },
+                                   [](C* c) { *c = c->with(C::kCacheSeqlens, {2}); },
+                                   [](C* c) { *c = c->with(C::kSeqused, {2}); },
+                                   [](C* c) { *c = c->with(C::kPositions, {2, 100}); },
+                                   [](C* c) { *c = c->with(C::kPageTable, {2, 4}); },
+                                   [](C* c) {
+                                     (*c)[C::kPageTable].given = false;
+                                     *c = c->with(C::kBatchIndex, {2});
+                                   },
+                                   [](C* c) {
+                                     (*c)[C::kPageTable].given = false;
+                                     *c =
+                                         c->with(C::kSlots, {2, 100}).with(C::kPositions, {2, 100});
+                                   },
+                                   [](C* c) { (*c)[C::kQ].given = (*c)[C::kQOut].given = false; },
+                                   [](C* c) { c->params.rotary = FLASHMOE_ROTARY_INTERLEAVED; },
+                                   [](C* c) { c->params.q_stays = 1; },
+                                   [](C* c) {
+                                     for (const size_t i : {C::kCos, C::kSin})
+                                       (*c)[i].set({50, 8}, kHalf);
+                                   },
+                                   [](C* c) {
+                                     for (const size_t i : {C::kCos, C::kSin})
+                                       (*c)[i].set({50, 16}, kFloat);
+                                   },
+                                   [](C* c) { c->kernel = "sm89"; },
+                                   [](C* c) { c->retype(kHalf, kBf16); },
+                                   [](C* c) { c->retype(kHalf, kFloat); },
+                                   [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
+                                   stride<C>(C::kK, 0, 0),
+                                   stride<C>(C::kV, 1, 0),
+                                   stride<C>(C::kKCache, 0, 1 << 20),
+                                   stride<C>(C::kVCache, 0, 1 << 20),
+                                   stride<C>(C::kQ, 0, 0),
+                                   stride<C>(C::kQOut, 0, 1 << 20),
+                                   stride<C>(C::kCos, 0, 24),
+                                   stride<C>(C::kSin, 0, 24),
+                                   stride<C>(C::kPageTable, 0, 7),
+                                   stride<C>(C::kPageTable, 1, 2),
+                               });
 }
 
 // Nothing but where gate and up begin tells these two apart, and a plan does not depend on it.
@@ -1316,6 +1404,7 @@ int main() {
       layers_are_told_apart,
       gate_and_up_may_change_places,
       products_are_told_apart,
+      appends_are_told_apart,
       older_callers_give_no_window,
       strides_that_are_absent_are_those_of_contiguous_tensors,
       a_kernels_name_is_the_callers,

@@ -84,6 +84,7 @@ SOURCES = {
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle")),
         *(f"cuda/attention/sm90/{name}.cpp" for name in ("split_kv_cost", "stream_k")),
     ),
+    "test_kv_append": (*MOE_CORE, *MOE_CUDA, "cuda/kv_append/family.cpp"),
     "test_moe": (
         *MOE_CORE,
         *MOE_CUDA,
@@ -190,6 +191,10 @@ def test_cost(tmp_path: Path) -> None:
 
 def test_stream_k(tmp_path: Path) -> None:
     checked([_compile("test_stream_k", tmp_path)])
+
+
+def test_appending_to_a_cache(tmp_path: Path) -> None:
+    checked([_compile("test_kv_append", tmp_path)])
 
 
 def test_routing_and_combining(tmp_path: Path) -> None:

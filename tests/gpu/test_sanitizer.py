@@ -16,17 +16,25 @@ from pathlib import Path
 import capi
 import kernels
 import pytest
-from gpu import families, moe_layers, sanitize_attention_backward, sanitize_moe
+from gpu import (
+    families,
+    moe_layers,
+    sanitize_attention_backward,
+    sanitize_kv_append,
+    sanitize_moe,
+)
 from gpu import sanitize_moe_backward as moe_gradients
 
 pytestmark = pytest.mark.gpu
 
 ATTENTION = Path(__file__).with_name("sanitize_attention.py")
 BACKWARD = Path(__file__).with_name("sanitize_attention_backward.py")
+APPEND = Path(__file__).with_name("sanitize_kv_append.py")
 MOE = Path(__file__).with_name("sanitize_moe.py")
 MOE_BACKWARD = Path(__file__).with_name("sanitize_moe_backward.py")
 PARTS = [*((ATTENTION, family) for family in kernels.FAMILIES),
          *((BACKWARD, family) for family in sanitize_attention_backward.FAMILIES),
+         *((APPEND, dtype) for dtype in sanitize_kv_append.PARTS),
          *((MOE, part) for part in sanitize_moe.PARTS),
          *((MOE_BACKWARD, part) for part in moe_gradients.PARTS)]  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -49,7 +57,8 @@ def _skip_unless_served(program: Path, part: str) -> None:
     of_experts = program in (MOE, MOE_BACKWARD)
     why_not = moe_layers.why_not if of_experts else families.why_not
     name = "sm90_whole_tiles" if (program, part) == (BACKWARD, "sm90") else part
-    reason = why_not(name) if part != "route" else None
+    any_gpu = part == "route" or program == APPEND
+    reason = None if any_gpu else why_not(name)
     if reason is not None:
         pytest.skip(reason)
 
@@ -61,6 +70,8 @@ def _kernels(program: Path, part: str) -> set[str]:
     if program == BACKWARD:
         compiled = sanitize_attention_backward.dense_kernels(part)
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
+    if program == APPEND:
+        return {f"kv_append_sm89_{part}"}
     if program == MOE_BACKWARD:
         return moe_gradients.stated_kernels(part)
     return sanitize_moe.stated_kernels(part) if moe_layers.is_as_stated() else set()
