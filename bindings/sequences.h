@@ -36,6 +36,7 @@ struct Sequences {
   static constexpr Bound kBounds[] = {
       {"max_seqlen_q", &flashmoe_attention_sequences::max_seqlen_q},
       {"max_seqlen_k", &flashmoe_attention_sequences::max_seqlen_k},
+      {"split_size", &flashmoe_attention_sequences::split_size},
   };
   static constexpr size_t kTableCount = sizeof kTables / sizeof kTables[0];
   static constexpr size_t kCount = kTableCount + sizeof kBounds / sizeof kBounds[0];

@@ -61,6 +61,8 @@ struct AttentionForward {
   static constexpr const AttentionFamily* kFamilies[] = {
 #if FLASHMOE_WITH_CUDA
       &kSm89FewRowsAttention,
+      &kSm89DecodeAttention,
+      &kMixedAttention,
 #endif
 #if FLASHMOE_WITH_SM90
       &kSm90Attention,
