@@ -66,8 +66,9 @@ def test_a_million_keys_beside_255_short_sequences(split_size: int | None) -> No
     lengths[100] = 1_000_003
     batch = ragged.make([1] * 256, lengths, dtype="bf16", dim=128, heads=(4, 1))
     for size in (1, 16):
-        ragged.check(batch, ragged.paginate(batch, size), DEVICE, kernel=FAMILY,
-                     split_size=split_size, max_seqlen_q=1)  # fmt: skip
+        call = ragged.paginate(batch, size)
+        call = call._replace(tables=call.tables | {"max_seqlen_q": 1})
+        ragged.check(batch, call, DEVICE, kernel=FAMILY, split_size=split_size)
 
 
 def _bits(result: ragged.Result, b: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +86,7 @@ def test_bits_of_chunks_depend_on_the_sequence_alone(
     batch = ragged.make(queries, lengths, dtype="bf16", dim=128, heads=(8, 2), sinks=True)
     wanted = {"sinks": batch.sinks, "split_size": split_size, **options}
     first = ragged.run(ragged.paginate(batch, 16), DEVICE, **wanted)
-    assert FAMILY in first.kernel
+    assert first.kernel == "attention_forward_mixed_lengths"  # of 8 queries at most, by the tables
     for way in (*ragged.ways(batch).values(), ragged.paginate(batch, 1),
                 ragged.paginate(batch, 48, None, "hnd", 5)):  # fmt: skip
         got = ragged.run(way, DEVICE, **wanted)
@@ -219,3 +220,94 @@ def test_what_the_family_refuses() -> None:
         fm.flash_attention(q, k, k, split_size=64, kernel="sm89")
     with pytest.raises(ValueError, match="split_size: got -1, accepted is 0"):
         fm.flash_attention(q, k, k, split_size=-1)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("split_size", [None, 256])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_prompts_beside_decoding(
+    dim: int, dim_v: int, split_size: int | None, options: dict[str, Any]
+) -> None:
+    queries = [300, 1, 1, 0, 5, 33, 1, 9, 1, 130]
+    lengths = [500, 4000, 1, 7, 600, 33, 0, 2000, 9000, 130]
+    for i, dtype in enumerate(("fp16", "bf16")):
+        heads = ((4, 2), (8, 1))[i]
+        batch = ragged.make(queries, lengths, dtype=dtype, dim=dim, dim_v=dim_v, heads=heads,
+                            sinks=i == 1, seed=i)  # fmt: skip
+        for call in (*ragged.ways(batch).values(), ragged.paginate(batch, 1)):
+            got = ragged.check(
+                batch, call, DEVICE, kernel="mixed", split_size=split_size, **options
+            )
+            assert got.kernel == "attention_forward_mixed_lengths"
+
+
+def test_bits_do_not_depend_on_prompts_beside() -> None:
+    """Those of chunks: neither of a prompt on what decodes beside it, nor the other way round."""
+    queries = [1, 400, 1, 8, 9, 77, 3]
+    lengths = [5000, 700, 64, 3000, 1200, 2000, 9]
+    batch = ragged.make(queries, lengths, dtype="bf16", dim=128, heads=(8, 2))
+    wanted = {"split_size": 512, "causal": True}
+    first = ragged.run(ragged.paginate(batch, 16), DEVICE, **wanted)
+    assert first.kernel == "attention_forward_mixed_lengths"
+    for size in (1, 64):
+        got = ragged.run(ragged.paginate(batch, size), DEVICE, **wanted)
+        ragged.assert_same_bits(got, first)
+    for some in ([0], [1], [2, 3], [6, 0, 2], [5, 4, 0], [6, 5, 4, 3, 2, 1, 0]):
+        part = Batch(*([x[b] for b in some] for x in (batch.q, batch.k, batch.v)))
+        for most in (None, max(queries[b] for b in some)):
+            call = ragged.paginate(part, 16)
+            got = ragged.run(call._replace(tables=call.tables | {"max_seqlen_q": most}), DEVICE,
+                             **wanted)  # fmt: skip
+            for i, b in enumerate(some):
+                for mine, other in zip(_bits(got, i), _bits(first, b), strict=True):
+                    assert torch.equal(mine, other), (some, b)
+
+
+def test_one_capture_of_a_mixed_batch_serves_other_lengths() -> None:
+    """Of queries, too."""
+    count, total = 8, 600
+    q = torch.randn((1, total, 8, 128), device=DEVICE).bfloat16()
+    k, v = (torch.randn((1, 30000, 2, 128), device=DEVICE).bfloat16() for _ in range(2))
+    tables = {name: torch.zeros(count + 1, dtype=torch.int32, device=DEVICE)
+              for name in ("cu_seqlens_q", "cu_seqlens_k")}  # fmt: skip
+    options = {"causal": True, "return_lse": True, "kernel": "mixed"}
+    fm.flash_attention(q, k, v, **tables, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fm.flash_attention(q, k, v, **tables, **options)
+    for queries in ([1] * 8, [400, 1, 1, 0, 1, 90, 1, 1], [2, 3, 4, 1, 30, 9, 8, 300]):
+        lengths = [900 * b + n for b, n in enumerate(queries)]
+        tables["cu_seqlens_q"].copy_(starts(queries))
+        tables["cu_seqlens_k"].copy_(starts(lengths))
+        graph.replay()
+        row = key = 0
+        for n, m in zip(queries, lengths, strict=True):
+            some = [q[:, row : row + n], k[:, key : key + m], v[:, key : key + m]]
+            if n > 0:
+                ref = oracle.attention_float64(*some, causal=True)
+                oracle.assert_near(
+                    out[:, row : row + n].transpose(1, 2), lse[:, :, row : row + n], ref,
+                    oracle.plain(*some, causal=True).out, torch.bfloat16,
+                )  # fmt: skip
+            row, key = row + n, key + m
+
+
+def test_who_takes_what() -> None:
+    """Without a wish: few queries of long sequences are decoded, prompts beside them mixed."""
+    pages = torch.zeros(4096, 64, 8, 128, dtype=torch.bfloat16, device=DEVICE)
+    table = torch.arange(4096, dtype=torch.int32, device=DEVICE).reshape(32, 128)
+    used = torch.full((32,), 8192, dtype=torch.int32, device=DEVICE)
+
+    def plan(rows: int, most: int, **options: Any) -> fm.AttentionPlan:
+        q = torch.zeros(1, rows, 32, 128, dtype=torch.bfloat16, device=DEVICE)
+        offsets = torch.zeros(33, dtype=torch.int32, device=DEVICE)
+        return fm.attention_plan(q, pages, pages, cu_seqlens_q=offsets, page_table=table,
+                                 seqused_k=used, max_seqlen_q=most, causal=True, **options)  # fmt: skip
+
+    assert plan(32, 1).family == FAMILY
+    assert plan(32 * 4, 4).family == FAMILY
+    assert plan(31 + 2048, 2048).family == "mixed"
+    assert plan(31 + 2048, 2048, split_size=1024).family == "mixed"
+    assert plan(32, 1, split_size=1024).family == FAMILY
+    assert plan(32 * 2048, 2048).family in ("sm90", "sm89")

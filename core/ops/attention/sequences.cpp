@@ -1,7 +1,6 @@
 #include "core/ops/attention/sequences.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdio>
 
 #include "core/status.h"
@@ -20,11 +19,6 @@ flashmoe_status check_bound(const char* name, int64_t bound, const char* zero) {
   if (bound >= 0) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %lld, accepted is 0 (%s) or more", name,
               static_cast<long long>(bound), zero);
-}
-
-// A caller's struct may be older than this member.
-int64_t split_size_of(const flashmoe_attention_sequences& given) {
-  return given.struct_size < sizeof given ? 0 : given.split_size;
 }
 
 // One tensor of int32.
@@ -124,12 +118,12 @@ flashmoe_status read_keys(const flashmoe_attention_sequences& given, const View&
 }  // namespace
 
 flashmoe_status check_sequences(const flashmoe_attention_sequences& given) {
-  FLASHMOE_TRY(check_struct_size("flashmoe_attention_sequences", given.struct_size,
-                                 offsetof(flashmoe_attention_sequences, split_size), sizeof given));
+  FLASHMOE_TRY(check_struct_size("flashmoe_attention_sequences", given.struct_size, sizeof given,
+                                 sizeof given));
   constexpr char kRoom[] = "what the tensors have room for";
   FLASHMOE_TRY(check_bound("max_seqlen_q", given.max_seqlen_q, kRoom));
   FLASHMOE_TRY(check_bound("max_seqlen_k", given.max_seqlen_k, kRoom));
-  FLASHMOE_TRY(check_bound("split_size", split_size_of(given), "as suits all lengths"));
+  FLASHMOE_TRY(check_bound("split_size", given.split_size, "as suits all lengths"));
   FLASHMOE_TRY(refuse_together("cu_seqlens_k", given.cu_seqlens_k, "page_table", given.page_table,
                                "a page table alone says where keys are"));
   FLASHMOE_TRY(refuse_together("batch_index", given.batch_index, "page_table", given.page_table,
@@ -148,7 +142,7 @@ flashmoe_status read_sequences(const AttentionArguments& arguments, const View& 
   tables.batch_k = k.shape[0];
   tables.rows_k = k.shape[arguments.seq_axis()];
   tables.mask = arguments.mask();
-  tables.split_size = split_size_of(given);
+  tables.split_size = given.split_size;
   FLASHMOE_TRY(read_queries(given, q, problem));
   FLASHMOE_TRY(read_keys(given, k, problem));
   if (given.max_seqlen_q != 0) p.seq_q = std::min(p.seq_q, given.max_seqlen_q);
