@@ -62,8 +62,10 @@ def tables_of(batch: int, lengths: list[int], size: int, pages: int, copies: int
     ]
 
 
-def decode(batch: int, keys: int, size: int, pool: Any, variants: dict[str, Any],
-           heads: tuple[int, int] = (HEADS, HEADS_KV), dim: int = DIM) -> dict[str, float]:  # fmt: skip
+def decode(
+    batch: int, keys: int, size: int, pool: Any, variants: dict[str, Any],
+    heads: tuple[int, int] = (HEADS, HEADS_KV), dim: int = DIM,
+) -> dict[str, float]:  # fmt: skip
     bytes_ = batch * keys * heads[1] * dim * 4
     copies = max(1, min(8, -(-BEYOND_L2 // bytes_)))
     shape = (-1, size, heads[1], dim)
@@ -83,7 +85,7 @@ def decode(batch: int, keys: int, size: int, pool: Any, variants: dict[str, Any]
                 for t in tables
             ]
             result[name] = measure(calls)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             print(name, error)
     return result
 
@@ -122,7 +124,7 @@ def mixed(queries: list[int], keys: list[int], size: int, pool: Any,
                 )
                 for t in tables
             ])  # fmt: skip
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             print(name, error)
     return result
 
@@ -160,8 +162,8 @@ def main() -> None:
     for heads, dim in (((64, 8), 128), ((8, 1), 128), ((64, 8), 64), ((16, 8), 256)):
         for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (32, 2048), (64, 4096), (128, 1024)):
             times = decode(batch, keys, 64, pool, some, heads, dim)
-            note(f"h{heads[0]}/{heads[1]} d{dim} b{batch} k{keys}", batch * keys * heads[1] * dim * 4,
-                 times)  # fmt: skip
+            case = f"h{heads[0]}/{heads[1]} d{dim} b{batch} k{keys}"
+            note(case, batch * keys * heads[1] * dim * 4, times)
     everything = {"choice": {}, "sm90": {"kernel": "sm90_whole_tiles"}, "sm89": {"kernel": "sm89"}}
     for name, queries, keys in (
         ("chunk2048+64dec", [2048] + [1] * 64, [10240] + [4096] * 64),

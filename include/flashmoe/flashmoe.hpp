@@ -437,7 +437,7 @@ struct AttentionSequences {
   ConstTensorView page_table;    // [batch, pages of a sequence]
   int64_t max_seqlen_q = 0;      // bounds; 0: what the tensors have room for
   int64_t max_seqlen_k = 0;
-  int64_t split_size = 0;        // keys of a chunk; 0: as suits all lengths
+  int64_t split_size = 0;  // keys of a chunk; 0: as suits all lengths
 };
 
 // Attention, forward: flashmoe_attention_forward.

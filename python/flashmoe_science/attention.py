@@ -162,9 +162,9 @@ def flash_attention(
             has q's order in memory. Like lse it may overlap no other tensor. Not for JAX.
         lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32; of fp64 fp64. Not for
             JAX.
-        kernel: Kernel family to use ("cpu", "sm89_few_rows", "sm89_decode", "sm89", "sm90"), or a schedule of one
-            ("sm90_whole_tiles", "sm90_split_kv"): that one runs, or the call fails. None is the
-            best.
+        kernel: Kernel family to use ("cpu", "sm89_few_rows", "sm89_decode", "mixed", "sm89",
+            "sm90"), or a schedule of one ("sm90_whole_tiles", "sm90_split_kv"): that one runs, or
+            the call fails. None is the best.
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,
@@ -172,10 +172,10 @@ def flash_attention(
             the device of q, any strides; what they say is described below.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; what is longer is cut
             off at the end. None is what the tensors have room for.
-        split_size: On a GPU, share the keys of a sequence among blocks by chunks of so many, counted
-            from its first key (beyond 32 chunks by a multiple of so many): then its bits depend on
-            nothing else in the batch, nor on how many sequences there are, or on pages. None is
-            equal shares of all keys, which is fastest. The CPU's bits depend on neither.
+        split_size: On a GPU, share the keys of a sequence among blocks by chunks of so many,
+            counted from its first key (beyond 32 chunks by a multiple of so many): then its bits
+            depend on nothing else in the batch, nor on how many sequences there are, or on pages.
+            None is equal shares of all keys, which is fastest. The CPU's bits depend on neither.
 
     Sequences of different lengths: sequence b has as its queries the rows of q[b], or with
     cu_seqlens_q [batch + 1] those from cu_seqlens_q[b] to before cu_seqlens_q[b + 1] of a q of
@@ -276,8 +276,9 @@ def flash_attention_backward(
             of their dtype or fp32. They may overlap no other tensor.
         kernel, stream: As of flash_attention.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, max_seqlen_q, max_seqlen_k: As of
-            flash_attention, on the CPU; split_size changes nothing here. Gradients of rows and keys that no sequence has are 0, and
+            flash_attention, on the CPU. Gradients of rows and keys that no sequence has are 0, and
             stay what they are with accumulate.
+        split_size: As of flash_attention; it changes nothing here.
         batch_index, page_table: None: keys that sequences may share have no gradients.
 
     Returns:

@@ -1,6 +1,6 @@
 """Decoding and other few queries of ragged, padded and paged batches: keys that blocks share, and
-chunks whose bits depend on the sequence alone. tests/gpu/test_ragged.py has the same kernels in every
-way to say where sequences are."""
+chunks whose bits depend on the sequence alone. tests/gpu/test_ragged.py has the same kernels in
+every way to say where sequences are."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_what_the_family_refuses() -> None:
         fm.flash_attention(q, k, k, kernel=FAMILY)
     with pytest.raises(NotImplementedError, match="split_size, chunks of keys"):
         fm.flash_attention(q, k, k, split_size=64, kernel="sm89")
-    with pytest.raises(ValueError, match="split_size: got -1, accepted is 0"):
+    with pytest.raises(ValueError, match="split_size: got -1, accepted is a number of 0"):
         fm.flash_attention(q, k, k, split_size=-1)
 
 
@@ -302,8 +302,10 @@ def test_who_takes_what() -> None:
     def plan(rows: int, most: int, **options: Any) -> fm.AttentionPlan:
         q = torch.zeros(1, rows, 32, 128, dtype=torch.bfloat16, device=DEVICE)
         offsets = torch.zeros(33, dtype=torch.int32, device=DEVICE)
-        return fm.attention_plan(q, pages, pages, cu_seqlens_q=offsets, page_table=table,
-                                 seqused_k=used, max_seqlen_q=most, causal=True, **options)  # fmt: skip
+        return fm.attention_plan(
+            q, pages, pages, cu_seqlens_q=offsets, page_table=table, seqused_k=used,
+            max_seqlen_q=most, causal=True, **options,
+        )  # fmt: skip
 
     assert plan(32, 1).family == FAMILY
     assert plan(32 * 4, 4).family == FAMILY

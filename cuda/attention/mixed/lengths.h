@@ -10,7 +10,7 @@ inline constexpr int kLengthsThreads = 256;
 
 struct LengthsParams {
   SequenceParams sequences;
-  int32_t few;     // queries
+  int32_t few;      // queries
   int32_t* many_q;  // [sequences]: queries of those with more, 0 of the others
   int32_t* few_q;   // [sequences]: the other way round
 };

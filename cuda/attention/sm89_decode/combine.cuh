@@ -1,7 +1,7 @@
 // The second kernel: rows of tiles whose keys several blocks have.
 //
-// A block takes one row of the tile that a block of the first kernel has shared, if any. Each of its
-// units of four columns has some threads; each of these adds up every so many-th part, and then
+// A block takes one row of the tile that a block of the first kernel has shared, if any. Each of
+// its units of four columns has some threads; each of these adds up every so many-th part, and then
 // their sums are added up. The parts of chunks are added up by one thread in their order, as the
 // first kernel does.
 #pragma once
@@ -14,8 +14,8 @@
 
 namespace flashmoe::sm89_decode {
 
-// Calls add(sum) for each part from `begin` on, one in `step`, in their order: the loads of some are
-// on their way together.
+// Calls add(sum) for each part from `begin` on, one in `step`, in their order: the loads of some
+// are on their way together.
 template <class Add>
 __device__ __forceinline__ void for_parts(const Params& params, const CutTile& cut, int row,
                                           int unit, int begin, int step, const Add& add) {
@@ -29,8 +29,7 @@ __device__ __forceinline__ void for_parts(const Params& params, const CutTile& c
       const int64_t place = part == 0 ? cut.first : cut.second + part;
       const int64_t at = place * params.part_rows + row;
       const float2 statistics = params.statistics[at];
-      batch[j] = {params.parts[(at << params.part_units_log2) + unit], statistics.x,
-                  statistics.y};
+      batch[j] = {params.parts[(at << params.part_units_log2) + unit], statistics.x, statistics.y};
     }
 #pragma unroll
     for (int j = 0; j < kCombineBatch; ++j) {
@@ -72,8 +71,7 @@ __global__ void __launch_bounds__(kCombineThreads)
           [&](int i) { return outs[thread + (i << params.part_units_log2)]; });
     }
   }
-  const bool suspect =
-      worker == 0 && write_unit<Element>(total, params, cut.tile, row, unit);
+  const bool suspect = worker == 0 && write_unit<Element>(total, params, cut.tile, row, unit);
   if (!__syncthreads_or(suspect) || thread >= kThreadsPerWarp) return;
   const SequenceParams& sequences = params.sequences;
   const SequenceRows rows = sequences.keys_of(cut.tile.sequence);

@@ -32,8 +32,8 @@ int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
 // Keys of a chunk; 0: blocks take equal shares.
 int64_t split_keys(const AttentionProblem& p) { return p.sequences.split_size; }
 
-// Rows of a KV head by which a kernel is chosen. Where bits are to depend on a sequence alone, those
-// of one query.
+// Rows of a KV head by which a kernel is chosen. Where bits are to depend on a sequence alone,
+// those of one query.
 int64_t rows_wanted(const AttentionProblem& p) {
   return group_of(p) * (split_keys(p) > 0 ? 1 : std::max<int64_t>(p.seq_q, 1));
 }
@@ -46,12 +46,11 @@ const Entry* find_kernel(const AttentionProblem& p) {
   for (const Entry* entry : kEntries) {
     if (entry->dtype != p.q.dtype || entry->dim < p.dim || entry->dim_v < p.dim_v) continue;
     if (std::strcmp(p.kernel, entry->name) == 0) return entry;
-    const bool better =
-        best == nullptr || padding(*entry) < padding(*best) ||
-        (padding(*entry) == padding(*best) &&
-         (best->tile_q < rows_wanted(p) ? entry->tile_q > best->tile_q
-                                        : entry->tile_q >= rows_wanted(p) &&
-                                              entry->tile_q < best->tile_q));
+    const bool better = best == nullptr || padding(*entry) < padding(*best) ||
+                        (padding(*entry) == padding(*best) &&
+                         (best->tile_q < rows_wanted(p)
+                              ? entry->tile_q > best->tile_q
+                              : entry->tile_q >= rows_wanted(p) && entry->tile_q < best->tile_q));
     if (better) best = entry;
   }
   return best;
@@ -119,9 +118,10 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   }
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   if (split_keys(problem) > 0 && problem.seq_q > few_queries(problem) && *problem.kernel == '\0') {
-    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                  "split_size and sequences of many queries, whose kernels may not depend on how many "
-                  "there are");
+    return refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "split_size and sequences of many queries, whose kernels may not depend on how many "
+        "there are");
   }
   const Entry* entry = find_kernel(problem);
   if (entry == nullptr) {
@@ -144,13 +144,13 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const int64_t blocks = most_blocks(problem, *entry, *facts);
   plan_launch(*entry, device_id, "", blocks, plan);
   flashmoe_launch& second = plan_launch(combine, device_id, "", blocks, kCombineThreads, 0, plan);
-  second.grid[1] = static_cast<uint32_t>(
-      std::clamp<int64_t>(problem.seq_q * group, 1, entry->tile_q));
+  second.grid[1] =
+      static_cast<uint32_t>(std::clamp<int64_t>(problem.seq_q * group, 1, entry->tile_q));
   second.tile_m = 1;
   const int64_t places = places_of(blocks, split_keys(problem) > 0);
-  plan->info.workspace_bytes = static_cast<uint64_t>(
-      places * (part_units(*entry) * 16 + entry->tile_q * 8) +
-      blocks * static_cast<int64_t>(sizeof(CutTile)));
+  plan->info.workspace_bytes =
+      static_cast<uint64_t>(places * (part_units(*entry) * 16 + entry->tile_q * 8) +
+                            blocks * static_cast<int64_t>(sizeof(CutTile)));
   plan->info.microseconds = decode_microseconds(work_of(problem), entry->tile_q, *facts);
   return FLASHMOE_OK;
 }

@@ -10,9 +10,9 @@
 // of a tile the parts of the warps are added up (results.cuh). A tile that lies in one block is
 // written; others leave parts in the workspace, which the second kernel adds up (combine.cuh).
 //
-// With split_keys, blocks share whole chunks of so many keys, counted from the sequence's first, and
-// the parts of a tile's chunks are added up in their order, by whichever block has them: bits depend
-// on the sequence alone.
+// With split_keys, blocks share whole chunks of so many keys, counted from the sequence's first,
+// and the parts of a tile's chunks are added up in their order, by whichever block has them: bits
+// depend on the sequence alone.
 #pragma once
 
 #include "cuda/attention/sm89_decode/results.cuh"
@@ -40,10 +40,11 @@ __device__ __forceinline__ int first_step(const Segment& segment) {
 
 // This warp's steps of a segment, and the loads of its first one of the next.
 template <class Traits>
-__device__ __forceinline__ void compute_segment(
-    const Params& params, const Segment& segment, const Segment& next_segment,
-    const sm89_few_rows::Shared<Traits>& shared, const sm89_few_rows::QFragments<Traits>& q,
-    Ahead<Traits>& ahead) {
+__device__ __forceinline__ void compute_segment(const Params& params, const Segment& segment,
+                                                const Segment& next_segment,
+                                                const sm89_few_rows::Shared<Traits>& shared,
+                                                const sm89_few_rows::QFragments<Traits>& q,
+                                                Ahead<Traits>& ahead) {
   namespace few = sm89_few_rows;
   few::RowStatistics<Traits> statistics;
   statistics.reset();

@@ -60,8 +60,7 @@ __device__ __forceinline__ void load_k(sm89_few_rows::KFragments<Traits>& fragme
   if (step.valid == kAllValid<Traits> && params.tensors.dim == Traits::kDim) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
-      const uint16_t* const k =
-          row_at(base, __shfl_sync(kFullWarp, step.k, 8 * i + lane / 4));
+      const uint16_t* const k = row_at(base, __shfl_sync(kFullWarp, step.k, 8 * i + lane / 4));
 #pragma unroll
       for (int c = 0; c < Traits::kKChunks; ++c) {
         ptx::load_streaming(fragments[i][c], k + 32 * c);
@@ -138,9 +137,9 @@ __device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChu
                                              const Params& params, const TileRows& tile, int n) {
   const int lane = lane_index();
   const int row = 8 * n + lane / 4;
-  const uint16_t* const q =
-      params.tensors.q + RowOf(params, tile, row).offset(tile, params.tensors.q_strides) +
-      8 * (lane % 4);
+  const uint16_t* const q = params.tensors.q +
+                            RowOf(params, tile, row).offset(tile, params.tensors.q_strides) +
+                            8 * (lane % 4);
 #pragma unroll
   for (int c = 0; c < Traits::kKChunks; ++c) {
     ptx::load_or_zero(fragments[c], q + 32 * c,

@@ -63,8 +63,8 @@ struct Params {
   float4* parts;
   float2* statistics;
   CutTile* cut_tiles;
-  int32_t blocks;     // of the first kernel
-  int32_t part_rows;  // rows of a part
+  int32_t blocks;           // of the first kernel
+  int32_t part_rows;        // rows of a part
   int32_t part_units_log2;  // units of four columns of a row of a part
 };
 

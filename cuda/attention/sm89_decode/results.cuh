@@ -37,7 +37,8 @@ struct KeysOfRow {
 };
 
 // Writes four columns of one row, and lse with the first ones. Returns whether something among them
-// is suspect: of a row without any probability the fallback says whether all of its keys are hidden.
+// is suspect: of a row without any probability the fallback says whether all of its keys are
+// hidden.
 template <class Element>
 __device__ __forceinline__ bool write_unit(const Sum& total, const Params& params,
                                            const TileRows& tile, int row, int unit) {
@@ -64,8 +65,7 @@ __device__ __forceinline__ void compute_row_again(const Params& params, const Ti
   const RowOf where(params, tile, row);
   masked_row_fallback<Element, kDimV>(
       params.tensors, params.score,
-      {tile.batch, where.head, tile.head_kv, tile.begin_q + where.query,
-       where.keys(params, tile)},
+      {tile.batch, where.head, tile.head_kv, tile.begin_q + where.query, where.keys(params, tile)},
       [](int) { return true; }, keys);
 }
 
@@ -80,8 +80,8 @@ struct ChunkSum {
   }
 };
 
-// Adds up what the warps have of a segment, and brings it to where it belongs. All warps have stored
-// their parts. Returns whether some unit that was written is suspect.
+// Adds up what the warps have of a segment, and brings it to where it belongs. All warps have
+// stored their parts. Returns whether some unit that was written is suspect.
 template <class Traits>
 __device__ __forceinline__ bool finish_segment(const Params& params, const Segment& segment,
                                                const sm89_few_rows::Shared<Traits>& shared,

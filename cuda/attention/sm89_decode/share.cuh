@@ -1,8 +1,9 @@
 // A block's share of all keys, and the segments of tiles that it is made of.
 //
-// What blocks share is counted in units: steps of kStepKeys keys, or chunks of a sequence. The tiles
-// of a sequence are one behind the other, heads first, and so are sequences. Block b of G has the
-// units from b W / G on, of W: each works that out from the lengths, by a sum over all sequences.
+// What blocks share is counted in units: steps of kStepKeys keys, or chunks of a sequence. The
+// tiles of a sequence are one behind the other, heads first, and so are sequences. Block b of G has
+// the units from b W / G on, of W: each works that out from the lengths, by a sum over all
+// sequences.
 #pragma once
 
 #include "cuda/attention/sm89_decode/traits.cuh"
@@ -49,7 +50,8 @@ __device__ __forceinline__ int64_t units_of(const Params& params, const Describe
   return int64_t{known.units} * known.row_tiles * params.heads_kv;
 }
 
-// Sets the cursor to the block's share. False, for all threads, if it has none. Ends with a barrier.
+// Sets the cursor to the block's share. False, for all threads, if it has none. Ends with a
+// barrier.
 template <class Traits>
 __device__ __forceinline__ bool find_share(const Params& params, BlockState& state) {
   const int thread = thread_index();
@@ -197,9 +199,8 @@ __device__ __forceinline__ void next_segment(const Params& params, BlockState& s
     const int ahead = segment.first - segment.key;
     if (ahead > 0) segment.key += ahead / Traits::kRoundKeys * Traits::kRoundKeys;
 
-    segment.pages = params.sequences.paged != 0
-                        ? params.sequences.keys.pages_of(cursor.sequence)
-                        : nullptr;
+    segment.pages =
+        params.sequences.paged != 0 ? params.sequences.keys.pages_of(cursor.sequence) : nullptr;
     segment.batch_k = known.batch_k;
     segment.begin_k = known.begin_k;
     segment.exists = 1;
@@ -218,8 +219,7 @@ __device__ __forceinline__ void next_segment(const Params& params, BlockState& s
       const int64_t begin = cursor.end - cursor.left;
       CutTile& cut = params.cut_tiles[block];
       cut.tile = tile;
-      cut.parts =
-          chunks ? known.units : owner_of(cursor, begin + known.units - 1) - block + 1;
+      cut.parts = chunks ? known.units : owner_of(cursor, begin + known.units - 1) - block + 1;
       cut.first = chunks ? block * kMostChunks : block;
       cut.second = chunks ? block * kMostChunks : places + block;
     }

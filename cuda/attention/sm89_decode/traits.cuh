@@ -16,7 +16,7 @@ struct Described {
   int32_t begin_k;
   int32_t length_k;
   int32_t diagonal;
-  int32_t first;      // keys that some query sees
+  int32_t first;  // keys that some query sees
   int32_t end;
   int32_t unit_keys;  // of what blocks share: steps, or chunks
   int32_t units;      // of a tile; at least 1, since its rows are to be written
@@ -35,11 +35,11 @@ struct Segment {
   int32_t all_first;  // keys that all rows see
   int32_t all_end;
   int32_t exists;
-  int32_t new_tile;   // the segment before was another tile's
-  int32_t whole;      // the block has all keys of the tile
-  int32_t only;       // the tile is this segment
-  int32_t last;       // it is the tile's last one
-  int32_t place;      // of its part, where the tile is shared
+  int32_t new_tile;  // the segment before was another tile's
+  int32_t whole;     // the block has all keys of the tile
+  int32_t only;      // the tile is this segment
+  int32_t last;      // it is the tile's last one
+  int32_t place;     // of its part, where the tile is shared
 };
 
 // Where a block is in its share.

@@ -431,8 +431,8 @@ _RAGGED_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, "
     "Tensor? page_table, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? split_size, "
-    "str causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
-    "str? kernel) -> "
+    "str causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, "
+    "str layout, str? kernel) -> "
 )
 
 
@@ -807,8 +807,8 @@ _ragged_backward = _define(
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, Tensor? page_table, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? split_size, str causal, "
-    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, bool[] wanted, str? kernel) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
+    "bool[] wanted, str? kernel) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _ragged_backward_kernel, _ragged_backward_fake, check=_ragged_backward_check,
     record=_ragged_backward_record,
 )  # fmt: skip

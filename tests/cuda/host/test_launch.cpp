@@ -490,15 +490,15 @@ struct PagedCall : Call {
   Table cu_seqlens_q, seqused_k, page_table;
   flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
 
-  PagedCall(const char* kernel, int64_t count, int64_t rows, int64_t heads_q, int64_t heads_kv)
-      : Call(kernel, 1, rows, 1000, heads_q, heads_kv),
+  PagedCall(const char* kernel, int64_t count, int64_t rows, int64_t of_q, int64_t of_kv)
+      : Call(kernel, 1, rows, 1000, of_q, of_kv),
         cu_seqlens_q(count + 1, 1, 1),
         seqused_k(count, 1, 2),
         page_table(count, 9, 3) {
     for (const int i : {1, 2}) {
       shapes[i][0] = 30;
       shapes[i][1] = 16;
-      strides[i][0] = 16 * heads_kv * 64;
+      strides[i][0] = 16 * of_kv * 64;
     }
     sequences.cu_seqlens_q = &cu_seqlens_q.tensor;
     sequences.seqused_k = &seqused_k.tensor;
@@ -509,7 +509,8 @@ struct PagedCall : Call {
 
 std::vector<sm89_decode::Params> seen_decode;
 
-// Blocks for each multiprocessor, or for each unit if these are fewer, and a part of two tiles each.
+// Blocks for each multiprocessor, or for each unit if these are fewer, and a part of two tiles
+// each.
 void few_queries_share_their_keys() {
   fake::on_launch = [](const void* params) {
     seen_decode.push_back(*static_cast<const sm89_decode::Params*>(params));
@@ -524,14 +525,14 @@ void few_queries_share_their_keys() {
     CHECK(plan.workspace_bytes ==
           places * (rows * 64 * 4 + rows * 8) + blocks * sizeof(sm89_decode::CutTile));
     seen_decode.clear();
-    CHECK(flashmoe_attention_forward(&call.params, call.workspace, plan.workspace_bytes, nullptr) ==
+    CHECK(flashmoe_attention_forward(&call.params, workspace, plan.workspace_bytes, nullptr) ==
           FLASHMOE_OK);
     check_read_back(plan);
     CHECK(seen_decode.size() == 2);
     const sm89_decode::Params& seen = seen_decode[0];
     CHECK(std::memcmp(&seen, &seen_decode[1], sizeof seen) == 0);
     CHECK(seen.blocks == blocks && seen.part_rows == rows && seen.part_units_log2 == 4);
-    CHECK(seen.parts == call.workspace);
+    CHECK(static_cast<void*>(seen.parts) == workspace);
     CHECK(reinterpret_cast<char*>(seen.statistics) ==
           reinterpret_cast<char*>(seen.parts) + places * rows * 64 * 4);
     CHECK(reinterpret_cast<char*>(seen.cut_tiles) ==
@@ -579,8 +580,7 @@ void prompts_beside_decoding_are_two_parts() {
     const int i = seen_mixed_launches++;
     if (i == 0) seen_mixed.lengths = *static_cast<const mixed::LengthsParams*>(params);
     if (i == 1) {
-      seen_mixed.many_q =
-          static_cast<const sm90::RaggedParams*>(params)->sequences.seqused_q.data;
+      seen_mixed.many_q = static_cast<const sm90::RaggedParams*>(params)->sequences.seqused_q.data;
     }
     if (i == 2) seen_mixed.few = *static_cast<const sm89_decode::Params*>(params);
   };
@@ -595,11 +595,10 @@ void prompts_beside_decoding_are_two_parts() {
     CHECK(std::strcmp(plan.launches[3].kernel, "attention_combine_sm89_decode_fp16") == 0);
     for (int i = 0; i < 2; ++i) {
       seen_mixed_launches = 0;
-      CHECK(flashmoe_attention_forward(&call.params, call.workspace, plan.workspace_bytes,
-                                       nullptr) == FLASHMOE_OK);
+      CHECK(flashmoe_attention_forward(&call.params, workspace, plan.workspace_bytes, nullptr) ==
+            FLASHMOE_OK);
       CHECK(seen_mixed_launches == 4);
       check_read_back(plan);
-      const char* const workspace = static_cast<const char*>(call.workspace);
       CHECK(reinterpret_cast<const char*>(seen_mixed.lengths.many_q) == workspace);
       CHECK(reinterpret_cast<const char*>(seen_mixed.lengths.few_q) == workspace + 128);
       CHECK(seen_mixed.lengths.few == 10 && !seen_mixed.lengths.sequences.seqused_q.given());
