@@ -55,6 +55,7 @@ __device__ __forceinline__ int64_t units_of(const Params& params, const Describe
 template <class Traits>
 __device__ __forceinline__ bool find_share(const Params& params, BlockState& state) {
   const int thread = thread_index();
+  const int warp = warp_index();
   const int each = (params.sequences.count + kThreads - 1) / kThreads;
   const int first = thread * each;
   const int end = min(first + each, params.sequences.count);
@@ -66,7 +67,7 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
     const int64_t before = __shfl_up_sync(kFullWarp, upto, step);
     if (lane_index() >= step) upto += before;
   }
-  if (lane_index() == kThreadsPerWarp - 1) state.warp_units[warp_index()] = upto;
+  if (lane_index() == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
   if (thread == 0) {
     state.cursor.left = 0;
     state.cursor.window = -1;
@@ -78,7 +79,7 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     const int64_t units = state.warp_units[w];
-    if (w < warp_index()) before += units;
+    if (w < warp) before += units;
     total += units;
   }
   const int block = static_cast<int>(blockIdx.x);
