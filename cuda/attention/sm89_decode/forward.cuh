@@ -128,15 +128,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   int slot = 0;
   while (true) {
     const Segment& segment = state.segments[slot];
-    const int next = slot + 1 < kSegments ? slot + 1 : 0;
+    const int next = (slot + 1) % kSegments;
     const Segment& next_one = state.segments[next];
+    const bool more = next_one.exists != 0;
+    // While its keys are on their way.
+    if (warp_index() == 0 && more) next_segment<Traits>(params, state, (slot + 2) % kSegments);
     if (segment.new_tile != 0) load_q<Traits>(q, params, segment.tile);
     compute_segment<Traits>(params, segment, next_one, shared, q, ahead);
     __syncthreads();
-    const bool more = next_one.exists != 0;
-    if (warp_index() == 0 && more) {
-      next_segment<Traits>(params, state, next + 1 < kSegments ? next + 1 : 0);
-    }
     if (more && next_one.new_tile != 0) share_q<Traits>(params, next_one.tile, shared);
     const bool suspect = finish_segment<Traits>(params, segment, shared, chunks);
     if (__syncthreads_or(suspect)) compute_rows_again<Traits>(params, segment);

@@ -6,6 +6,8 @@
 // sequences.
 #pragma once
 
+#include <climits>
+
 #include "cuda/attention/sm89_decode/traits.cuh"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/thread.cuh"
@@ -41,8 +43,9 @@ __device__ __forceinline__ Described describe(const Params& params, int index) {
     const int chunks = (keys.length - 1) / params.split_keys / kMostChunks + 1;
     known.unit_keys = chunks * params.split_keys;
   }
-  const int before = known.first / known.unit_keys;
-  known.units = max(1, (known.end + known.unit_keys - 1) / known.unit_keys - before);
+  known.origin = 0;
+  if (known.first > 0) known.origin = known.first / known.unit_keys * known.unit_keys;
+  known.units = max(1, (known.end - known.origin + known.unit_keys - 1) / known.unit_keys);
   return known;
 }
 
@@ -60,7 +63,11 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
   const int first = thread * each;
   const int end = min(first + each, params.sequences.count);
   int64_t mine = 0;
-  for (int s = first; s < end; ++s) mine += units_of(params, describe<Traits>(params, s));
+  Described known;  // the last one
+  for (int s = first; s < end; ++s) {
+    known = describe<Traits>(params, s);
+    mine += units_of(params, known);
+  }
   int64_t upto = mine;  // this thread, in its warp
 #pragma unroll
   for (int step = 1; step < kThreadsPerWarp; step *= 2) {
@@ -107,6 +114,12 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
     }
   }
   __syncthreads();
+  if (each == 1 && block < blocks) {
+    const int at = thread - state.cursor.sequence;
+    if (at >= 0 && at < kWindow && first < end) state.window[at] = known;
+    if (thread == 0) state.cursor.window = state.cursor.sequence;
+    __syncthreads();
+  }
   return block < blocks;
 }
 
@@ -162,17 +175,21 @@ __device__ __forceinline__ void next_segment(const Params& params, BlockState& s
       const int64_t behind = (int64_t{cursor.tile} << 31) + cursor.unit;
       cursor.tile = static_cast<int>(behind / known.units);
       cursor.unit = static_cast<int>(behind - int64_t{cursor.tile} * known.units);
-      cursor.owner = owner_of(cursor, cursor.end - cursor.left - cursor.unit);
     }
     const bool starts = cursor.unit == 0;
-    if (starts) cursor.owner = block;
     const bool chunks = params.split_keys > 0;
+    if (starts) {
+      cursor.owner = block;
+    } else if (first_of_share) {
+      // An earlier one; which, matters for the places of chunks alone.
+      cursor.owner = chunks ? owner_of(cursor, cursor.end - cursor.left - cursor.unit) : INT_MAX;
+    }
     const int of_tile = known.units - cursor.unit;  // units that are left of it
     const int of_block = static_cast<int>(min(int64_t{of_tile}, cursor.left));
     const int taken = chunks ? 1 : of_block;
     const bool goes_on = of_block < of_tile;
 
-    const int head_kv = cursor.tile / known.row_tiles;
+    const int head_kv = known.row_tiles > 1 ? cursor.tile / known.row_tiles : cursor.tile;
     const int group = params.group.number();
     TileRows& tile = segment.tile;
     tile.sequence = cursor.sequence;
@@ -193,8 +210,7 @@ __device__ __forceinline__ void next_segment(const Params& params, BlockState& s
     const int end = sequence.end_key(params.score, last_query);
     tile.masked = segment.first < segment.all_first || segment.all_end < end ? 1 : 0;
 
-    const int origin = known.first / known.unit_keys * known.unit_keys;
-    segment.key = origin + cursor.unit * known.unit_keys;
+    segment.key = known.origin + cursor.unit * known.unit_keys;
     segment.end = min(end, segment.key + taken * known.unit_keys);
     // Rounds of which no row sees a key; warps keep their places.
     const int ahead = segment.first - segment.key;

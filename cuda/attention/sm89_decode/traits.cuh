@@ -19,6 +19,7 @@ struct Described {
   int32_t first;  // keys that some query sees
   int32_t end;
   int32_t unit_keys;  // of what blocks share: steps, or chunks
+  int32_t origin;     // the key from which these are counted
   int32_t units;      // of a tile; at least 1, since its rows are to be written
   int32_t row_tiles;  // of a KV head; 0: no queries
 };
@@ -55,8 +56,10 @@ struct Cursor {
   int32_t owner;   // the block in which the tile begins
 };
 
-inline constexpr int kWindow = 32;   // sequences that are described at a time: one a lane
-inline constexpr int kSegments = 3;  // this one, the next, and the one behind it
+inline constexpr int kWindow = 32;  // sequences that are described at a time: one a lane
+// The last one, whose rows some warp may be computing again, this one, the next and the one behind
+// it.
+inline constexpr int kSegments = 4;
 
 struct BlockState {
   Cursor cursor;
