@@ -26,9 +26,9 @@ inline constexpr char kFamilyNames[] =
 #if !FLASHMOE_WITH_CUDA
     "cpu";
 #elif FLASHMOE_WITH_SM90
-    "cpu sm89 sm89_few_rows sm89_few_tokens sm90";
+    "cpu mixed sm89 sm89_decode sm89_few_rows sm89_few_tokens sm90";
 #else
-    "cpu sm89 sm89_few_rows sm89_few_tokens";
+    "cpu mixed sm89 sm89_decode sm89_few_rows sm89_few_tokens";
 #endif
 
 // cpu/
@@ -49,6 +49,8 @@ int32_t cpu_get_num_threads();
 // cuda/ (only in a build with FLASHMOE_CUDA)
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kSm89FewRowsAttention;
+extern const AttentionFamily kMixedAttention;
+extern const AttentionFamily kSm89DecodeAttention;
 extern const AttentionFamily kSm89Attention;
 extern const AttentionBackwardFamily kSm89AttentionBackward;
 extern const KvAppendFamily kCudaKvAppend;  // for every GPU

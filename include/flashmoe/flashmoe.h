@@ -355,6 +355,13 @@ typedef enum flashmoe_window {
  * Tables are read on the tensors' device, when the call computes: a GPU's plans and captured graphs
  * serve any lengths.
  *
+ * split_size says how a GPU may share the keys of a sequence among blocks: 0, as suits the lengths
+ * of all sequences. Else by chunks of so many keys, counted from the sequence's first (of a
+ * sequence of more than 32 chunks, by the least multiple of so many that makes no more), whose
+ * results are added up in their order: then the bits of a sequence depend on nothing else in the
+ * batch, nor on how many sequences there are, where pages are, or how large. The CPU's never do,
+ * and it needs no chunks. Backward has no use for it.
+ *
  * Backward takes the tables of the forward call, but for batch_index and page_table: keys that
  * sequences may share have no gradients. On the CPU each sequence has the bits of a dense call, on
  * GPUs sequences of equal lengths have those of a dense batch. In dq, dk and dv all rows are
@@ -375,6 +382,7 @@ typedef struct flashmoe_attention_sequences {
   const flashmoe_tensor* page_table;   /* [batch, pages of a sequence] */
   int64_t max_seqlen_q;                /* 0 or more */
   int64_t max_seqlen_k;                /* 0 or more */
+  int64_t split_size;                  /* 0 or more */
 } flashmoe_attention_sequences;
 
 static inline flashmoe_attention_sequences flashmoe_attention_sequences_init(void) {
@@ -429,7 +437,8 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_plan* plan);
 
-/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. On the CPU they depend
+/* Bytes of workspace the call needs, at most 16 MiB on a GPU, with split_size 0.3 MiB for each of
+ * its multiprocessors, and 8 for each sequence; 0 is common. On the CPU they depend
  * on the number of threads, of every operation: what was told stays enough when that number
  * changes, since a call uses no more threads than it has room for. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(

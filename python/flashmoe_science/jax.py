@@ -118,7 +118,8 @@ def _one_after_another(
 # ---- custom calls ----------------------------------------------------------------------------
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks")
-_BOUNDS = ("max_seqlen_q", "max_seqlen_k")  # of sequences, in the order in which a handler has them
+# Of sequences, in the order in which a handler has them.
+_BOUNDS = ("max_seqlen_q", "max_seqlen_k", "split_size")
 _INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
 _WORKSPACE_ALIGNMENT = 256  # bytes, more than XLA's

@@ -277,6 +277,13 @@ constexpr Family<Problem> family() {
 }  // namespace
 
 const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kFewRows, Kind::kFew>();
+// Of sequences, of which there are none here.
+flashmoe_status plan_sequences(const AttentionProblem&, Plan*, const Reason& reason) {
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "a dense batch");
+}
+const AttentionFamily kSm89DecodeAttention = {"sm89_decode", FLASHMOE_DEVICE_CUDA, plan_sequences,
+                                              nullptr};
+const AttentionFamily kMixedAttention = {"mixed", FLASHMOE_DEVICE_CUDA, plan_sequences, nullptr};
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
@@ -1199,6 +1206,8 @@ void the_least_time_serves_a_call() {
   CHECK(std::strcmp(plan.operation, "attention_forward") == 0);
   CHECK(std::strcmp(plan.family, "sm89_few_rows") == 0 && plan.microseconds == 131);
   CHECK(std::strcmp(plan.rejected,
+                    "sm89_decode: a dense batch\n"
+                    "mixed: a dense batch\n"
                     "sm90: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "sm89: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);

@@ -12,6 +12,7 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64", "fp16_d64_dv64_ragged"),
+    "attention/sm89_decode": ("fp16_d64_dv64_r8", "fp16_d64_dv64_r16"),
     "attention/sm90": ("fp16_d64_dv64", "fp16_d64_dv64_ragged", "split_kv_fp16_d64_dv64"),
     "attention/sm89_backward": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),
@@ -58,12 +59,15 @@ ATTENTION = (
     *ATTENTION_BASE,
     "core/ops/attention/forward.cpp",
     *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
+    *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_decode", "mixed")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("ragged", "stream_k", "whole_tiles")),
 )
 SOURCES = {
     "test_launch": ATTENTION,
-    "test_choice": ATTENTION,
+    "test_choice": tuple(
+        source for source in ATTENTION if "sm89_decode" not in source and "mixed" not in source
+    ),
     "test_backward": (
         *ATTENTION_BASE,
         "core/ops/attention/backward.cpp",
