@@ -99,7 +99,8 @@ def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
 
 def test_tiles_come_and_go_by_the_copy_engine(mains: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(mains, "sm90_backward").items():
-        sass.check_tma(code, opcodes)
+        # In clusters gradients leave from registers.
+        sass.check_tma(code, opcodes, stores=code.kernel.dim_v <= 128)
         assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
