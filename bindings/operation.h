@@ -199,8 +199,8 @@ bool unpack_options(const std::string& packed, typename Call::Params* params, st
 //                       tables of sequences, too
 //   options             see above
 //   bounds              of sequences (bindings/sequences.h), where there are some
-// Behind the C ABI's outputs there may be one more, "workspace". An output that is among the inputs,
-// too, is an array that the call writes to in place: XLA has put both into one buffer.
+// Behind the C ABI's outputs there may be one more, "workspace". An output that is among the
+// inputs, too, is an array that the call writes to in place: XLA has put both into one buffer.
 
 namespace xla {
 

@@ -2,8 +2,8 @@
 //
 // The work is bound by memory: each new row is read once and written once, and rotated on its way
 // where that is asked for. Tiles are runs of rows of one sequence, whose numbers are read when a
-// tile is begun; no number leads outside of a tensor. Rows are rotated by the processor's instruction
-// set, with the bits of every other: in fp32, each product and each sum rounded.
+// tile is begun; no number leads outside of a tensor. Rows are rotated by the processor's
+// instruction set, with the bits of every other: in fp32, each product and each sum rounded.
 #include <algorithm>
 #include <atomic>
 #include <cmath>

@@ -370,34 +370,19 @@ __device__ __forceinline__ void find_owners(const Params& params, int first, int
   }
   if (thread == 0 && !again) owners->rounds = 0;
   __syncthreads();
-  const auto claim = [&](int sequence) {
-    const PackedRows rows = packed_rows(params, sequence);
+#pragma unroll 4
+  for (int s = thread; s < params.sequences; s += kThreads) {
+    const PackedRows rows = packed_rows(params, s);
     const int end = min(rows.begin + rows.length - first, count);
     for (int row = max(rows.begin - first, 0); row < end; ++row) {
       if (!again) {
         atomicMax(&owners->rounds, atomicAdd(&owners->counts[row], 1) + 1);
-      } else if (sequence <= owners->counts[row]) {
+      } else if (s <= owners->counts[row]) {
         continue;
       }
-      atomicMin(&owners->of_row[row], sequence);
+      atomicMin(&owners->of_row[row], s);
     }
-  };
-  // Four at a time where they lie so: of most of them none has a row here.
-  const TableNumbers& offsets = params.cu_seqlens;
-  const bool vectors =
-      offsets.stride == 1 && reinterpret_cast<uintptr_t>(offsets.data) % sizeof(int4) == 0;
-  const int whole = vectors ? params.sequences / 4 * 4 : 0;
-#pragma unroll 1
-  for (int s = 4 * thread; s < whole; s += 4 * kThreads) {
-    const int4 at = *reinterpret_cast<const int4*>(offsets.data + s);
-    const int behind = offsets.data[s + 4];
-    if (max(max(at.y, at.z), max(at.w, behind)) <= first) continue;
-    if (min(min(at.x, at.y), min(at.z, at.w)) >= first + count) continue;
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) claim(s + i);
   }
-#pragma unroll 1
-  for (int s = whole + thread; s < params.sequences; s += kThreads) claim(s);
   __syncthreads();
 }
 
