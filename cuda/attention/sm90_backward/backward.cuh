@@ -1352,10 +1352,9 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int first_column = Traits::kSplitsColumns
                                  ? group * Traits::kDqColumns
                                  : tile % Traits::kPanels * Traits::kPanelColumns;
-    write_directly(
-        direct, dq, params.scale, batch, head,
-        begin + tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), seq_q,
-        first_column, params.dim);
+    write_directly(params.dq_direct, dq, params.scale, batch, head,
+                   begin + tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), seq_q,
+                   first_column, params.dim);
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.

@@ -88,7 +88,7 @@ struct TurnKeeper : Writer<Traits> {
   __device__ __forceinline__ void run() {
     for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
-      const SharedItem& item = shared_items[items % kItemsHeld];
+      const typename Base::SharedItem& item = shared_items[items % kItemsHeld];
       ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
@@ -184,7 +184,7 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
   __device__ __forceinline__ void write_gradient(const Direct& direct, const Direct& rows,
                                                  const float (&values)[kRegisters], float scale,
                                                  int columns) const {
-    const SharedItem& item = shared_items[items % kItemsHeld];
+    const typename Base::SharedItem& item = shared_items[items % kItemsHeld];
     const int first_key = Base::first_key_of(item.tile);
     if (direct.rows != nullptr) {
       Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key, params.seq_k,
