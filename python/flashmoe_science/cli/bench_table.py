@@ -9,7 +9,14 @@ from flashmoe_science.cli.measure import OURS
 from flashmoe_science.cli.output import Output, Table
 from flashmoe_science.cli.records import summary_words
 from flashmoe_science.cli.stats import MOST_SPREAD, summary
-from flashmoe_science.cli.suites import ATTENTION, BACKWARD, MOE, MOE_BACKWARD, MOE_TRAINING, TRAINING
+from flashmoe_science.cli.suites import (
+    ATTENTION,
+    BACKWARD,
+    MOE,
+    MOE_BACKWARD,
+    MOE_TRAINING,
+    TRAINING,
+)
 
 _SHAPE_WIDTH = 36  # at least
 _PEER_WIDTH = 20

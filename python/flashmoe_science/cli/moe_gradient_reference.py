@@ -132,7 +132,9 @@ class _Judge:
         }
         self.verdicts: dict[str, list[Accuracy]] = {who: [] for who in outputs}
 
-    def add(self, name: str, ref: Any, plain: Any, parts: dict[str, Any], left: float = 0.0) -> None:
+    def add(
+        self, name: str, ref: Any, plain: Any, parts: dict[str, Any], left: float = 0.0
+    ) -> None:
         """Holds `parts`, each a contender's, to the rule; `left` is what it allows beside."""
         xp, cast = self._arrays.xp, self._arrays.cast
         plain_error = difference(xp, cast(plain, "fp64"), ref)
@@ -144,9 +146,7 @@ class _Judge:
             error = difference(xp, cast(part, "fp64"), ref)
             reason = fault(error, bound, None, self._finite[who][name], name)
             self.verdicts[who].append(
-                Accuracy(
-                    not reason, error, plain_error, bound, None, self._checked, reason, name
-                )
+                Accuracy(not reason, error, plain_error, bound, None, self._checked, reason, name)
             )
 
     def verdict(self, who: str) -> Accuracy:
@@ -154,7 +154,9 @@ class _Judge:
         found = self.verdicts[who]
         failed = [verdict for verdict in found if not verdict.passed]
         # A bound of 0, of an expert without tokens, is kept by 0 alone.
-        return failed[0] if failed else max(found, key=lambda v: v.error / v.bound if v.bound else 0)
+        return (
+            failed[0] if failed else max(found, key=lambda v: v.error / v.bound if v.bound else 0)
+        )
 
 
 def _affordable(held: list[int], counts: list[int], shape: MoeShape, most: float) -> int:

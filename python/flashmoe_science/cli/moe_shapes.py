@@ -12,7 +12,9 @@ from flashmoe_science.cli.shapes import ITEM_BYTES, given_pass_options
 MOE = "moe_forward"
 MOE_BACKWARD = "moe_backward"
 MOE_TRAINING = "moe_training"
-_HELD_EXPERTS = 3  # of which gradients of weights are kept to be checked: all are as many as weights
+_HELD_EXPERTS = (
+    3  # of which gradients of weights are kept to be checked: all are as many as weights
+)
 
 
 @dataclasses.dataclass(frozen=True)
