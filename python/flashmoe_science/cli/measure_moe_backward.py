@@ -145,7 +145,7 @@ def one_after_the_other(plans: Sequence[dict[str, Any]], operation: str) -> dict
         "bytes": sum(of_all("bytes")),
         "microseconds": sum(of_all("microseconds")),
         "workspace_bytes": max(of_all("workspace_bytes")),
-        "launches": sum(of_all("launches"), []),
+        "launches": [launch for launches in of_all("launches") for launch in launches],
     }
 
 

@@ -196,7 +196,7 @@ def given_moe_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def moe_shape_from_options(arguments: argparse.Namespace, dtype: str) -> MoeShape:
-    """The shape the flags describe, of the way that they ask for; refuses flags that leave an extent
+    """The shape the flags describe, of the way they ask for; refuses flags that leave an extent
     open."""
     extents = {}
     for name, field in _EXTENTS.items():
