@@ -171,7 +171,7 @@ def measure_moe_backward(
     record["routing"] = loads(arrays, shape, logits)
     record["bytes"] = shape.traffic(record["routing"]["active_experts"])
     both = isinstance(shape, MoeTrainingShape)
-    leaves = inputs.leaves if both else ()
+    leaves: Any = inputs.leaves if both else ()
     saved: list[Saved] = []
     launches: list[dict[str, Any]] = []
 

@@ -206,8 +206,8 @@ def judge_moe_gradients(
         judge.add(name, exact[i], plain[i], parts, left[i])
     block = max(1, _BLOCK[kind] // (shape.hidden + 2 * shape.inner))
     for place, expert in enumerate(held):
-        exact, plain = (way.of_expert(inputs, expert, ids, weights, block) for way in ways)
+        right, rough = (way.of_expert(inputs, expert, ids, weights, block) for way in ways)
         for i, name in enumerate(NAMES[2:]):
             parts = {who: of[i + 2][place] for who, of in outputs.items()}
-            judge.add(name, exact[i], plain[i], parts)
+            judge.add(name, right[i], rough[i], parts)
     return {who: judge.verdict(who) for who in outputs}
