@@ -64,7 +64,7 @@ class FusedMoeGradients(NamedTuple):
     b_down: Any
 
 
-def _flags(wanted: Any, kind: type) -> list[bool] | None:
+def wanted_flags(wanted: Any, kind: type) -> list[bool] | None:
     """A flag for each gradient; None is all."""
     names = kind._fields  # type: ignore[attr-defined]
     if wanted is None:
@@ -146,7 +146,7 @@ def moe_backward(
     options = {
         "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
         "up_offset": up_offset, "weight_on_input": weight_on_input, "accumulate": accumulate,
-        "kernel": kernel, "wanted": _flags(wanted, MoeGradients),
+        "kernel": kernel, "wanted": wanted_flags(wanted, MoeGradients),
     }  # fmt: skip
     return MoeGradients(*_moe.moe_backward(tensors, routing, options, outputs, stream))
 
@@ -183,7 +183,7 @@ def grouped_product_backward(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    flags = _flags(wanted, ProductGradients)
+    flags = wanted_flags(wanted, ProductGradients)
     options = {"accumulate": accumulate, "kernel": kernel, "wanted": flags}
     tensors = {"dout": dout, "x": x, "w": w, "offsets": offsets, "counts": counts}
     outputs = {"dx": dx, "dw": dw, "dbias": dbias}
