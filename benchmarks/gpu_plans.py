@@ -21,10 +21,18 @@ from flashmoe_science.cli.measure_backward import one_after_the_other
 from flashmoe_science.cli.moe_shapes import MOE_SHAPES, MoeShape, MoeTrainingShape
 from flashmoe_science.cli.plan import plan_for
 from flashmoe_science.cli.shapes import BackwardShape, Shape
-from flashmoe_science.cli.suites import TRAINING, load_suite, operation_of, suite_names
+from flashmoe_science.cli.suites import (
+    MOE_TRAINING,
+    TRAINING,
+    load_suite,
+    operation_of,
+    suite_names,
+)
 
 # Of a family that is asked for by name.
 BY_FAMILY = (("attention-forward", "sm89"), ("moe-training", "sm89"))
+# Of a forward and its backward together: each is in a suite of its own.
+_OF_BOTH = (TRAINING, MOE_TRAINING)
 
 
 def plan_of(shape: Any, device: str, kernel: str | None = None) -> dict[str, Any]:
@@ -63,7 +71,7 @@ def main() -> None:
     suites = []
     for name, kernel in [*((name, None) for name in suite_names()), *BY_FAMILY]:
         suite = load_suite(name)
-        if suite.device == "cpu":
+        if suite.device == "cpu" or suite.operation in _OF_BOTH:
             continue
         cells = [
             {"shape": vars(shape), "plan": plan_of(shape, arguments.device, kernel)}

@@ -34,7 +34,7 @@ torch: Any = importlib.import_module("torch")
 OURS, BEST = "flashmoe", "fa3"
 _BEYOND_L2 = 160 << 20  # bytes of keys and values that calls take turns through
 _MOST_COPIES = 8
-_GRAPH_S = 0.003  # what a graph takes, about
+_GRAPH_S = 0.002  # what a graph takes, about
 _CHECKED = 6  # sequences of a case
 _ROOM = 24 << 30  # bytes of keys and values at most
 
