@@ -197,6 +197,9 @@ void every_byte_of_a_problem_counts() {
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
+  every_byte_counts<MoeRouteBackwardProblem>(5);
+  every_byte_counts<MoeBackwardProblem>(24);
+  every_byte_counts<GroupedProductBackwardProblem>(8);
 }
 
 // ---- families
@@ -226,6 +229,9 @@ int64_t size_of(const MergeStatesProblem& p) { return p.seq; }
 int64_t size_of(const MoeRouteProblem& p) { return p.tokens; }
 int64_t size_of(const MoeForwardProblem& p) { return p.tokens; }
 int64_t size_of(const GroupedProductProblem& p) { return p.rows; }
+int64_t size_of(const MoeRouteBackwardProblem& p) { return p.tokens; }
+int64_t size_of(const MoeBackwardProblem& p) { return p.layer.tokens; }
+int64_t size_of(const GroupedProductBackwardProblem& p) { return p.rows; }
 
 enum class Kind { kFew, kMany, kHost };
 
@@ -308,11 +314,19 @@ const GroupedProductFamily kSm90GroupedProduct =
 const GroupedProductFamily kSm89GroupedProduct =
     family<GroupedProductProblem, kSm89, Kind::kMany>();
 const GroupedProductFamily kCpuGroupedProduct = family<GroupedProductProblem, kCpu, Kind::kHost>();
-// Of the CPU alone, whose plans are not kept.
-const MoeRouteBackwardFamily kCpuMoeRouteBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
-const MoeBackwardFamily kCpuMoeBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
-const GroupedProductBackwardFamily kCpuGroupedProductBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr,
-                                                                 nullptr};
+const MoeRouteBackwardFamily kCudaMoeRouteBackward =
+    family<MoeRouteBackwardProblem, kCuda, Kind::kMany>();
+const MoeRouteBackwardFamily kCpuMoeRouteBackward =
+    family<MoeRouteBackwardProblem, kCpu, Kind::kHost>();
+const MoeBackwardFamily kSm90MoeBackward = family<MoeBackwardProblem, kSm90, Kind::kMany>();
+const MoeBackwardFamily kSm89MoeBackward = family<MoeBackwardProblem, kSm89, Kind::kMany>();
+const MoeBackwardFamily kCpuMoeBackward = family<MoeBackwardProblem, kCpu, Kind::kHost>();
+const GroupedProductBackwardFamily kSm90GroupedProductBackward =
+    family<GroupedProductBackwardProblem, kSm90, Kind::kMany>();
+const GroupedProductBackwardFamily kSm89GroupedProductBackward =
+    family<GroupedProductBackwardProblem, kSm89, Kind::kMany>();
+const GroupedProductBackwardFamily kCpuGroupedProductBackward =
+    family<GroupedProductBackwardProblem, kCpu, Kind::kHost>();
 
 flashmoe_status cuda_all_rows(int32_t, const int32_t** offsets) {
   static const int32_t all_rows[] = {0, INT32_MAX};
