@@ -64,6 +64,8 @@ SUITES = (
     "seeds",
     "moe-training",
     "moe-training@sm89",
+    "moe-backward",
+    "moe-training-step",
     "moe-qwen3",
     "moe-mixtral",
     "moe-olmoe",

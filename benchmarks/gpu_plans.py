@@ -15,14 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import flashmoe_science as fm
+from flashmoe_science.cli import measure_moe_backward
 from flashmoe_science.cli.environment import as_dict, plan_as_dict
 from flashmoe_science.cli.measure_backward import one_after_the_other
+from flashmoe_science.cli.moe_shapes import MOE_SHAPES, MoeShape, MoeTrainingShape
 from flashmoe_science.cli.plan import plan_for
 from flashmoe_science.cli.shapes import BackwardShape, Shape
-from flashmoe_science.cli.suites import MOE, TRAINING, load_suite, operation_of, suite_names
+from flashmoe_science.cli.suites import (
+    MOE_TRAINING,
+    TRAINING,
+    load_suite,
+    operation_of,
+    suite_names,
+)
 
 # Of a family that is asked for by name.
 BY_FAMILY = (("attention-forward", "sm89"), ("moe-training", "sm89"))
+# Of a forward and its backward together: each is in a suite of its own.
+_OF_BOTH = (TRAINING, MOE_TRAINING)
 
 
 def plan_of(shape: Any, device: str, kernel: str | None = None) -> dict[str, Any]:
@@ -32,10 +42,25 @@ def plan_of(shape: Any, device: str, kernel: str | None = None) -> dict[str, Any
             plan_as_dict(plan_for(fm, of(**vars(shape)), device)) for of in (Shape, BackwardShape)
         )
         return one_after_the_other(forward, backward)
-    if operation_of(shape) != MOE:
+    if operation_of(shape) not in MOE_SHAPES:
         return plan_as_dict(plan_for(fm, shape, device, kernel=kernel))
-    extents = {n: getattr(shape, n) for n in ("tokens", "hidden", "inner", "experts", "top_k")}
-    return as_dict(fm.moe_plan_for(**extents, dtype=shape.dtype, device=device, kernel=kernel))
+    return _plan_of_experts(shape, device, kernel)
+
+
+def _plan_of_experts(shape: MoeShape, device: str, kernel: str | None) -> dict[str, Any]:
+    of: dict[str, Any] = {"dtype": shape.dtype, "device": device}
+    routing = of | {n: getattr(shape, n) for n in ("tokens", "experts", "top_k")}
+    layer = routing | {n: getattr(shape, n) for n in ("hidden", "inner")}
+    if not shape.gradients:
+        return as_dict(fm.moe_plan_for(**layer, kernel=kernel))
+    plans = []
+    if isinstance(shape, MoeTrainingShape):
+        plans.append(fm.moe_route_plan_for(**routing, renormalize=True))
+        plans.append(fm.moe_plan_for(**layer, return_pre_activation=True))
+    plans.append(fm.moe_backward_plan_for(**layer, kernel=kernel))
+    plans.append(fm.moe_route_backward_plan_for(**routing, renormalize=True))
+    whole = [as_dict(plan) for plan in plans]
+    return measure_moe_backward.one_after_the_other(whole, shape.operation)
 
 
 def main() -> None:
@@ -46,7 +71,7 @@ def main() -> None:
     suites = []
     for name, kernel in [*((name, None) for name in suite_names()), *BY_FAMILY]:
         suite = load_suite(name)
-        if suite.device == "cpu":
+        if suite.device == "cpu" or suite.operation in _OF_BOTH:
             continue
         cells = [
             {"shape": vars(shape), "plan": plan_of(shape, arguments.device, kernel)}

@@ -369,6 +369,8 @@ def render_moe(source: Source) -> str:
     unit, factor = rec.unit(document)
     rate = "weights GB/s" if rec.on_cpu(document) else "weights TB/s"
     shared, own = _varying(cells)
+    # A backward writes gradients beside reading weights, and has no such rate.
+    rates = any("weight_bytes_per_s" in rec.contenders(c).get(OURS, {}) for c in cells)
     rows = []
     for cell, fields in zip(cells, own, strict=True):
 
@@ -378,12 +380,15 @@ def render_moe(source: Source) -> str:
         numbers = [
             of_ours(lambda e: f"{e['median_s'] * 1e6:.1f}"),
             of_ours(lambda e: rec.number(e["tflops"] * factor)),
-            of_ours(lambda e: f"{e['weight_bytes_per_s'] * 1e-12 * factor:.2f}"),
             of_ours(_fraction),
             of_ours(_mebibytes),
         ]
+        if rates:
+            of_weights = of_ours(lambda e: f"{e['weight_bytes_per_s'] * 1e-12 * factor:.2f}")
+            numbers.insert(2, of_weights)
         rows.append([*fields.values(), *numbers, *(_ratio_cell(cell, p) for p in peers)])
-    headers = [*own[0], "us", unit, rate, "of dense", "MiB", *(f"over {p}" for p in peers)]
+    of_rates = [rate] if rates else []
+    headers = [*own[0], "us", unit, *of_rates, "of dense", "MiB", *(f"over {p}" for p in peers)]
     words = (
         f"All rows: {shared}. Times are of calls in a CUDA graph where they are under a "
         "millisecond, else between events. *of dense*: the time of plain matrix products of the "

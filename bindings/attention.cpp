@@ -328,7 +328,7 @@ void define_attention(nb::module_& module) {
              nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
              nb::arg("sequences").none() = nb::none(),
              "flashmoe_science.flash_attention with all of its arguments; those of sequences, from "
-             "cu_seqlens_q to max_seqlen_k, are one tuple.");
+             "cu_seqlens_q to split_size, are one tuple.");
   module.def("flash_attention_backward", &flash_attention_backward, nb::arg("dout").none(),
              nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("out").none(),
              nb::arg("lse").none(), nb::arg("dlse").none(), nb::arg("sinks").none(),

@@ -199,7 +199,8 @@ bool unpack_options(const std::string& packed, typename Call::Params* params, st
 //                       tables of sequences, too
 //   options             see above
 //   bounds              of sequences (bindings/sequences.h), where there are some
-// Behind the C ABI's outputs there may be one more, "workspace".
+// Behind the C ABI's outputs there may be one more, "workspace". An output that is among the
+// inputs, too, is an array that the call writes to in place: XLA has put both into one buffer.
 
 namespace xla {
 
@@ -234,7 +235,8 @@ bool point_to(const flashmoe_attention_sequences*, Params*, long) {
   return false;
 }
 
-// Sets the tensors that `names` lists, of which there must be as many as values.
+// Sets the tensors that `names` lists, of which there must be as many as values. An output that was
+// an input is where it was.
 template <class Call, size_t kCount>
 bool place(const Field<Call> (&fields)[kCount], Access access, const std::string& names,
            const Values& values, flashmoe_device device, flashmoe_tensor (&tensors)[kCount],
@@ -243,13 +245,14 @@ bool place(const Field<Call> (&fields)[kCount], Access access, const std::string
   size_t begin = 0;
   for (size_t end; (end = names.find(' ', begin)) != std::string::npos; begin = end + 1) {
     size_t at = 0;
-    while (at < kCount && (fields[at].access != access ||
+    while (at < kCount && ((access == Access::kWrite && fields[at].access != access) ||
                            names.compare(begin, end - begin, fields[at].name) != 0)) {
       ++at;
     }
     if (count == values.size) return false;
     const flashmoe_tensor tensor = view(values.values[count++], device);
     if (at < kCount) {
+      if (params->*fields[at].param != nullptr && tensors[at].data != tensor.data) return false;
       tensors[at] = tensor;
       params->*fields[at].param = &tensors[at];
     } else if (access != Access::kRead ||
@@ -258,6 +261,17 @@ bool place(const Field<Call> (&fields)[kCount], Access access, const std::string
     }
   }
   return begin == names.size() && count == values.size;
+}
+
+// Whether every tensor that a call writes to is among its results.
+template <class Call>
+bool are_results(const std::string& outputs, const typename Call::Params& params) {
+  const std::string names = " " + outputs;
+  for (const Field<Call>& field : Call::kTensors) {
+    if (field.access != Access::kWrite || params.*field.param == nullptr) continue;
+    if (names.find(std::string(" ") + field.name + " ") == std::string::npos) return false;
+  }
+  return true;
 }
 
 template <class Call>
@@ -281,7 +295,8 @@ Error* call(const CallFrame& frame, flashmoe_device device) {
   if (!place(Call::kTensors, Access::kRead, inputs, frame.arguments, device, tensors, &params,
              &sequences) ||
       !place(Call::kTensors, Access::kWrite, outputs, results, device, tensors, &params,
-             &sequences)) {
+             &sequences) ||
+      !are_results<Call>(outputs, params)) {
     return fail_foreign(frame);
   }
   std::string bounds;

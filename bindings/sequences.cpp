@@ -49,9 +49,7 @@ bool Sequences::unpack_bounds(const std::string& packed, flashmoe_attention_sequ
 }
 
 void Sequences::set_bound(const Bound& bound, nb::handle given) {
-  params.*bound.param =
-      parse_integer(bound.name, given, 0, INT64_MAX,
-                    "is a number of 0 or more, or None for what the tensors have room for");
+  params.*bound.param = parse_integer(bound.name, given, 0, INT64_MAX, bound.accepted);
 }
 
 }  // namespace flashmoe

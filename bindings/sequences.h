@@ -23,7 +23,12 @@ struct Sequences {
   struct Bound {
     const char* name;
     int64_t flashmoe_attention_sequences::* param;
+    const char* accepted;
   };
+  static constexpr char kOfLengths[] =
+      "is a number of 0 or more, or None for what the tensors have room for";
+  static constexpr char kOfChunks[] =
+      "is a number of 0 or more, or None for equal shares of all keys";
   static constexpr Table kTables[] = {
       {"cu_seqlens_q", &flashmoe_attention_sequences::cu_seqlens_q},
       {"cu_seqlens_k", &flashmoe_attention_sequences::cu_seqlens_k},
@@ -34,8 +39,9 @@ struct Sequences {
       {"page_table", &flashmoe_attention_sequences::page_table},
   };
   static constexpr Bound kBounds[] = {
-      {"max_seqlen_q", &flashmoe_attention_sequences::max_seqlen_q},
-      {"max_seqlen_k", &flashmoe_attention_sequences::max_seqlen_k},
+      {"max_seqlen_q", &flashmoe_attention_sequences::max_seqlen_q, kOfLengths},
+      {"max_seqlen_k", &flashmoe_attention_sequences::max_seqlen_k, kOfLengths},
+      {"split_size", &flashmoe_attention_sequences::split_size, kOfChunks},
   };
   static constexpr size_t kTableCount = sizeof kTables / sizeof kTables[0];
   static constexpr size_t kCount = kTableCount + sizeof kBounds / sizeof kBounds[0];

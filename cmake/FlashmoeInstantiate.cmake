@@ -11,6 +11,8 @@ set(FLASHMOE_ATTENTION_SM89_KERNELS
 set(FLASHMOE_ATTENTION_SM89_FEW_ROWS_KERNELS
   "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
   "192,128,8,_r8" "192,128,16,_r16" "256,256,8,_r8")
+set(FLASHMOE_ATTENTION_SM89_DECODE_KERNELS
+  "64,64,16,_r16" "128,128,8,_r8" "128,128,16,_r16" "192,128,16,_r16" "256,256,8,_r8")
 # Those of split KV are called so.
 set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64" "96,96" "128,128" "192,128" "192,192" "256,256"
@@ -25,11 +27,15 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "192,128,CappedRaggedTuning,_ragged_softcap" "256,256,CappedRaggedTuning,_ragged_softcap")
 set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
   "64,64" "128,128" "256,256"
-  "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada")
+  "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada"
+  "64,64,RaggedAdaTuning,_ragged_ada" "128,128,RaggedAdaTuning,_ragged_ada"
+  "256,256,RaggedAdaTuning,_ragged_ada")
 set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
   "64,64" "128,128" "192,128" "192,192" "256,256"
   "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap" "192,128,CappedTuning,_softcap"
-  "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap")
+  "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap"
+  "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged"
+  "128,128,CappedRaggedTuning,_ragged_softcap")
 
 function(flashmoe_instantiate_attention target family)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/${family}")
@@ -89,6 +95,7 @@ endfunction()
 #   sm89_few_tokens: products' rows of a step, in sixteens, and its tokens, in eights: for few tokens, for
 #     few of a model with many columns, for more.
 #   sm90_few_tokens: the same family's for Hopper, by the copy engine.
+#   sm90_backward: the gradient of weights.
 #   sm90: rows of x, gathered, with a gate and an up or with one matrix, or rows as they lie; and which
 #     stride of the weights is 1, or that a transposed gate and up are interleaved.
 set(FLASHMOE_MOE_SM89_KERNELS
@@ -96,6 +103,7 @@ set(FLASHMOE_MOE_SM89_KERNELS
   "Rows::kGated,Major::kColumns,_gated" "Rows::kGated,Major::kRows,_gated_trans")
 set(FLASHMOE_MOE_SM89_FEW_TOKENS_KERNELS "1,1,_r16_n8" "2,1,_r32_n8" "2,2,_r32_n16")
 set(FLASHMOE_MOE_SM90_FEW_TOKENS_KERNELS "_bulk")
+set(FLASHMOE_MOE_SM90_BACKWARD_KERNELS "_weight_gradient")
 set(FLASHMOE_MOE_SM90_KERNELS
   "kPlainGatedUp,kColumns,_swiglu_up" "kNarrowGatedUp,kColumns,_swiglu_up_narrow"
   "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up" "kDown,kColumns,_down"

@@ -26,9 +26,9 @@ inline constexpr char kFamilyNames[] =
 #if !FLASHMOE_WITH_CUDA
     "cpu";
 #elif FLASHMOE_WITH_SM90
-    "cpu sm89 sm89_few_rows sm89_few_tokens sm90";
+    "cpu mixed sm89 sm89_decode sm89_few_rows sm89_few_tokens sm90";
 #else
-    "cpu sm89 sm89_few_rows sm89_few_tokens";
+    "cpu mixed sm89 sm89_decode sm89_few_rows sm89_few_tokens";
 #endif
 
 // cpu/
@@ -49,17 +49,25 @@ int32_t cpu_get_num_threads();
 // cuda/ (only in a build with FLASHMOE_CUDA)
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kSm89FewRowsAttention;
+extern const AttentionFamily kMixedAttention;
+extern const AttentionFamily kSm89DecodeAttention;
 extern const AttentionFamily kSm89Attention;
 extern const AttentionBackwardFamily kSm89AttentionBackward;
+extern const KvAppendFamily kCudaKvAppend;  // for every GPU
 extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
 extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;
 extern const GroupedProductFamily kSm89GroupedProduct;
+extern const MoeRouteBackwardFamily kCudaMoeRouteBackward;  // for every GPU
+extern const MoeBackwardFamily kSm89MoeBackward;
+extern const GroupedProductBackwardFamily kSm89GroupedProductBackward;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;
 extern const AttentionBackwardFamily kSm90AttentionBackward;
 extern const MoeForwardFamily kSm90MoeForward;
 extern const GroupedProductFamily kSm90GroupedProduct;
+extern const MoeBackwardFamily kSm90MoeBackward;
+extern const GroupedProductBackwardFamily kSm90GroupedProductBackward;
 #endif
 // The two offsets {0, 2^31 - 1} in the memory of a device, by which a product of one expert has all
 // rows.

@@ -2,8 +2,8 @@
 //
 // The work is bound by memory: each new row is read once and written once, and rotated on its way
 // where that is asked for. Tiles are runs of rows of one sequence, whose numbers are read when a
-// tile is begun; no number leads outside of a tensor. Rows are rotated by the platform's baseline:
-// in fp32, each product and each sum rounded, so that bits depend on nothing but the inputs.
+// tile is begun; no number leads outside of a tensor. Rows are rotated by the processor's
+// instruction set, with the bits of every other: in fp32, each product and each sum rounded.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -13,19 +13,18 @@
 
 #include "core/backends.h"
 #include "core/launch.h"
-#include "cpu/attention_numeric.h"
+#include "cpu/isa.h"
+#include "cpu/kv_append_kernel.h"
 #include "cpu/sequence_rows.h"
 #include "cpu/thread_pool.h"
 
 namespace flashmoe {
 namespace {
 
-using cpu::Bf16;
-using cpu::Fp16;
 using cpu::Range;
+using cpu::RotatedHeads;
+using cpu::RotationKernel;
 using Problem = KvAppendProblem;
-
-#include "cpu/simd_portable.h"
 
 // A tile, and what a thread must find to be worth waking: some ten microseconds of copying.
 constexpr double kBytesPerTile = 64 << 10;
@@ -36,81 +35,44 @@ int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 // ---- rotation -----------------------------------------------------------------------------------
 
-// (a, b) by the angle of cos and sin.
-template <class T, class C>
-FLASHMOE_INLINE void rotate_halves(const T* from, const C* cos, const C* sin, int64_t pairs,
-                                   T* to) {
-  for (int64_t i = 0; i < pairs; i += Simd::kLanes) {
-    const int64_t n = pairs - i;
-    const auto a = Simd::load_first(from + i, n), b = Simd::load_first(from + pairs + i, n);
-    const auto c = Simd::load_first(cos + i, n), s = Simd::load_first(sin + i, n);
-    const auto ac = Simd::rounded(Simd::multiply(a, c)), bs = Simd::rounded(Simd::multiply(b, s));
-    const auto bc = Simd::rounded(Simd::multiply(b, c)), as = Simd::rounded(Simd::multiply(a, s));
-    Simd::store_first(to + i, Simd::subtract(ac, bs), n);
-    Simd::store_first(to + pairs + i, Simd::add(bc, as), n);
-  }
-}
-
-template <class T, class C>
-FLASHMOE_INLINE void rotate_pairs(const T* from, const C* cos, const C* sin, int64_t pairs, T* to) {
-  for (int64_t i = 0; i < pairs; i += Simd::kLanes) {
-    const int64_t n = std::min<int64_t>(pairs - i, Simd::kLanes);
-    const auto a = Simd::load_every_second(from + 2 * i, n);
-    const auto b = Simd::load_every_second(from + 2 * i + 1, n);
-    const auto c = Simd::load_first(cos + i, n), s = Simd::load_first(sin + i, n);
-    const auto ac = Simd::rounded(Simd::multiply(a, c)), bs = Simd::rounded(Simd::multiply(b, s));
-    const auto bc = Simd::rounded(Simd::multiply(b, c)), as = Simd::rounded(Simd::multiply(a, s));
-    const auto first = Simd::subtract(ac, bs), second = Simd::add(bc, as);
-    T firsts[Simd::kLanes], seconds[Simd::kLanes];
-    Simd::store_first(firsts, first, n);
-    Simd::store_first(seconds, second, n);
-    for (int64_t lane = 0; lane < n; ++lane) {
-      to[2 * (i + lane)] = firsts[lane];
-      to[2 * (i + lane) + 1] = seconds[lane];
+void rotate_fp64_heads(const RotatedHeads& row) {
+  const auto* const c = static_cast<const double*>(row.cos);
+  const auto* const s = static_cast<const double*>(row.sin);
+  const int64_t step = row.interleaved ? 2 : 1, other = row.interleaved ? 1 : row.pairs;
+  for (int64_t head = 0; head < row.heads; ++head) {
+    const auto* const x =
+        reinterpret_cast<const double*>(static_cast<const char*>(row.from) + head * row.from_step);
+    auto* const y = reinterpret_cast<double*>(static_cast<char*>(row.to) + head * row.to_step);
+    for (int64_t i = 0; i < row.pairs; ++i) {
+      const double a = x[step * i], b = x[step * i + other];
+      y[step * i] = a * c[i] - b * s[i];
+      y[step * i + other] = b * c[i] + a * s[i];
     }
   }
 }
 
-template <class T, class C>
-void rotate_row(const void* from, const void* cos, const void* sin, int64_t pairs, bool interleaved,
-                void* to) {
-  const auto rotate = interleaved ? &rotate_pairs<T, C> : &rotate_halves<T, C>;
-  rotate(static_cast<const T*>(from), static_cast<const C*>(cos), static_cast<const C*>(sin), pairs,
-         static_cast<T*>(to));
-}
+constexpr RotationKernel kFp64Rotation = {"scalar", rotate_fp64_heads};
 
-void rotate_fp64_row(const void* from, const void* cos, const void* sin, int64_t pairs,
-                     bool interleaved, void* to) {
-  const auto* const x = static_cast<const double*>(from);
-  const auto* const c = static_cast<const double*>(cos);
-  const auto* const s = static_cast<const double*>(sin);
-  auto* const y = static_cast<double*>(to);
-  const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : pairs;
-  for (int64_t i = 0; i < pairs; ++i) {
-    const double a = x[step * i], b = x[step * i + other];
-    y[step * i] = a * c[i] - b * s[i];
-    y[step * i + other] = b * c[i] + a * s[i];
+const RotationKernel& rotation_for(cpu::Isa isa, Dtype rows, Dtype tables) {
+  if (rows == Dtype::kFloat64) return kFp64Rotation;
+  const int index = static_cast<int>(rows);
+  const int wide = tables == Dtype::kFloat32 ? 1 : 0;
+  switch (isa) {
+#if FLASHMOE_CPU_X86
+    case cpu::Isa::kAmx:
+    case cpu::Isa::kAvx512Bf16:
+    case cpu::Isa::kAvx512: return cpu::kAvx512Rotation[index][wide];
+    case cpu::Isa::kAvx2: return cpu::kAvx2Rotation[index][wide];
+#endif
+    default: return cpu::kScalarRotation[index][wide];
   }
-}
-
-using RotateRow = void (*)(const void*, const void*, const void*, int64_t, bool, void*);
-
-RotateRow rotation_of(Dtype rows, Dtype tables) {
-  const bool wide = tables == Dtype::kFloat32;
-  switch (rows) {
-    case Dtype::kFloat32: return &rotate_row<float, float>;
-    case Dtype::kFloat16: return wide ? &rotate_row<Fp16, float> : &rotate_row<Fp16, Fp16>;
-    case Dtype::kBFloat16: return wide ? &rotate_row<Bf16, float> : &rotate_row<Bf16, Bf16>;
-    case Dtype::kFloat64: return &rotate_fp64_row;
-  }
-  return nullptr;
 }
 
 // ---- rows ---------------------------------------------------------------------------------------
 
 struct Launch {
   const Problem& problem;
-  RotateRow rotate;
+  const RotationKernel& rotation;
   int64_t tile;
   int64_t tiles_of_sequence;
   int64_t tiles;
@@ -190,35 +152,50 @@ class Sequence {
     int64_t position = 0;
     if (!find(i, &to)) return;
     if (p_.rotary.dim > 0 && !stands_at(from, i, &position)) return;
-    for (int64_t head = 0; head < p_.heads_kv; ++head) {
-      move(at(p_.k, batch_, from, head), position, at(p_.k_cache, to.batch, to.row, head));
-      std::memcpy(at(p_.v_cache, to.batch, to.row, head), at(p_.v, batch_, from, head),
-                  static_cast<size_t>(p_.dim_v * dtype_bytes(p_.v.dtype)));
-    }
+    move(p_.k, batch_, from, position, p_.k_cache, to, p_.heads_kv);
+    copy(p_.v, batch_, from, p_.v_cache, to, p_.heads_kv, 0, p_.dim_v);
   }
 
   void rotate_query(int64_t i) const {
     const int64_t row = queries_.begin + i;
     int64_t position;
     if (!stands_at(row, p_.rotary.q_stays ? 0 : i, &position)) return;
-    for (int64_t head = 0; head < p_.heads_q; ++head) {
-      move(at(p_.q, batch_, row, head), position, at(p_.q_out, batch_, row, head));
-    }
+    move(p_.q, batch_, row, position, p_.q_out, {batch_, row}, p_.heads_q);
   }
 
-  // A row of k or q, which `to` may be.
-  void move(const void* from, int64_t position, void* to) const {
+  // A row of k or q, which may be where it goes.
+  void move(const RowsView<const void>& from, int64_t batch, int64_t row, int64_t position,
+            const RowsView<void>& to, const Place& place, int64_t heads) const {
     const Rotary& rotary = p_.rotary;
     const int64_t element = dtype_bytes(p_.k.dtype);
+    const void* const source = at(from, batch, row, 0);
+    void* const target = at(to, place.batch, place.row, 0);
     if (rotary.dim > 0) {
-      launch_.rotate(from, at(rotary.cos, position, rotary.dtype),
-                     at(rotary.sin, position, rotary.dtype), rotary.dim / 2, rotary.interleaved,
-                     to);
+      launch_.rotation.rotate(
+          {source, from.strides.head * element, target, to.strides.head * element, heads,
+           at(rotary.cos, position, rotary.dtype), at(rotary.sin, position, rotary.dtype),
+           rotary.dim / 2, rotary.interleaved});
     }
-    if (from == to) return;
-    const auto skipped = static_cast<size_t>(rotary.dim * element);
-    std::memcpy(static_cast<char*>(to) + skipped, static_cast<const char*>(from) + skipped,
-                static_cast<size_t>(p_.dim * element) - skipped);
+    if (source != target) copy(from, batch, row, to, place, heads, rotary.dim, p_.dim);
+  }
+
+  // Numbers [first, end) of each head; all heads at once where they are one behind the other.
+  void copy(const RowsView<const void>& from, int64_t batch, int64_t row, const RowsView<void>& to,
+            const Place& place, int64_t heads, int64_t first, int64_t end) const {
+    if (first == end) return;
+    int64_t numbers = end - first;
+    if (first == 0 && from.strides.head == end && to.strides.head == end) {
+      numbers *= heads;
+      heads = 1;
+    }
+    const int64_t element = dtype_bytes(from.dtype);
+    const auto* source = static_cast<const char*>(at(from, batch, row, 0)) + first * element;
+    auto* target = static_cast<char*>(at(to, place.batch, place.row, 0)) + first * element;
+    for (int64_t head = 0; head < heads; ++head) {
+      std::memcpy(target + head * to.strides.head * element,
+                  source + head * from.strides.head * element,
+                  static_cast<size_t>(numbers * element));
+    }
   }
 
   const Launch& launch_;
@@ -268,7 +245,10 @@ int64_t tiles_of(const Problem& p, int64_t tile) {
   return overflows ? INT64_MAX : tiles;
 }
 
-flashmoe_status plan(const Problem& p, Plan* plan, const Reason& /*reason*/) {
+flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
+  cpu::Isa isa;
+  FLASHMOE_TRY(cpu::chosen_isa(&isa, reason));
+  const RotationKernel& rotation = rotation_for(isa, p.k.dtype, p.rotary.dtype);
   const auto sequences = static_cast<double>(p.cu_seqlens.data != nullptr ? 1 : p.batch);
   const double wanted =
       sequences * static_cast<double>(most_rows(p)) * bytes_of_row(p) / kBytesPerThread;
@@ -278,12 +258,13 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& /*reason*/) {
   const int64_t tiles = std::min<int64_t>(tiles_of(p, tile), UINT32_MAX);
   threads = std::clamp<int64_t>(threads, 1, std::max<int64_t>(tiles, 1));
   char name[sizeof flashmoe_launch::kernel];
-  std::snprintf(name, sizeof name, "kv_append_cpu_%s%s", dtype_name(p.k.dtype),
+  std::snprintf(name, sizeof name, "kv_append_cpu_%s_%s%s", rotation.isa, dtype_name(p.k.dtype),
                 p.rotary.dim == 0      ? ""
                 : p.rotary.interleaved ? "_rotary_interleaved"
                                        : "_rotary_neox");
-  flashmoe_launch& launch = plan->add_launch(name, nullptr, p.device, static_cast<uint32_t>(tiles),
-                                             static_cast<uint32_t>(threads));
+  plan->set_isa(rotation.isa);
+  flashmoe_launch& launch = plan->add_launch(
+      name, &rotation, p.device, static_cast<uint32_t>(tiles), static_cast<uint32_t>(threads));
   launch.tile_m = static_cast<int32_t>(tile);
   launch.dim = static_cast<int32_t>(p.dim);
   launch.dim_v = static_cast<int32_t>(p.dim_v);
@@ -292,7 +273,7 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& /*reason*/) {
 
 flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, void* /*stream*/) {
   const flashmoe_launch& planned = plan.info.launches[0];
-  Launch launch = {p, rotation_of(p.k.dtype, p.rotary.dtype), planned.tile_m,
+  Launch launch = {p, *static_cast<const RotationKernel*>(plan.entries[0]), planned.tile_m,
                    ceil_divide(most_rows(p), planned.tile_m), tiles_of(p, planned.tile_m)};
   cpu::parallel_run(static_cast<int32_t>(planned.block[0]), work, &launch);
   record_launch(planned);

@@ -80,6 +80,18 @@ struct Simd {
     return load_first(copy, kLanes);
   }
 
+  // Lanes 1, 0, 3, 2 and so on.
+  static Vector swap_neighbours(Vector x) { return _mm256_permute_ps(x, 0xb1); }
+  // Each lane of the first half twice, and of the second.
+  static Vector twice_low(Vector x) {
+    return _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+  }
+  static Vector twice_high(Vector x) {
+    return _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7));
+  }
+  // a - b in lanes 0, 2 and so on, a + b in the others.
+  static Vector subtract_add(Vector a, Vector b) { return _mm256_addsub_ps(a, b); }
+
   // Stores the first n lanes, rounded to nearest even.
   static void store_first(float* p, Vector x, int64_t n) {
     if (n >= kLanes) {

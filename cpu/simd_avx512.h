@@ -90,6 +90,22 @@ struct Simd {
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
   }
 
+  // Lanes 1, 0, 3, 2 and so on.
+  static Vector swap_neighbours(Vector x) { return _mm512_permute_ps(x, 0xb1); }
+  // Each lane of the first half twice, and of the second.
+  static Vector twice_low(Vector x) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+                                 x);
+  }
+  static Vector twice_high(Vector x) {
+    return _mm512_permutexvar_ps(
+        _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), x);
+  }
+  // a - b in lanes 0, 2 and so on, a + b in the others: a product with 1 is exact.
+  static Vector subtract_add(Vector a, Vector b) {
+    return _mm512_fmaddsub_ps(a, _mm512_set1_ps(1.0f), b);
+  }
+
   // Stores the first n lanes, rounded to nearest even.
   static void store_first(float* p, Vector x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static void store_first(Fp16* p, Vector x, int64_t n) {

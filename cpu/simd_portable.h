@@ -75,6 +75,16 @@ struct Simd {
     return x;
   }
 
+  // Lanes 1, 0, 3, 2.
+  static Vector swap_neighbours(Vector x) { return Vector{x[1], x[0], x[3], x[2]}; }
+  // Each lane of the first half twice, and of the second.
+  static Vector twice_low(Vector x) { return Vector{x[0], x[0], x[1], x[1]}; }
+  static Vector twice_high(Vector x) { return Vector{x[2], x[2], x[3], x[3]}; }
+  // a - b in lanes 0 and 2, a + b in the others.
+  static Vector subtract_add(Vector a, Vector b) {
+    return Vector{a[0] - b[0], a[1] + b[1], a[2] - b[2], a[3] + b[3]};
+  }
+
   // Stores the first n lanes, rounded to nearest even.
   template <typename T>
   static void store_first(T* p, Vector x, int64_t n) {

@@ -10,7 +10,7 @@ expert of FlashMoE's run had in the last steps. Of the experts these lines diffe
     out = moe_forward(x, w_gate_up, w_down, routing)
 
 against a softmax, a topk and, for each expert, two products of the rows that chose it, added up by
-index_add. FlashMoE's experts have gradients on the CPU alone in this version.
+index_add.
 
     pip install -v '.[examples]'
     python examples/train_tiny_moe.py

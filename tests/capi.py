@@ -66,6 +66,7 @@ class AttentionSequences(c.Structure):
         *((name, c.POINTER(Tensor)) for name in SEQUENCE_TENSORS),
         ("max_seqlen_q", c.c_int64),
         ("max_seqlen_k", c.c_int64),
+        ("split_size", c.c_int64),
     ]
 
 

@@ -11,6 +11,8 @@ DTYPES = ("fp16", "bf16")
 # Families of GPU kernels as a call may ask for them, in the order it finds them; of sm90 both
 # schedules.
 FAMILIES = ("sm89_few_rows", "sm90_split_kv", "sm90_whole_tiles", "sm89")
+# Those that compute ragged, padded and paged batches alone.
+OF_SEQUENCES = ("sm89_decode", "mixed")
 # Those of sm_90a alone, whose tiles come by TMA.
 COPY_ENGINE = ("sm90_split_kv", "sm90_whole_tiles")
 
@@ -30,7 +32,7 @@ class Kernel(NamedTuple):
     dtype: str
     dim: int
     dim_v: int
-    tuning: str  # of the family "sm89_few_rows" the query rows of a tile
+    tuning: str  # of the families of few rows the query rows of a tile
 
     @property
     def capped(self) -> bool:
@@ -46,7 +48,7 @@ class Kernel(NamedTuple):
     def table_name(self) -> str:
         """The library's name for the kernel of these dimensions with the table's tuning."""
         name = f"attention_forward_{stem(self.family)}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
-        if self.family == "sm89_few_rows":
+        if self.family in ("sm89_few_rows", "sm89_decode"):
             return f"{name}_r{self.tuning}"
         name = f"{name}_ragged" if self.ragged else name
         return f"{name}_softcap" if self.capped else name

@@ -56,7 +56,7 @@ def layer(
 ) -> torch.Tensor:
     """w: w_gate and b_gate (without a gate absent), w_up, b_up, w_down, b_down."""
     out = torch.zeros_like(x)
-    experts = torch.from_numpy(ids.astype(np.int64))
+    experts = torch.from_numpy(ids.astype(np.int64)).to(x.device)
     for e in range(len(w["w_down"])):
         token, k = torch.where(experts == e)
         rows, factor = x[token], weights[token, k].to(x.dtype)[:, None]

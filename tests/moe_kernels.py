@@ -108,6 +108,26 @@ def every() -> dict[str, str]:
     return {name: f for family in FAMILIES for name, f in of_family(family).items()}
 
 
+def of_gradients() -> dict[str, str]:
+    """Of the backward of layers and grouped products."""
+    made = {
+        "moe_backward_zeros": "moe_backward::zeros_kernel",
+        "moe_route_backward": "moe_route_backward::route_backward_kernel",
+    }
+    for dtype in kernels.DTYPES:
+        element = ELEMENTS[dtype]
+        for stage in ("rows", "combine", "sums"):
+            made[f"moe_backward_{stage}_{dtype}"] = f"moe_backward::{stage}_kernel<{element}>"
+        made[f"moe_backward_sm89_{dtype}"] = (
+            f"moe::sm89_backward::weight_gradients_kernel<Traits<{element}>>"
+        )
+        for (suffix,) in entries("FLASHMOE_MOE_SM90_BACKWARD_KERNELS"):
+            made[f"moe_backward_sm90_{dtype}{suffix}"] = (
+                f"moe::sm90_backward::weight_gradient_kernel<Traits<{element}>>"
+            )
+    return made
+
+
 def function_of(demangled: str) -> str | None:
     """As `of_family` has it, of a function's whole name; None for other functions."""
     found = re.match(r"(?:void )?flashmoe::(moe.*?)\([^()]*Params\)", demangled)

@@ -11,8 +11,8 @@ int64_t visible_keys(const AttentionProblem& p, int64_t query) {
   return std::max<int64_t>(0, end - first);
 }
 
-// A dense problem of as many sequences, of queries and keys that the rows of the tensors suffice
-// for.
+}  // namespace
+
 AttentionProblem alike(const AttentionProblem& p) {
   const SequenceTables& tables = p.sequences;
   const int64_t batch = std::max<int64_t>(p.batch, 1);
@@ -30,8 +30,6 @@ AttentionProblem alike(const AttentionProblem& p) {
   set_bounds(tables.mask, &dense);
   return dense;
 }
-
-}  // namespace
 
 Work work_of(const AttentionProblem& p) {
   if (p.sequences.given) return work_of(alike(p));

@@ -28,8 +28,11 @@ inline int64_t key_bytes(const AttentionProblem& p) {
   return p.dim * dtype_bytes(p.k.dtype) + p.dim_v * dtype_bytes(p.v.dtype);
 }
 
-// Of ragged, padded and paged batches: as if all sequences were alike, and shared what rows there
-// are (their lengths are not known).
+// Of a ragged, padded or paged batch, whose lengths are not known: a dense problem of as many
+// sequences, of queries and keys that the rows of the tensors suffice for.
+AttentionProblem alike(const AttentionProblem& problem);
+
+// Of ragged, padded and paged batches: as if all sequences were alike.
 Work work_of(const AttentionProblem& problem);
 
 // The same where the queries of so many heads, one each, are the rows of a tile.

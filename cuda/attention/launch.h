@@ -25,6 +25,14 @@ inline flashmoe_status refuse_sequences(const AttentionProblem& problem, const R
                        "ragged, padded and paged batches, whose tables its kernels do not read");
 }
 
+// Of a family whose kernels compute each sequence alone: with chunks the choice would be what bits
+// depend on, and it knows the batch.
+inline flashmoe_status refuse_split_size(const AttentionProblem& problem, const Reason& reason) {
+  if (problem.sequences.split_size == 0) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                       "split_size, chunks of keys, which its kernels do not know");
+}
+
 // Of a family whose kernels do: extents that these do not count.
 inline flashmoe_status check_sequences_fit(const AttentionProblem& problem, const Reason& reason) {
   const SequenceTables& tables = problem.sequences;

@@ -40,19 +40,24 @@ flashmoe_status check_walkable(const AttentionProblem& p, const Reason& reason) 
 }
 
 flashmoe_status check_walkable(const AttentionBackwardProblem& p, const Reason& reason) {
-  const auto can_walk_if_there = [&](const auto& view, int64_t seq, int64_t heads) {
-    return view.data == nullptr || can_walk(view, p.batch, seq, heads);
+  const TensorRows rows = tensor_rows(p);
+  const auto can_walk_if_there = [&](const auto& view, int64_t batch, int64_t seq, int64_t heads) {
+    return view.data == nullptr || can_walk(view, batch, seq, heads);
   };
-  const auto can_store = [&](const RowsView<void>& view, int64_t seq, int64_t heads) {
-    return p.accumulate || view.dtype != p.q.dtype || can_walk_if_there(view, seq, heads);
+  const auto queries = [&](const auto& view) {
+    return can_walk_if_there(view, rows.batch_q, rows.rows_q, p.heads_q);
+  };
+  const auto keys = [&](const auto& view) {
+    return can_walk_if_there(view, rows.batch_k, rows.rows_k, p.heads_kv);
+  };
+  const auto is_stored = [&](const RowsView<void>& view) {
+    return !p.accumulate && view.dtype == p.q.dtype;
   };
   const bool empty = p.batch == 0;
   const bool walkable =
-      empty ||
-      (can_walk_if_there(p.q, p.seq_q, p.heads_q) &&
-       can_walk_if_there(p.dout, p.seq_q, p.heads_q) && can_store(p.dq, p.seq_q, p.heads_q) &&
-       can_walk_if_there(p.k, p.seq_k, p.heads_kv) && can_walk_if_there(p.v, p.seq_k, p.heads_kv) &&
-       can_store(p.dk, p.seq_k, p.heads_kv) && can_store(p.dv, p.seq_k, p.heads_kv));
+      empty || (queries(p.q) && queries(p.dout) && keys(p.k) && keys(p.v) &&
+                (!is_stored(p.dq) || queries(p.dq)) && (!is_stored(p.dk) || keys(p.dk)) &&
+                (!is_stored(p.dv) || keys(p.dv)));
   return check_walkable(walkable, p.device, reason);
 }
 

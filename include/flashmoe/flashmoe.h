@@ -355,12 +355,19 @@ typedef enum flashmoe_window {
  * Tables are read on the tensors' device, when the call computes: a GPU's plans and captured graphs
  * serve any lengths.
  *
+ * split_size says how a GPU may share the keys of a sequence among blocks: 0, as suits the lengths
+ * of all sequences. Else by chunks of so many keys, counted from the sequence's first (of a
+ * sequence of more than 32 chunks, by the least multiple of so many that makes no more), whose
+ * results are added up in their order: then the bits of a sequence depend on nothing else in the
+ * batch, nor on how many sequences there are, where pages are, or how large. The CPU's never do,
+ * and it needs no chunks. Backward has no use for it.
+ *
  * Backward takes the tables of the forward call, but for batch_index and page_table: keys that
- * sequences may share have no gradients. Each sequence has the bits of a dense call, and dsinks are
- * summed in the order of the sequences. In dq, dk and dv all rows are written: where no sequence
- * has them they are 0, or with accumulate as they were. Of rows that two sequences have, as of
- * offsets that decrease, the gradients are of either or of both. In this version the CPU computes
- * the backward of such calls, and no GPU.
+ * sequences may share have no gradients. On the CPU each sequence has the bits of a dense call, on
+ * GPUs sequences of equal lengths have those of a dense batch. In dq, dk and dv all rows are
+ * written: where no sequence has them they are 0, or with accumulate as they were. Of rows that two
+ * sequences have, as of offsets that decrease, the gradients are of either or of both; on GPUs they
+ * may also be of neither, 0, where there is no room for all.
  * ---------------------------------------------------------------------------------------------- */
 
 /* Lengths, offsets and page tables of ragged, padded and paged batches. */
@@ -375,6 +382,7 @@ typedef struct flashmoe_attention_sequences {
   const flashmoe_tensor* page_table;   /* [batch, pages of a sequence] */
   int64_t max_seqlen_q;                /* 0 or more */
   int64_t max_seqlen_k;                /* 0 or more */
+  int64_t split_size;                  /* 0 or more */
 } flashmoe_attention_sequences;
 
 static inline flashmoe_attention_sequences flashmoe_attention_sequences_init(void) {
@@ -429,7 +437,8 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_plan* plan);
 
-/* Bytes of workspace the call needs, at most 16 MiB on a GPU; 0 is common. On the CPU they depend
+/* Bytes of workspace the call needs, at most 16 MiB on a GPU, with split_size 0.3 MiB for each of
+ * its multiprocessors, and 8 for each sequence; 0 is common. On the CPU they depend
  * on the number of threads, of every operation: what was told stays enough when that number
  * changes, since a call uses no more threads than it has room for. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
@@ -628,7 +637,7 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_p
  * rotates keys and queries on the way (rotary position embeddings): each row is read once and
  * written once.
  *
- *   k        [batch, seq, heads_kv, dim]      new keys: fp16, bf16, fp32, fp64
+ *   k        [batch, seq, heads_kv, dim]      new keys: fp16, bf16, fp32; on the CPU fp64
  *   v        [batch, seq, heads_kv, dim_v]    new values, of k's dtype
  *   k_cache  [rows of a batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
  *                                             heads_kv, dim]; of k's dtype. Rows that no new key
@@ -725,9 +734,9 @@ FLASHMOE_API flashmoe_status flashmoe_kv_append_plan(const flashmoe_kv_append_pa
 FLASHMOE_API flashmoe_status
 flashmoe_kv_append_workspace_size(const flashmoe_kv_append_params* params, size_t* bytes);
 
-/* Writes to k_cache, v_cache and, if given, q_out. workspace and stream: as of
- * flashmoe_attention_forward. This version computes it on the CPU: tensors on a GPU are refused
- * with UNSUPPORTED.
+/* Writes to k_cache, v_cache and, if given, q_out: on a GPU by one launch, which reads the tables
+ * when all that is ahead of it on the stream has ended, of fp16, bf16 and fp32. workspace and
+ * stream: as of flashmoe_attention_forward.
  *
  * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
  * OUT_OF_MEMORY. */

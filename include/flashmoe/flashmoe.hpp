@@ -437,6 +437,7 @@ struct AttentionSequences {
   ConstTensorView page_table;    // [batch, pages of a sequence]
   int64_t max_seqlen_q = 0;      // bounds; 0: what the tensors have room for
   int64_t max_seqlen_k = 0;
+  int64_t split_size = 0;  // keys of a chunk; 0: as suits all lengths
 };
 
 // Attention, forward: flashmoe_attention_forward.
@@ -721,6 +722,7 @@ struct BoundSequences {
     params.page_table = page_table;
     params.max_seqlen_q = given.max_seqlen_q;
     params.max_seqlen_k = given.max_seqlen_k;
+    params.split_size = given.split_size;
   }
 };
 

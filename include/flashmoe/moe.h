@@ -305,7 +305,7 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  * Layer, backward
  *
  * The gradients of flashmoe_moe_forward, from dout [T, H], in x's dtype, and what the forward was
- * given. In this version the CPU computes them; tensors on a GPU are UNSUPPORTED.
+ * given.
  *
  *   dx          [T, H]            rows as those of x
  *   dw_...      shape of the weights; layout, strides and alignment are their own, and like the
@@ -320,7 +320,7 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  * and one for the rest, do what one does, to the same bits, but for what both compute.
  *
  * pre_activation is what the forward returned, or NULL: then it is computed again, to the same
- * bits.
+ * bits as by the family's forward; w_gate_up and w_up are then on a GPU both transposed or neither.
  *
  * Beyond `limit` g and u have gradients of 0; at it they have their own. RELU has the slope 0 at 0.
  * Products are accumulated in fp32. What lies between them, the gradient of what act was applied to
@@ -429,8 +429,8 @@ flashmoe_grouped_product_backward(const flashmoe_grouped_product_backward_params
  * Routing, backward
  *
  * The gradients of flashmoe_moe_route's weights, and of its lse, by what it was given: of logits,
- * or of given weights. The choice of experts has no gradient. In this version the CPU computes
- * them.
+ * or of given weights. The choice of experts has no gradient, and neither have groups and a
+ * selection bias, which decide nothing else.
  *
  * With `accumulate` they are added to what the output holds: the gradient of an auxiliary loss by
  * the same logits, for one. An id that is no expert has no gradient of its own; its given weight

@@ -11,7 +11,6 @@ from typing import Any
 from flashmoe_science import _core, _dispatch
 from flashmoe_science._dispatch import NUMPY, Framework, Words
 from flashmoe_science._dtypes import CUDA
-from flashmoe_science.errors import UnsupportedError
 
 WORDS = Words("appending to a cache", "all tensors of a call", "q_out, where there is a q")
 
@@ -21,10 +20,9 @@ def kv_append(
 ) -> Any:
     framework = _dispatch.common_framework(tensors | outputs, WORDS)
     if framework is _dispatch.JAX:
-        raise UnsupportedError(
-            "k_cache: got a JAX array, accepted are tensors that can be written to: JAX's cannot, "
-            "update them by jax.numpy's .at[].set"
-        )
+        from flashmoe_science import jax
+
+        return jax.kv_append(tensors, options, outputs, stream)
     for name, tensor in outputs.items():
         framework.check_output(name, tensor, WORDS)
     given = tensors | outputs

@@ -17,7 +17,7 @@ import torch
 from flashmoe_science import _core
 from flashmoe_science._dispatch import is_transformed
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
-from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES, flash_attention_backward
+from flashmoe_science.attention import BOUNDS, NO_SEQUENCES, SEQUENCES, flash_attention_backward
 from flashmoe_science.errors import FlashMoEError, InvalidArgumentError, UnsupportedError
 
 _Tensors = tuple[Any, ...]
@@ -75,8 +75,8 @@ def split(sequences: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
     one."""
     if sequences is None or all(x is None for x in sequences):
         return {}, ()
-    bounds = (None if x is None else operator.index(x) for x in sequences[-2:])
-    return dict(zip(SEQUENCES[:-2], sequences[:-2], strict=True)), tuple(bounds)
+    bounds = (None if x is None else operator.index(x) for x in sequences[-BOUNDS:])
+    return dict(zip(SEQUENCES[:-BOUNDS], sequences[:-BOUNDS], strict=True)), tuple(bounds)
 
 
 def joined(tables: Sequence[Any], bounds: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -103,7 +103,7 @@ def lacks_gradients(
     key = (*of, wanted, packed, *sequences.values(), *bounds)
     reason = _kept_reasons.get(key)
     if reason is None:
-        further = dict(zip(SEQUENCES[-2:], bounds, strict=False))
+        further = dict(zip(SEQUENCES[-BOUNDS:], bounds, strict=False))
         reason = _why_not(of, options | {"wanted": wanted} | further, sequences)
         if len(_kept_reasons) >= _MOST_KEPT:
             _kept_reasons.clear()

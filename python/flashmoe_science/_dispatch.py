@@ -471,14 +471,14 @@ def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
 
 def _tables_and_bounds(sequences: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of ragged, padded and paged batches that are given, by their names."""
-    from flashmoe_science.attention import NO_SEQUENCES, SEQUENCES
+    from flashmoe_science.attention import BOUNDS, NO_SEQUENCES, SEQUENCES
 
     tables = {
         name: value
         for name, value in zip(SEQUENCES, sequences or NO_SEQUENCES, strict=True)
         if value is not None
     }
-    bounds = {name: tables.pop(name) for name in SEQUENCES[-2:] if name in tables}
+    bounds = {name: tables.pop(name) for name in SEQUENCES[-BOUNDS:] if name in tables}
     return tables, bounds
 
 

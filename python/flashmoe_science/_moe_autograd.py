@@ -18,23 +18,11 @@ from flashmoe_science.moe import MoeRouting
 
 _Tensors = Sequence[Any]
 _GIVEN = "{}: got one in a call that gradients are recorded of, accepted is None"
-_LACKING = (
-    "{0}: requires grad, but no kernel computes the gradients of this call (the mixture of experts "
-    "has them on the CPU alone in this version, and {0} is on {1}); call under torch.no_grad() or "
-    "pass {0}.detach()"
-)
 _TWICE = (
     "the mixture of experts: its gradients are differentiated again, and have no derivative yet; "
     "accepted is one differentiation, without create_graph=True or a transform of torch.func "
     "around another"
 )
-
-
-def check_device(names: Sequence[str], tensors: _Tensors) -> None:
-    """Raises where gradients would be recorded that no kernel computes."""
-    for name, x in zip(names, tensors, strict=True):
-        if isinstance(x, torch.Tensor) and x.requires_grad and x.is_cuda:
-            raise UnsupportedError(_LACKING.format(name, x.device))
 
 
 class Steps(NamedTuple):

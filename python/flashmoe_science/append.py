@@ -38,13 +38,14 @@ def kv_append(
     Each row is read once and written once. What it wrote, flash_attention reads by the same tables:
     its seqused_k are cache_seqlens and the new rows.
 
-    Takes tensors as flash_attention does, but for JAX's, which cannot be written to. This version
-    computes it on the CPU: tensors on a GPU are refused. It has no derivative.
+    Takes tensors as flash_attention does. Of JAX's, which cannot be written to, it makes new
+    caches, in the memory of the old ones where XLA may: under jit, of donated arrays and of what a
+    loop carries. It has no derivative.
 
     Args:
         k: [batch, seq, heads_kv, dim] in layout "bshd", [batch, heads_kv, seq, dim] in "bhsd": new
-            keys. fp16, bf16, fp32 or fp64. dim is a multiple of 8 up to 1024. Here and below the
-            last dimension is contiguous and rows begin on 16-byte boundaries.
+            keys. fp16, bf16 or fp32, on the CPU also fp64. dim is a multiple of 8 up to 1024. Here
+            and below the last dimension is contiguous and rows begin on 16-byte boundaries.
         v: [batch, seq, heads_kv, dim_v]: new values, of k's dtype.
         k_cache: [batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
             heads_kv, dim], in the same layout; written in place. Other rows stay as they are.
@@ -74,7 +75,8 @@ def kv_append(
         kernel, stream: As of flash_attention.
 
     Returns:
-        q_out, None without q. A row is not written whose place the cache does not have or whose
+        q_out, None without q; of JAX's arrays (k_cache, v_cache) or (k_cache, v_cache, q_out). A
+        row is not written whose place the cache does not have or whose
         position the tables do not have, and of a sequence of negative cache_seqlens none: nothing
         outside of the tensors is read or written. What a row holds that two new ones go to is
         undefined.

@@ -15,9 +15,11 @@ _T = TypeVar("_T")
 
 SEQUENCES = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin", "batch_index",
-    "page_table", "max_seqlen_q", "max_seqlen_k",
+    "page_table", "max_seqlen_q", "max_seqlen_k", "split_size",
 )  # fmt: skip
 """The arguments of ragged, padded and paged batches, in the order in which tuples have them."""
+BOUNDS = 3
+"""So many of them, at the end, are numbers; those before are tables."""
 NO_SEQUENCES = (None,) * len(SEQUENCES)
 
 
@@ -64,6 +66,7 @@ def flash_attention(
     page_table: _T | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    split_size: int | None = None,
 ) -> _T: ...
 
 
@@ -93,6 +96,7 @@ def flash_attention(
     page_table: _T | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    split_size: int | None = None,
 ) -> tuple[_T, _T]: ...
 
 
@@ -121,6 +125,7 @@ def flash_attention(
     page_table: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    split_size: int | None = None,
 ) -> Any:
     """Exact attention: out = softmax(scale * q k^T) v, by an online softmax over tiles.
 
@@ -157,9 +162,9 @@ def flash_attention(
             has q's order in memory. Like lse it may overlap no other tensor. Not for JAX.
         lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32; of fp64 fp64. Not for
             JAX.
-        kernel: Kernel family to use ("cpu", "sm89_few_rows", "sm89", "sm90"), or a schedule of one
-            ("sm90_whole_tiles", "sm90_split_kv"): that one runs, or the call fails. None is the
-            best.
+        kernel: Kernel family to use ("cpu", "sm89_few_rows", "sm89_decode", "mixed", "sm89",
+            "sm90"), or a schedule of one ("sm90_whole_tiles", "sm90_split_kv"): that one runs, or
+            the call fails. None is the best.
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,
@@ -167,6 +172,10 @@ def flash_attention(
             the device of q, any strides; what they say is described below.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; what is longer is cut
             off at the end. None is what the tensors have room for.
+        split_size: On a GPU, share the keys of a sequence among blocks by chunks of so many,
+            counted from its first key (beyond 32 chunks by a multiple of so many): then its bits
+            depend on nothing else in the batch, nor on how many sequences there are, or on pages.
+            None is equal shares of all keys, which is fastest. The CPU's bits depend on neither.
 
     Sequences of different lengths: sequence b has as its queries the rows of q[b], or with
     cu_seqlens_q [batch + 1] those from cu_seqlens_q[b] to before cu_seqlens_q[b + 1] of a q of
@@ -194,7 +203,7 @@ def flash_attention(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if not is_traced():
         try:
@@ -243,6 +252,7 @@ def flash_attention_backward(
     page_table: _T | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    split_size: int | None = None,
 ) -> AttentionGradients:
     """The gradients of a loss by q, k, v and sinks, of those by flash_attention's out and lse.
 
@@ -266,8 +276,9 @@ def flash_attention_backward(
             of their dtype or fp32. They may overlap no other tensor.
         kernel, stream: As of flash_attention.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, max_seqlen_q, max_seqlen_k: As of
-            flash_attention, on the CPU. Gradients of rows and keys that no sequence has are 0, and
+            flash_attention. Gradients of rows and keys that no sequence has are 0, and
             stay what they are with accumulate.
+        split_size: As of flash_attention; it changes nothing here.
         batch_index, page_table: None: keys that sequences may share have no gradients.
 
     Returns:
@@ -277,7 +288,7 @@ def flash_attention_backward(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if not is_traced():
         try:

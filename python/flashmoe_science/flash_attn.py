@@ -9,8 +9,7 @@ always deterministic: `deterministic` is accepted and changes nothing.
 
 `merge_attn_states` is vLLM's function of that name, which merges what two calls returned.
 
-The functions of variable lengths and flash_attn_with_kvcache compute on the CPU: tensors on a GPU
-are refused. Those of variable lengths have gradients, but for keys in blocks.
+The functions of variable lengths have gradients on the CPU, but for keys in blocks.
 
 What is not there: dropout and ALiBi, which are refused.
 """
@@ -25,6 +24,8 @@ from flashmoe_science.append import kv_append
 from flashmoe_science.attention import flash_attention
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 from flashmoe_science.merge import merge_states
+
+_CHUNK = 1024  # keys, of num_splits=1
 
 __all__ = [
     "flash_attn_func",
@@ -338,8 +339,9 @@ def flash_attn_with_kvcache(
         rotary_interleaved: Pairs are numbers 2 i and 2 i + 1 of a head, else (NeoX) i and
             i + rotary_dim / 2.
         alibi_slopes: None.
-        num_splits: How many parts FlashAttention cuts the keys into. It is accepted and changes
-            nothing: the work is shared among threads, and bits do not depend on their number.
+        num_splits: How many parts FlashAttention cuts the keys into. 1 has bits that depend on each
+            sequence alone, by flash_attention's split_size=1024; others are equal shares of all
+            keys.
         return_softmax_lse: Also return the log-sum-exp.
 
     Returns:
@@ -386,7 +388,7 @@ def flash_attn_with_kvcache(
         used = (lengths + k.shape[1]).clamp(max=rows)
     tables: dict[str, Any] = {
         "seqused_k": used, "batch_index": cache_batch_idx, "page_table": block_table,
-        "k_begin": cache_leftpad,
+        "k_begin": cache_leftpad, "split_size": _CHUNK if num_splits == 1 else None,
     }  # fmt: skip
     attend: Any = flash_attention  # of either kind of result
     return attend(

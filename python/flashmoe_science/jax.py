@@ -65,6 +65,8 @@ _REFUSALS = {
     "pass jax.lax.stop_gradient of the gradient",
     "the merge of attention states": "a derivative of the merge of attention states is asked for, "
     "but it has no backward pass yet; pass jax.lax.stop_gradient of its arguments",
+    "appending to a cache": "a derivative of appending to a cache is asked for, but it has none; "
+    "pass jax.lax.stop_gradient of its arguments",
     "the mixture of experts": "a derivative of the mixture of experts is asked for, but it has no "
     "backward pass yet; pass jax.lax.stop_gradient of its arguments",
 }
@@ -116,7 +118,8 @@ def _one_after_another(
 # ---- custom calls ----------------------------------------------------------------------------
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks")
-_BOUNDS = ("max_seqlen_q", "max_seqlen_k")  # of sequences, in the order in which a handler has them
+# Of sequences, in the order in which a handler has them.
+_BOUNDS = ("max_seqlen_q", "max_seqlen_k", "split_size")
 _INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
 _WORKSPACE_ALIGNMENT = 256  # bytes, more than XLA's
@@ -127,19 +130,21 @@ device, shapes, dtypes)."""
 
 
 def _custom_call(
-    target: str, words: str, check: _CheckCall, takes_fp32_on_gpu: bool = False
-) -> Any:
+    target: str, words: str, check: _CheckCall, takes_fp32_on_gpu: bool = False,
+    in_place: dict[int, int] | None = None,
+) -> Any:  # fmt: skip
     """A primitive that is XLA's call of a target, on the platforms where kernels serve it.
 
     bind(*arrays, call=, attributes=, results=): what `check` takes, the handler's attributes as
     pairs, and the types of the results. jax.ffi.ffi_call alone would leave it to the handler, when
-    the program runs, to find that nothing serves the call.
+    the program runs, to find that nothing serves the call. in_place: the results that are written
+    to the memory of an operand, by its index. XLA copies those before that others read, too.
     """
     primitive: Any = jax.extend.core.Primitive(target)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, results, **__: results)
     primitive.def_impl(functools.partial(jax.interpreters.xla.apply_primitive, primitive))
-    lower = jax.ffi.ffi_lowering(target)
+    lower = jax.ffi.ffi_lowering(target, operand_output_aliases=in_place)
 
     def for_cpu(context: Any, *operands: Any, call: Any, attributes: Any, results: Any) -> Any:
         _checked(check, call, Device(CPU, 0), *_described(context.avals_in))
@@ -296,6 +301,10 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
             seq, heads = heads, seq
         sums = _FP64 if q.dtype == _FP64 else _FP32
         return made | ({"lse": ((batch, heads, seq), sums)} if options["return_lse"] else {})
+    if call.operation == "kv_append":
+        made = {name: (tensors[name].shape, tensors[name].dtype) for name in _APPENDED[2:]}
+        q = tensors.get("q")
+        return made if q is None else made | {"q_out": (q.shape, q.dtype)}
     if call.operation == "merge_states":
         outs = tensors["outs"]
         batch, seq, heads, dim = outs.shape[-4:]
@@ -368,9 +377,17 @@ def _words(operation: str) -> str:
     return _WORDS.get(operation, "the mixture of experts")
 
 
+# The tensors of kv_append that are always there, in this order: of the caches first the old ones.
+_APPENDED = ("k", "v", "k_cache", "v_cache")
+_CACHES_IN_PLACE = {_APPENDED.index("k_cache"): 0, _APPENDED.index("v_cache"): 1}
+
 _CALLS = {
     operation: _custom_call(
-        target, _words(operation), _kept_plan, takes_fp32_on_gpu=operation == "moe_route"
+        target,
+        _words(operation),
+        _kept_plan,
+        takes_fp32_on_gpu=operation in ("moe_route", "kv_append"),
+        in_place=_CACHES_IN_PLACE if operation == "kv_append" else None,
     )
     for operation, (target, _) in _core.xla_ffi_handlers().items()
 }
@@ -594,6 +611,19 @@ def merge_states(
     _refuse_outputs(outputs, stream)
     made = run("merge_states", tensors, options)
     return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
+
+
+def kv_append(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> tuple[Any, ...]:
+    """kv_append, with everything by its name: new caches, and the rotated queries if there are
+    any."""
+    caches = {name: outputs[name] for name in _APPENDED[2:]}
+    _refuse_outputs({name: x for name, x in outputs.items() if name not in caches}, stream)
+    given = tensors | caches
+    ordered = {name: given.pop(name) for name in _APPENDED}
+    made = run("kv_append", ordered | given, options)
+    return tuple(made[name] for name in ("k_cache", "v_cache", "q_out") if name in made)
 
 
 def flash_attention_backward(

@@ -2,7 +2,7 @@
 
 `moe_backward`, `moe_route_backward` and `grouped_product_backward` are those of the functions of
 flashmoe_science.moe of these names, and `fused_moe_backward` of a whole layer. torch's autograd
-calls them by itself. In this version the CPU computes them.
+calls them by itself. On a GPU they are of fp16 and bf16.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FusedMoeGradients(NamedTuple):
     b_down: Any
 
 
-def _flags(wanted: Any, kind: type) -> list[bool] | None:
+def wanted_flags(wanted: Any, kind: type) -> list[bool] | None:
     """A flag for each gradient; None is all."""
     names = kind._fields  # type: ignore[attr-defined]
     if wanted is None:
@@ -116,7 +116,7 @@ def moe_backward(
     and the gradients of its experts, and nothing else.
 
     Beyond `limit` g and u have gradients of 0, at it their own. Takes tensors of NumPy, torch, CuPy
-    or any library with DLPack on the CPU; a GPU has no kernel for it yet.
+    or any library with DLPack, on the CPU or a GPU.
 
     Args:
         dout: [T, H], x's dtype.
@@ -130,7 +130,7 @@ def moe_backward(
         dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
             the shape of what they are of, of its dtype or fp32 (dweights is fp32); strides are
             their own, as moe_forward takes them. May overlap no other tensor.
-        kernel: "cpu", or None.
+        kernel: "cpu", "sm89", "sm90", or None: the best here.
         stream: As in flash_attention.
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
@@ -146,7 +146,7 @@ def moe_backward(
     options = {
         "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
         "up_offset": up_offset, "weight_on_input": weight_on_input, "accumulate": accumulate,
-        "kernel": kernel, "wanted": _flags(wanted, MoeGradients),
+        "kernel": kernel, "wanted": wanted_flags(wanted, MoeGradients),
     }  # fmt: skip
     return MoeGradients(*_moe.moe_backward(tensors, routing, options, outputs, stream))
 
@@ -183,7 +183,7 @@ def grouped_product_backward(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    flags = _flags(wanted, ProductGradients)
+    flags = wanted_flags(wanted, ProductGradients)
     options = {"accumulate": accumulate, "kernel": kernel, "wanted": flags}
     tensors = {"dout": dout, "x": x, "w": w, "offsets": offsets, "counts": counts}
     outputs = {"dx": dx, "dw": dw, "dbias": dbias}

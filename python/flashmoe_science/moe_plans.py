@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,21 @@ def _plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> M
     else:
         fields = _core.plan(operation, given, options)
     return MoePlan.of(fields)
+
+
+def _checked(routing: Any) -> MoeRouting:
+    if not isinstance(routing, tuple) or len(routing) != len(MoeRouting._fields):
+        raise ArgumentTypeError(
+            f"routing: got {type(routing).__name__}, accepted is a MoeRouting, which moe_route and "
+            "moe_route_given return"
+        )
+    return MoeRouting(*routing)
+
+
+def _order_of(routing: Any) -> tuple[Any, Any, Any, Any]:
+    """What a layer reads of a routing: weights, offsets, pairs and slots."""
+    _, weights, offsets, pairs, slots, _ = _checked(routing)
+    return weights, offsets, pairs, slots
 
 
 def moe_route_plan(
@@ -89,12 +105,7 @@ def moe_plan(
 
     Raises what moe_forward would raise for its arguments.
     """
-    if not isinstance(routing, tuple) or len(routing) != len(MoeRouting._fields):
-        raise ArgumentTypeError(
-            f"routing: got {type(routing).__name__}, accepted is a MoeRouting, which moe_route and "
-            "moe_route_given return"
-        )
-    _, weights, offsets, pairs, slots, _ = routing
+    weights, offsets, pairs, slots = _order_of(routing)
     tensors = {
         "x": x, "w_gate_up": w_gate_up, "w_up": w_up, "w_down": w_down, "b_gate_up": b_gate_up,
         "b_up": b_up, "b_down": b_down, "weights": weights, "offsets": offsets, "pairs": pairs,
@@ -150,6 +161,72 @@ def moe_route_plan_for(
     return moe_route_plan(logits, top_k, scoring=scoring, renormalize=renormalize)
 
 
+def moe_backward_plan(
+    dout: Any,
+    x: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    routing: MoeRouting,
+    *,
+    w_up: Any = None,
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    b_gate_up: Any = None,
+    b_up: Any = None,
+    b_down: Any = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    weight_on_input: bool = False,
+    pre_activation: Any = None,
+    wanted: Sequence[bool] | None = None,
+    kernel: str | None = None,
+) -> MoePlan:
+    """What moe_backward would do with these arguments, into gradients of its own making. Reads no
+    data and launches nothing.
+
+    Raises what moe_backward would raise for its arguments.
+    """
+    from flashmoe_science import moe_gradients
+
+    weights, offsets, pairs, slots = _order_of(routing)
+    tensors = {
+        "dout": dout, "x": x, "w_gate_up": w_gate_up, "w_up": w_up, "w_down": w_down,
+        "b_gate_up": b_gate_up, "b_up": b_up, "b_down": b_down, "weights": weights,
+        "offsets": offsets, "pairs": pairs, "slots": slots, "pre_activation": pre_activation,
+    }  # fmt: skip
+    options = {
+        "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
+        "up_offset": up_offset, "weight_on_input": weight_on_input, "kernel": kernel,
+        "wanted": moe_gradients.wanted_flags(wanted, moe_gradients.MoeGradients),
+    }  # fmt: skip
+    return _plan("moe_backward", tensors, options)
+
+
+def moe_route_backward_plan(
+    dweights: Any,
+    routing: MoeRouting,
+    *,
+    logits: Any = None,
+    weights: Any = None,
+    dlse: Any = None,
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+) -> MoePlan:
+    """What moe_route_backward would do with these arguments, into a gradient of its own making.
+    Reads no data and launches nothing.
+
+    Raises what moe_route_backward would raise for its arguments.
+    """
+    tensors = {
+        "dweights": dweights, "ids": _checked(routing).ids, "logits": logits,
+        "given_weights": weights, "dlse": dlse,
+    }  # fmt: skip
+    options = {"scoring": scoring, "renormalize": renormalize, "scale": scale}
+    return _plan("moe_route_backward", tensors, options)
+
+
 def moe_plan_for(
     *,
     tokens: int,
@@ -178,42 +255,137 @@ def moe_plan_for(
 
     Raises what moe_forward would raise for such tensors.
     """
-    tokens, hidden, inner, experts, top_k = _parse_extents(
-        tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=top_k
-    )
-    parse_flag("transposed", transposed)
-    parse_flag("bias", bias)
-    where, numbers = parse_device(device), parse_dtype(dtype)
-
-    def tensor(*shape: int, of: Dtype = numbers, turned: bool = False) -> Any:
-        strides = None
-        if turned and transposed:
-            strides = (shape[1] * shape[2], 1, shape[1])
-        return shape, of, where, strides
-
-    both = inner if gate in ("separate", "none") else 2 * inner
-    separate = gate == "separate"
-    routing = MoeRouting(
-        ids=None,
-        weights=tensor(tokens, top_k, of=_FP32),
-        offsets=tensor(experts + 1, of=_INT32),
-        pairs=tensor(tokens * top_k, of=_INT32),
-        slots=tensor(tokens, top_k, of=_INT32),
-    )
+    layer = _Layer(tokens, hidden, inner, experts, top_k, dtype, device)
     return moe_plan(
-        tensor(tokens, hidden),
-        tensor(experts, both, hidden, turned=True),
-        tensor(experts, hidden, inner, turned=True),
-        routing,
-        w_up=tensor(experts, inner, hidden, turned=True) if separate else None,
-        b_gate_up=tensor(experts, both) if bias else None,
-        b_up=tensor(experts, inner) if bias and separate else None,
-        b_down=tensor(experts, hidden) if bias else None,
-        gate=gate,
-        activation=activation,
+        layer.tensor(layer.tokens, layer.hidden),
+        *layer.weights(gate, transposed),
+        layer.routing(),
+        **layer.options(gate, activation, transposed, bias),
         return_pre_activation=return_pre_activation,
         kernel=kernel,
     )
+
+
+def moe_backward_plan_for(
+    *,
+    tokens: int,
+    hidden: int,
+    inner: int,
+    experts: int,
+    top_k: int,
+    dtype: object = "bf16",
+    device: object = "cpu",
+    gate: Gate = "gate_up",
+    activation: Activation = "silu",
+    transposed: bool = False,
+    bias: bool = False,
+    pre_activation: bool = True,
+    wanted: Sequence[bool] | None = None,
+    kernel: str | None = None,
+) -> MoePlan:
+    """The plan of moe_backward for contiguous tensors of these extents, which need not exist.
+
+    Args:
+        tokens, hidden, inner, experts, top_k, dtype, device, transposed, bias: As in moe_plan_for.
+        pre_activation: Whether the forward returned it; else it is computed again.
+        wanted: As in moe_backward.
+
+    Raises what moe_backward would raise for such tensors.
+    """
+    layer = _Layer(tokens, hidden, inner, experts, top_k, dtype, device)
+    x = layer.tensor(layer.tokens, layer.hidden)
+    pairs = layer.tokens * layer.top_k
+    saved = layer.tensor(pairs, layer.inner * (1 if gate == "none" else 2))
+    return moe_backward_plan(
+        x,
+        x,
+        *layer.weights(gate, transposed),
+        layer.routing(),
+        **layer.options(gate, activation, transposed, bias),
+        pre_activation=saved if parse_flag("pre_activation", pre_activation) else None,
+        wanted=wanted,
+        kernel=kernel,
+    )
+
+
+def moe_route_backward_plan_for(
+    *,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    dtype: object = "bf16",
+    device: object = "cpu",
+    scoring: Scoring = "softmax",
+    renormalize: bool = False,
+) -> MoePlan:
+    """The plan of moe_route_backward for the gradient of logits of these extents, which need not
+    exist. The arguments are those of moe_route_plan_for.
+
+    Raises what moe_route_backward would raise for such tensors.
+    """
+    layer = _Layer(tokens, 0, 0, experts, top_k, dtype, device)
+    return moe_route_backward_plan(
+        layer.tensor(layer.tokens, layer.top_k, of=_FP32),
+        layer.routing(),
+        logits=layer.tensor(layer.tokens, layer.experts),
+        scoring=scoring,
+        renormalize=renormalize,
+    )
+
+
+class _Layer:
+    """Descriptions of a layer's contiguous tensors, which need not exist, as _core.plan takes
+    them."""
+
+    def __init__(
+        self, tokens: int, hidden: int, inner: int, experts: int, top_k: int, dtype: object,
+        device: object,
+    ) -> None:  # fmt: skip
+        self.tokens, self.hidden, self.inner, self.experts, self.top_k = _parse_extents(
+            tokens=tokens, hidden=hidden, inner=inner, experts=experts, top_k=top_k
+        )
+        self._where, self._numbers = parse_device(device), parse_dtype(dtype)
+
+    def tensor(self, *shape: int, of: Dtype | None = None, turned: bool = False) -> Any:
+        strides = (shape[1] * shape[2], 1, shape[1]) if turned else None
+        return shape, of or self._numbers, self._where, strides
+
+    def weights(self, gate: Gate, transposed: bool) -> tuple[Any, Any]:
+        """w_gate_up and w_down."""
+        turned = parse_flag("transposed", transposed)
+        both = self.inner if gate in ("separate", "none") else 2 * self.inner
+        return (
+            self.tensor(self.experts, both, self.hidden, turned=turned),
+            self.tensor(self.experts, self.hidden, self.inner, turned=turned),
+        )
+
+    def options(
+        self, gate: Gate, activation: Activation, transposed: bool, bias: bool
+    ) -> dict[str, Any]:
+        """What a layer has beside these."""
+        experts, inner = self.experts, self.inner
+        separate = gate == "separate"
+        both = inner if gate in ("separate", "none") else 2 * inner
+        parse_flag("bias", bias)
+        up = self.tensor(experts, inner, self.hidden, turned=transposed) if separate else None
+        return {
+            "w_up": up,
+            "b_gate_up": self.tensor(experts, both) if bias else None,
+            "b_up": self.tensor(experts, inner) if bias and separate else None,
+            "b_down": self.tensor(experts, self.hidden) if bias else None,
+            "gate": gate,
+            "activation": activation,
+        }
+
+    def routing(self) -> MoeRouting:
+        tokens, top_k = self.tokens, self.top_k
+        return MoeRouting(
+            ids=self.tensor(tokens, top_k, of=_INT32),
+            weights=self.tensor(tokens, top_k, of=_FP32),
+            offsets=self.tensor(self.experts + 1, of=_INT32),
+            pairs=self.tensor(tokens * top_k, of=_INT32),
+            slots=self.tensor(tokens, top_k, of=_INT32),
+        )
 
 
 def _parse_extents(**extents: Any) -> list[int]:

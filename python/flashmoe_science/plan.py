@@ -15,7 +15,7 @@ from flashmoe_science._dtypes import (
     parse_extent,
     parse_flag,
 )
-from flashmoe_science.attention import SEQUENCES, parse_wanted
+from flashmoe_science.attention import BOUNDS, SEQUENCES, parse_wanted
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
@@ -171,7 +171,7 @@ class AttentionPlan(Plan):
 def _tables_and_bounds(sequences: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of the arguments of ragged, padded and paged batches."""
     named = dict(zip(SEQUENCES, sequences, strict=True))
-    bounds = {name: named.pop(name) for name in SEQUENCES[-2:]}
+    bounds = {name: named.pop(name) for name in SEQUENCES[-BOUNDS:]}
     return named, bounds
 
 
@@ -199,6 +199,7 @@ def attention_plan(
     page_table: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    split_size: int | None = None,
 ) -> AttentionPlan:
     """What flash_attention would do with these arguments. Reads no data and launches nothing.
 
@@ -206,7 +207,7 @@ def attention_plan(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     tables, bounds = _tables_and_bounds(sequences)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse} | tables
@@ -257,6 +258,7 @@ def attention_backward_plan(
     page_table: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    split_size: int | None = None,
 ) -> AttentionPlan:
     """What flash_attention_backward would do with these arguments. Reads no data and launches
     nothing.
@@ -265,7 +267,7 @@ def attention_backward_plan(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     tables, bounds = _tables_and_bounds(sequences)
     tensors = {

@@ -112,6 +112,20 @@ def test_mixtures_of_experts() -> None:
     ]
 
 
+def test_a_backward_of_experts_has_no_rate_of_weights() -> None:
+    document = bench_records.moe_grid(operation="moe_backward")
+    with_rates = report.render_moe(source(bench_records.moe_grid())).splitlines()
+    for cell in document["cells"]:
+        for entry in cell["contenders"].values():
+            del entry["weight_bytes_per_s"]
+    lines = report.render_moe(source(document)).splitlines()
+    headers = [next(row for row in of if row.startswith("| T")) for of in (with_rates, lines)]
+    assert headers[0].replace(" weights TB/s |", "") == headers[1] != headers[0]
+    assert {row.count("|") for row in lines if row.startswith("| ")} == {headers[1].count("|")}
+    [command] = [line for line in lines if line.startswith("flashmoe bench --tokens")]
+    assert "--backward" in command.split()
+
+
 def test_one_mixture_of_experts() -> None:
     document = bench_records.moe_grid()
     document["cells"] = document["cells"][:1]

@@ -337,7 +337,8 @@ Rows judge_rows_of_all(Judgement* judgement, const Params& params) {
   }
   // A machine without a GPU has no family for CUDA tensors, however well they agree.
   if (q.tensor != nullptr && is_cuda(q.tensor)) {
-    for (const char* name : {"cpu", "sm89", "sm90", "sm89_few_rows", "q", "kernel"})
+    for (const char* name :
+         {"cpu", "sm89", "sm90", "sm89_few_rows", "sm89_decode", "mixed", "q", "kernel"})
       judgement->invalid(name);
   }
   return {q, k, v, out, seq, heads};

@@ -157,6 +157,7 @@ void make_ragged(Random* random, Ragged* ragged) {
   place(&s.page_table, ragged->page_table);
   if (random->chance(0.3)) s.max_seqlen_q = random->one_of<int64_t>({1, 3, 12, 1000, INT64_MAX});
   if (random->chance(0.3)) s.max_seqlen_k = random->one_of<int64_t>({1, 3, 12, 1000, INT64_MAX});
+  if (random->chance(0.3)) s.split_size = random->one_of<int64_t>({1, 64, INT64_MAX});
   call.params.sequences = &s;
 }
 
@@ -332,16 +333,17 @@ void run(Random* random, Ragged* ragged) {
   Table* const table =
       given.empty() ? nullptr
                     : given[static_cast<size_t>(random->below(static_cast<int64_t>(given.size())))];
-  switch (table == nullptr ? random->below(3) : random->below(8)) {
+  switch (table == nullptr ? random->below(4) : random->below(9)) {
     case 0:
       s.struct_size = random->one_of({size_t{0}, sizeof s - 8, sizeof s + 8, SIZE_MAX});
       break;
     case 1: s.max_seqlen_q = random->one_of<int64_t>({-1, INT64_MIN}); break;
     case 2: s.max_seqlen_k = random->one_of<int64_t>({-1, INT64_MIN}); break;
-    case 3: table->tensor.ndim = random->one_of({-1, 0, 3, INT32_MAX}); break;
-    case 4: table->tensor.dtype.bits = random->one_of<uint8_t>({8, 16, 64}); break;
-    case 5: table->tensor.dtype.code = random->one_of<uint8_t>({1, 2, 4, 17}); break;
-    case 6:
+    case 3: s.split_size = random->one_of<int64_t>({-1, INT64_MIN}); break;
+    case 4: table->tensor.ndim = random->one_of({-1, 0, 3, INT32_MAX}); break;
+    case 5: table->tensor.dtype.bits = random->one_of<uint8_t>({8, 16, 64}); break;
+    case 6: table->tensor.dtype.code = random->one_of<uint8_t>({1, 2, 4, 17}); break;
+    case 7:
       // More offsets of queries are more sequences.
       table->shape[0] = table == &ragged->cu_seqlens_q
                             ? random->one_of<int64_t>({-1, 0, INT64_MAX})

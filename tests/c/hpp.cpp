@@ -232,6 +232,7 @@ void sequences() {
   given.page_table = fm::ConstTensorView(pages.data(), {2, 7});
   given.seqused_k = fm::ConstTensorView(lengths.data(), {2});
   given.max_seqlen_k = 100;
+  given.split_size = 2;
   call.sequences = given;
   done(fm::run(call, workspace));
   CHECK(test.out == expected);

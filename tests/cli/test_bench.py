@@ -556,7 +556,8 @@ def test_a_shape_that_no_kernel_takes_is_a_void_row(capsys: pytest.CaptureFixtur
 
 
 def test_the_suites_are_what_they_say() -> None:
-    of_moe = ["moe-cpu", "moe-mixtral", "moe-olmoe", "moe-qwen3", "moe-training"]
+    of_moe = ["moe-backward", "moe-cpu", "moe-mixtral", "moe-olmoe", "moe-qwen3", "moe-training",
+              "moe-training-step"]  # fmt: skip
     of_attention = ["attention-backward", "attention-backward-cpu", "attention-backward-fp16",
                     "attention-backward-sustained", "attention-backward-variants",
                     "attention-between", "attention-forward", "attention-forward-fp16",

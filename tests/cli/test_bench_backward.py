@@ -382,7 +382,6 @@ def test_a_recorded_graph_of_autograd_is_not_captured() -> None:
     ("options", "sentence"),
     [
         (["--suite", "attention-backward-cpu", "--backward"], "--suite: a suite has its own"),
-        (["--tokens", "8", "--training"], "--training: it is of attention, and --tokens of a"),
         ([*SMALL, "--training", "--kernel", "cpu"], "--kernel: a family is of one operation"),
         (["--suite", "attention-backward", "--device", "cpu"], "is for a GPU and would take hours"),
     ],

@@ -115,14 +115,15 @@ def test_outside_a_checkout_there_is_no_source_hash(
     assert environment.source_hash() == ""
 
 
-OPERATIONS = ("attention_forward", "attention_backward", "moe_forward")
+OPERATIONS = ("attention_forward", "attention_backward", "moe_forward", "moe_backward")
 KINDS = ("cuda", "cpu")
 # A checkout in small: each file with what it includes, and whose kernels it is part of.
 ATTENTION_CUDA, MOE_CUDA = ("attention_forward", "cuda"), ("moe_forward", "cuda")
 ATTENTION_CPU, MOE_CPU = ("attention_forward", "cpu"), ("moe_forward", "cpu")
 BACKWARD_CUDA, BACKWARD_CPU = ("attention_backward", "cuda"), ("attention_backward", "cpu")
-CUDA = {ATTENTION_CUDA, BACKWARD_CUDA, MOE_CUDA}
-CPU = {ATTENTION_CPU, BACKWARD_CPU, MOE_CPU}
+MOE_BACKWARD_CUDA, MOE_BACKWARD_CPU = ("moe_backward", "cuda"), ("moe_backward", "cpu")
+CUDA = {ATTENTION_CUDA, BACKWARD_CUDA, MOE_CUDA, MOE_BACKWARD_CUDA}
+CPU = {ATTENTION_CPU, BACKWARD_CPU, MOE_CPU, MOE_BACKWARD_CPU}
 ALL = CUDA | CPU
 SMALL_CHECKOUT: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
     "cuda/attention/sm89/forward.cuh": (
@@ -132,24 +133,31 @@ SMALL_CHECKOUT: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
     "cuda/attention/launch.cpp": (["cuda/launch.h"], {ATTENTION_CUDA}),
     "cuda/attention/sm90_backward/family.cpp": (["cuda/ptx/tma.cuh"], {BACKWARD_CUDA}),
     "cuda/attention/sm89/backward.cuh": (["cuda/ptx/mma.cuh"], {BACKWARD_CUDA}),
-    "cuda/moe/route/route.cuh": (["cuda/ptx/mma.cuh", "cuda/ptx/tma.cuh"], {MOE_CUDA}),
+    "cuda/moe/route/route.cuh": (
+        ["cuda/ptx/mma.cuh", "cuda/ptx/tma.cuh"],
+        {MOE_CUDA, MOE_BACKWARD_CUDA},
+    ),
+    "cuda/moe/sm90_backward/family.cpp": (["cuda/moe/shared/tile.cuh"], {MOE_BACKWARD_CUDA}),
+    "cuda/moe/route_backward/rows.cuh": ([], {MOE_BACKWARD_CUDA}),
+    "cuda/moe/shared/tile.cuh": ([], {MOE_CUDA, MOE_BACKWARD_CUDA}),
     "cuda/ptx/mma.cuh": (["cuda/numeric/dtype.cuh"], CUDA),
     "cuda/numeric/dtype.cuh": ([], CUDA),
-    "cuda/ptx/tma.cuh": ([], {BACKWARD_CUDA, MOE_CUDA}),
+    "cuda/ptx/tma.cuh": ([], {BACKWARD_CUDA, MOE_CUDA, MOE_BACKWARD_CUDA}),
     "cuda/launch.h": ([], {ATTENTION_CUDA}),
     "cuda/launch.cpp": (["cuda/runtime.h"], {ATTENTION_CUDA}),
     "cuda/runtime.h": ([], {ATTENTION_CUDA}),
     "cuda/device.cpp": ([], set()),
     "cpu/attention.cpp": (["cpu/attention_tile.h"], {ATTENTION_CPU, BACKWARD_CPU}),
     "cpu/attention_tile.h": (["cpu/products.h"], {ATTENTION_CPU, BACKWARD_CPU}),
-    "cpu/moe_forward.cpp": (["cpu/products.h"], {MOE_CPU}),
-    "cpu/grouped_product.cpp": ([], {MOE_CPU}),
+    "cpu/moe_forward.cpp": (["cpu/products.h"], {MOE_CPU, MOE_BACKWARD_CPU}),
+    "cpu/grouped_product.cpp": ([], {MOE_CPU, MOE_BACKWARD_CPU}),
     "cpu/products.h": ([], CPU),
     "core/ops/attention/forward.cpp": (["core/log.h"], {ATTENTION_CUDA, ATTENTION_CPU}),
     "core/ops/attention/backward.cpp": ([], {BACKWARD_CUDA, BACKWARD_CPU}),
     "core/ops/attention/problem.h": ([], set()),
     "core/log.h": ([], set()),
     "core/ops/moe/forward.cpp": ([], {MOE_CUDA, MOE_CPU}),
+    "core/ops/moe/route_backward.cpp": ([], {MOE_BACKWARD_CUDA, MOE_BACKWARD_CPU}),
     "core/choose.cpp": ([], ALL),
     "bindings/attention.cpp": (["cuda/ptx/tma.cuh"], set()),
     "include/flashmoe/flashmoe.h": ([], set()),
@@ -186,10 +194,11 @@ def test_a_kernel_is_hashed_with_what_it_is_made_of_and_nothing_else(tmp_path: P
 def test_training_is_made_of_both_ways() -> None:
     root = Path(__file__).parents[2]
     for kind in KINDS:
-        training = environment.kernel_sources("attention_training", kind, root)
-        ways = [environment.kernel_sources(f"attention_{w}", kind, root)
-                for w in ("forward", "backward")]  # fmt: skip
-        assert training == sorted({*ways[0], *ways[1]})
+        for of in ("attention", "moe"):
+            training = environment.kernel_sources(f"{of}_training", kind, root)
+            ways = [environment.kernel_sources(f"{of}_{w}", kind, root)
+                    for w in ("forward", "backward")]  # fmt: skip
+            assert training == sorted({*ways[0], *ways[1]})
 
 
 def test_no_kernel_of_this_checkout_is_left_out() -> None:
@@ -202,11 +211,12 @@ def test_no_kernel_of_this_checkout_is_left_out() -> None:
             if file.is_file() and file.name != "CMakeLists.txt"
         }
         # What is of no operation: the list of devices. And of those that no suite measures.
-        unmeasured = {n for n in there if n.startswith(("cpu/merge_", "cpu/kv_append"))}
+        prefixes = ("cpu/merge_", "cpu/kv_append", "cuda/kv_append/")
+        unmeasured = {n for n in there if n.startswith(prefixes)}
         rest = there - set().union(*(of[o, kind] for o in OPERATIONS))
         assert rest == {f"{kind}/device.cpp"} | unmeasured
     for (operation, _), names in of.items():
-        other = "attention" if operation == "moe_forward" else "moe"
+        other = "attention" if operation.startswith("moe_") else "moe"
         assert not [n for n in names if n.startswith((f"cuda/{other}/", f"core/ops/{other}"))]
         for pattern in environment._CHOICE[operation]:
             assert pattern in names  # each of them is still called so

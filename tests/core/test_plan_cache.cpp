@@ -193,9 +193,13 @@ void every_byte_counts(size_t addresses) {
 void every_byte_of_a_problem_counts() {
   every_byte_counts<AttentionProblem>(13);
   every_byte_counts<AttentionBackwardProblem>(19);
+  every_byte_counts<KvAppendProblem>(15);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
+  every_byte_counts<MoeRouteBackwardProblem>(5);
+  every_byte_counts<MoeBackwardProblem>(24);
+  every_byte_counts<GroupedProductBackwardProblem>(8);
 }
 
 // ---- families
@@ -225,6 +229,9 @@ int64_t size_of(const MergeStatesProblem& p) { return p.seq; }
 int64_t size_of(const MoeRouteProblem& p) { return p.tokens; }
 int64_t size_of(const MoeForwardProblem& p) { return p.tokens; }
 int64_t size_of(const GroupedProductProblem& p) { return p.rows; }
+int64_t size_of(const MoeRouteBackwardProblem& p) { return p.tokens; }
+int64_t size_of(const MoeBackwardProblem& p) { return p.layer.tokens; }
+int64_t size_of(const GroupedProductBackwardProblem& p) { return p.rows; }
 
 enum class Kind { kFew, kMany, kHost };
 
@@ -276,6 +283,13 @@ constexpr Family<Problem> family() {
 }  // namespace
 
 const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kFewRows, Kind::kFew>();
+// Of sequences, of which there are none here.
+flashmoe_status plan_sequences(const AttentionProblem&, Plan*, const Reason& reason) {
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "a dense batch");
+}
+const AttentionFamily kSm89DecodeAttention = {"sm89_decode", FLASHMOE_DEVICE_CUDA, plan_sequences,
+                                              nullptr};
+const AttentionFamily kMixedAttention = {"mixed", FLASHMOE_DEVICE_CUDA, plan_sequences, nullptr};
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
@@ -285,6 +299,7 @@ const AttentionBackwardFamily kSm89AttentionBackward =
     family<AttentionBackwardProblem, kSm89, Kind::kMany>();
 const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
+const KvAppendFamily kCudaKvAppend = family<KvAppendProblem, kSm89, Kind::kMany>();
 const KvAppendFamily kCpuKvAppend = family<KvAppendProblem, kCpu, Kind::kHost>();
 const MergeStatesFamily kCpuMergeStates = family<MergeStatesProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
@@ -299,11 +314,19 @@ const GroupedProductFamily kSm90GroupedProduct =
 const GroupedProductFamily kSm89GroupedProduct =
     family<GroupedProductProblem, kSm89, Kind::kMany>();
 const GroupedProductFamily kCpuGroupedProduct = family<GroupedProductProblem, kCpu, Kind::kHost>();
-// Of the CPU alone, whose plans are not kept.
-const MoeRouteBackwardFamily kCpuMoeRouteBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
-const MoeBackwardFamily kCpuMoeBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr, nullptr};
-const GroupedProductBackwardFamily kCpuGroupedProductBackward = {kCpu, FLASHMOE_DEVICE_CPU, nullptr,
-                                                                 nullptr};
+const MoeRouteBackwardFamily kCudaMoeRouteBackward =
+    family<MoeRouteBackwardProblem, kCuda, Kind::kMany>();
+const MoeRouteBackwardFamily kCpuMoeRouteBackward =
+    family<MoeRouteBackwardProblem, kCpu, Kind::kHost>();
+const MoeBackwardFamily kSm90MoeBackward = family<MoeBackwardProblem, kSm90, Kind::kMany>();
+const MoeBackwardFamily kSm89MoeBackward = family<MoeBackwardProblem, kSm89, Kind::kMany>();
+const MoeBackwardFamily kCpuMoeBackward = family<MoeBackwardProblem, kCpu, Kind::kHost>();
+const GroupedProductBackwardFamily kSm90GroupedProductBackward =
+    family<GroupedProductBackwardProblem, kSm90, Kind::kMany>();
+const GroupedProductBackwardFamily kSm89GroupedProductBackward =
+    family<GroupedProductBackwardProblem, kSm89, Kind::kMany>();
+const GroupedProductBackwardFamily kCpuGroupedProductBackward =
+    family<GroupedProductBackwardProblem, kCpu, Kind::kHost>();
 
 flashmoe_status cuda_all_rows(int32_t, const int32_t** offsets) {
   static const int32_t all_rows[] = {0, INT32_MAX};
@@ -426,6 +449,47 @@ const flashmoe_tensor* sinks_of(flashmoe_dtype dtype, int64_t stride, uintptr_t 
   sinks.view.strides = sinks.strides;
   return &sinks.view;
 }
+
+struct Append : AnyCall<flashmoe_kv_append_params> {
+  using Problem = KvAppendProblem;
+  enum {
+    kK,
+    kV,
+    kKCache,
+    kVCache,
+    kSlots,
+    kCacheSeqlens,
+    kCuSeqlens,
+    kSeqused,
+    kBatchIndex,
+    kPageTable,
+    kPositions,
+    kCos,
+    kSin,
+    kQ,
+    kQOut,
+    kCount
+  };
+  static constexpr auto kRun = &flashmoe_kv_append;
+  static constexpr auto kSize = &flashmoe_kv_append_workspace_size;
+
+  explicit Append(int64_t seq = 100) : AnyCall(kCount, flashmoe_kv_append_params_init()) {
+    tensors[kK].set({2, seq, 2, 64}, kHalf);
+    tensors[kV].set({2, seq, 2, 64}, kHalf);
+    tensors[kKCache].set({9, 16, 2, 64}, kHalf);
+    tensors[kVCache].set({9, 16, 2, 64}, kHalf);
+    tensors[kPageTable].set({2, 3}, kInteger);
+    tensors[kCos].set({50, 16}, kHalf);
+    tensors[kSin].set({50, 16}, kHalf);
+    tensors[kQ].set({2, seq, 4, 64}, kHalf);
+    tensors[kQOut].set({2, seq, 4, 64}, kHalf);
+  }
+  Append with(size_t tensor, std::initializer_list<int64_t> extents) const {
+    Append call = *this;
+    call[tensor].set(extents, kInteger);
+    return call;
+  }
+};
 
 struct Route : AnyCall<flashmoe_moe_route_params> {
   using Problem = MoeRouteProblem;
@@ -865,6 +929,51 @@ void layers_are_told_apart() {
                                         });
 }
 
+void appends_are_told_apart() {
+  using C = Append;
+  check_all_told_apart<C>(C(), {
+                                   [](C* c) { *c = C(101); },
+                                   [](C* c) { *c = c->with(C::kCacheSeqlens, {2}); },
+                                   [](C* c) { *c = c->with(C::kSeqused, {2}); },
+                                   [](C* c) { *c = c->with(C::kPositions, {2, 100}); },
+                                   [](C* c) { *c = c->with(C::kPageTable, {2, 4}); },
+                                   [](C* c) {
+                                     (*c)[C::kPageTable].given = false;
+                                     *c = c->with(C::kBatchIndex, {2});
+                                   },
+                                   [](C* c) {
+                                     (*c)[C::kPageTable].given = false;
+                                     *c =
+                                         c->with(C::kSlots, {2, 100}).with(C::kPositions, {2, 100});
+                                   },
+                                   [](C* c) { (*c)[C::kQ].given = (*c)[C::kQOut].given = false; },
+                                   [](C* c) { c->params.rotary = FLASHMOE_ROTARY_INTERLEAVED; },
+                                   [](C* c) { c->params.q_stays = 1; },
+                                   [](C* c) {
+                                     for (const size_t i : {C::kCos, C::kSin})
+                                       (*c)[i].set({50, 8}, kHalf);
+                                   },
+                                   [](C* c) {
+                                     for (const size_t i : {C::kCos, C::kSin})
+                                       (*c)[i].set({50, 16}, kFloat);
+                                   },
+                                   [](C* c) { c->kernel = "sm89"; },
+                                   [](C* c) { c->retype(kHalf, kBf16); },
+                                   [](C* c) { c->retype(kHalf, kFloat); },
+                                   [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
+                                   stride<C>(C::kK, 0, 0),
+                                   stride<C>(C::kV, 1, 0),
+                                   stride<C>(C::kKCache, 0, 1 << 20),
+                                   stride<C>(C::kVCache, 0, 1 << 20),
+                                   stride<C>(C::kQ, 0, 0),
+                                   stride<C>(C::kQOut, 0, 1 << 20),
+                                   stride<C>(C::kCos, 0, 24),
+                                   stride<C>(C::kSin, 0, 24),
+                                   stride<C>(C::kPageTable, 0, 7),
+                                   stride<C>(C::kPageTable, 1, 2),
+                               });
+}
+
 // Nothing but where gate and up begin tells these two apart, and a plan does not depend on it.
 void gate_and_up_may_change_places() {
   Forward call;
@@ -1111,6 +1220,8 @@ void the_least_time_serves_a_call() {
   CHECK(std::strcmp(plan.operation, "attention_forward") == 0);
   CHECK(std::strcmp(plan.family, "sm89_few_rows") == 0 && plan.microseconds == 131);
   CHECK(std::strcmp(plan.rejected,
+                    "sm89_decode: a dense batch\n"
+                    "mixed: a dense batch\n"
                     "sm90: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "sm89: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);
@@ -1316,6 +1427,7 @@ int main() {
       layers_are_told_apart,
       gate_and_up_may_change_places,
       products_are_told_apart,
+      appends_are_told_apart,
       older_callers_give_no_window,
       strides_that_are_absent_are_those_of_contiguous_tensors,
       a_kernels_name_is_the_callers,

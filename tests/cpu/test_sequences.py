@@ -314,7 +314,8 @@ def test_bits_are_those_of_any_number_of_threads_and_loose_bounds(
     assert library.flashmoe_set_num_threads(threads) == capi.OK
     try:
         for bounds in ({}, {"max_seqlen_q": 300, "max_seqlen_k": 4000},
-                       {"max_seqlen_q": 10**9, "max_seqlen_k": 10**15}):  # fmt: skip
+                       {"max_seqlen_q": 10**9, "max_seqlen_k": 10**15},
+                       {"split_size": 32}):  # fmt: skip
             for q, k, v, rows, tables in ways(case).values():
                 got = run(library, q, k, v, rows, tables | bounds, causal="bottom_right")
                 assert_same_bits(got, want)
@@ -481,6 +482,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float": ({"seqused_q": np.ones(3, np.float32)}, "seqused_q: got dtype fp32"),
     "bound_q": ({"max_seqlen_q": -1}, "max_seqlen_q: got -1, accepted is 0"),
     "bound_k": ({"max_seqlen_k": -(2**63)}, "max_seqlen_k: got -9223372036854775808"),
+    "split_size": ({"split_size": -1}, "split_size: got -1, accepted is 0 (as suits all lengths)"),
     "size": ({"struct_size": 8}, "flashmoe_attention_sequences.struct_size: got 8"),
 }  # fmt: skip
 

@@ -12,13 +12,14 @@ from installations import ROOT, checked, require_cuda_headers, require_tool
 ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64", "fp16_d64_dv64_ragged"),
+    "attention/sm89_decode": ("fp16_d64_dv64_r8", "fp16_d64_dv64_r16"),
     "attention/sm90": ("fp16_d64_dv64", "fp16_d64_dv64_ragged", "split_kv_fp16_d64_dv64"),
     "attention/sm89_backward": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),
-        *("bf16_d256_dv256", "bf16_d256_dv256_ada"),
+        *("bf16_d256_dv256", "bf16_d256_dv256_ada", "fp16_d64_dv64_ragged"),
     ),
     "attention/sm90_backward": (
-        *("fp16_d64_dv64", "bf16_d64_dv64"),
+        *("fp16_d64_dv64", "fp16_d64_dv64_ragged", "bf16_d64_dv64"),
         *("bf16_d128_dv128", "bf16_d192_dv128", "bf16_d192_dv192", "bf16_d256_dv256"),
     ),
     "moe/route": ("key32_e128", "key64_e1024"),
@@ -58,16 +59,19 @@ ATTENTION = (
     *ATTENTION_BASE,
     "core/ops/attention/forward.cpp",
     *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
+    *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_decode", "mixed")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("ragged", "stream_k", "whole_tiles")),
 )
 SOURCES = {
     "test_launch": ATTENTION,
-    "test_choice": ATTENTION,
+    "test_choice": tuple(
+        source for source in ATTENTION if "sm89_decode" not in source and "mixed" not in source
+    ),
     "test_backward": (
         *ATTENTION_BASE,
         "core/ops/attention/backward.cpp",
-        "cuda/attention/backward/launches.cpp",
+        *(f"cuda/attention/backward/{name}.cpp" for name in ("launches", "ragged_launches")),
         *(f"cuda/attention/{family}_backward/family.cpp" for family in ("sm89", "sm90")),
     ),
     "test_l2_swizzle": (*BASE, "cuda/attention/sm90/l2_swizzle.cpp"),
@@ -84,6 +88,7 @@ SOURCES = {
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/l2_swizzle")),
         *(f"cuda/attention/sm90/{name}.cpp" for name in ("split_kv_cost", "stream_k")),
     ),
+    "test_kv_append": (*MOE_CORE, *MOE_CUDA, "cuda/kv_append/family.cpp"),
     "test_moe": (
         *MOE_CORE,
         *MOE_CUDA,
@@ -190,6 +195,10 @@ def test_cost(tmp_path: Path) -> None:
 
 def test_stream_k(tmp_path: Path) -> None:
     checked([_compile("test_stream_k", tmp_path)])
+
+
+def test_appending_to_a_cache(tmp_path: Path) -> None:
+    checked([_compile("test_kv_append", tmp_path)])
 
 
 def test_routing_and_combining(tmp_path: Path) -> None:

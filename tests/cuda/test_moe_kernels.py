@@ -18,7 +18,7 @@ def _expected() -> dict[str, str]:
     hopper = "90a-real" in sass.architectures()
     return {
         name: function
-        for name, function in moe_kernels.every().items()
+        for name, function in (moe_kernels.every() | moe_kernels.of_gradients()).items()
         if hopper or not ("_sm90_" in name or name.endswith(_BULK))
     }
 
@@ -36,7 +36,10 @@ def test_functions_are_those_of_the_list() -> None:
 def test_names_are_those_of_the_list() -> None:
     expected = set(_expected())
     data = capi.library_path().read_bytes()
-    kinds = rb"moe_route_(?:once|choose|place)\w*|moe_(?:up|down|combine)_\w+|grouped_product_sm\w+"
+    kinds = (
+        rb"moe_route_(?:once|choose|place|backward)\w*|moe_(?:up|down|combine)_\w+|grouped_product_sm\w+"
+        rb"|moe_backward_(?:rows|combine|sums|zeros|sm)\w*"
+    )
     # Beginnings of names, which plans for models of GPUs look kernels up by, end in an underscore.
     found = {name.decode() for name in re.findall(rb"\0(" + kinds + rb")(?<!_)(?=\0)", data)}
     assert found == expected

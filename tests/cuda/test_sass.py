@@ -18,7 +18,7 @@ import sass
 from kernels import Kernel
 
 _FUNCTION = re.compile(
-    r"\d(sm\d\d(?:_few_rows)?)\d\dattention_forward_kernelI.*?Traits"
+    r"\d(sm\d\d(?:_few_rows|_decode)?)\d\dattention_forward_kernelI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
 # The second kernel of the families that split keys, of which each kernel has its own.
@@ -26,7 +26,9 @@ _SUM = re.compile(
     r"\dattention_combine_kernelINS_\d+?(sm\d\d(?:_few_rows)?)8SplitRowI.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
-_ANYWHERE = ("sm89", "sm89_few_rows")  # families that are compiled for every architecture
+_DECODE_SUM = re.compile(r"11sm89_decode\d\dattention_combine_kernelI(6__half|13__nv_bfloat16)E")
+_FEW_ROWS = ("sm89_few_rows", "sm89_decode")
+_ANYWHERE = ("sm89", *_FEW_ROWS)  # families that are compiled for every architecture
 
 
 @pytest.fixture(scope="module")
@@ -196,17 +198,21 @@ def test_roles_divide_the_registers(family: str, instructions: dict[Code, Counte
         sass.check_roles_divide_the_registers(code, opcodes)
 
 
-def test_few_rows_products_are_mma_sync(instructions: dict[Code, Counter[str]]) -> None:
-    for code, opcodes in _of(instructions, "sm89_few_rows").items():
+@pytest.mark.parametrize("family", _FEW_ROWS)
+def test_few_rows_products_are_mma_sync(
+    family: str, instructions: dict[Code, Counter[str]]
+) -> None:
+    for code, opcodes in _of(instructions, family).items():
         sass.check_mma_sync(code, opcodes, code.kernel.dtype)
         # Its K and V fragments need nothing but pairing, and its probabilities a transposition.
         assert sass.count(opcodes, "MOVM") > 0, f"{code}: probabilities are not transposed"
 
 
+@pytest.mark.parametrize("family", _FEW_ROWS)
 def test_few_rows_keys_and_values_go_straight_to_registers(
-    instructions: dict[Code, Counter[str]],
+    family: str, instructions: dict[Code, Counter[str]]
 ) -> None:
-    for code, opcodes in _of(instructions, "sm89_few_rows").items():
+    for code, opcodes in _of(instructions, family).items():
         for name in ("LDGSTS", "LDSM", "UTMALDG", "UBLKCP"):
             assert sass.count(opcodes, name) == 0, f"{code}: {name}"
         # 16 bytes each; smaller ones are of masked_row_fallback, an element at a time.
@@ -243,7 +249,7 @@ def test_kernels_that_split_keys_have_another_for_the_parts(
             assert sass.count(opcodes, name) == 0, f"{code}: {name}"
 
 
-@pytest.mark.parametrize("family", [*kernels.FAMILIES, "combine"])
+@pytest.mark.parametrize("family", [*kernels.FAMILIES, "sm89_decode", "combine"])
 def test_launches_wait_for_what_is_ahead_of_them(
     family: str, instructions: dict[Code, Counter[str]], sums: dict[Code, Counter[str]]
 ) -> None:
@@ -301,7 +307,11 @@ _MOE_KERNELS = {
         "moe_down_sm90_few_tokens_fp16_bulk",
         "moe_down_sm90_few_tokens_bf16_bulk",
     ],
+    "kv_append_kernel": ["kv_append_sm89_fp16"],
     "moe_combine_kernel": ["moe_combine_fp16"],
+    "sums_kernel": ["moe_backward_sums_fp16"],
+    "weight_gradients_kernel": ["moe_backward_sm89_fp16"],
+    "route_backward_kernel": ["moe_route_backward"],
     "grouped_product_kernel": ["grouped_product_sm89_fp16"],
 }
 # On Hopper cuobjdump counts what the system reserves as well.
@@ -330,6 +340,20 @@ def test_plans_for_models_know_the_shared_memory_of_combining(architectures: lis
         name = kernel.table_name.replace("_forward_", "_combine_")
         reserved = _RESERVED if sass.is_hopper(arch) else 0
         assert _stated(name)[0] == used["SHARED"] - reserved, (arch, name)
+
+
+def test_plans_for_models_know_the_second_kernel_of_decoding(architectures: list[str]) -> None:
+    def element_of(function: str) -> str | None:
+        found = _DECODE_SUM.search(function)
+        return sass.ELEMENTS[found[1]] if found else None
+
+    resources = sass.resources(element_of)
+    assert {element for _, element in resources} == set(sass.ELEMENTS.values())
+    for (arch, element), used in resources.items():
+        reserved = _RESERVED if sass.is_hopper(arch) else 0
+        stated = _stated(f"attention_combine_sm89_decode_{element}")[0]
+        assert stated == used["SHARED"] - reserved, (arch, element)
+        assert used["STACK"] == used["LOCAL"] == 0
 
 
 def test_plans_for_models_know_how_many_few_row_blocks_fit(

@@ -14,7 +14,7 @@ from kernels import Kernel
 # The kernel is of the family's namespace, and so is what sm90 has behind it; the prologue and the
 # kernel of dsinks are everybody's.
 _FUNCTION = re.compile(
-    r"attention_backward_(kernel|prologue|sinks|behind)I.*?Traits"
+    r"attention_backward_(?:ragged_)?(kernel|prologue|sinks|behind)I.*?Traits"
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E\w*?_\d+([A-Za-z]\w*?)ILi"
 )
 _FAMILY = re.compile(r"\d(sm\d\d_backward)\d")
@@ -81,11 +81,14 @@ def test_every_kernel_is_there_for_its_architectures(launches: dict[str, Found])
 def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(mains, "sm90_backward").items():
         widths = sass.check_wgmma(code, opcodes, code.kernel.dtype)
-        # Scores of a step's queries; dK and dV of a tile's columns; of dQ all columns of half of
-        # the queries, half of the columns of 64, or panels of 64 columns, of 32 in clusters.
+        # Scores of a step's queries; dK and dV of a tile's columns, 256 as two of 128; of dQ all
+        # columns of half of the queries, half of the columns of 64, panels of 64 columns, or in
+        # clusters a block's half of 256, or panels of 32.
         dim, dim_v = code.kernel.dim, code.kernel.dim_v
         queries = 128 if dim == 64 and not code.kernel.capped else 64
         of_dq = dim if queries == 128 else dim // 2 if dim <= 128 else 64 if dim_v <= 128 else 32
+        if dim == 256:
+            dim = dim_v = of_dq = 128
         assert set(widths) == {queries, dim, dim_v, of_dq}, f"{code}: {widths}"
         assert sass.count(opcodes, "HMMA") == 0, f"{code}: products of one warp"
         products = sum(widths.values())
@@ -96,7 +99,8 @@ def test_products_are_wgmma(mains: dict[Code, Counter[str]]) -> None:
 
 def test_tiles_come_and_go_by_the_copy_engine(mains: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(mains, "sm90_backward").items():
-        sass.check_tma(code, opcodes)
+        # In clusters gradients leave from registers.
+        sass.check_tma(code, opcodes, stores=code.kernel.dim_v <= 128)
         assert sass.count(opcodes, "LDGSTS") == 0, f"{code}: copies of a thread's own"
 
 
@@ -139,8 +143,11 @@ def test_sums_have_a_fixed_order(launches: dict[str, Found]) -> None:
     for code, opcodes in launches["kernel"].items():
         if code.kernel.family == "sm90_backward":
             sass.check_atomics_count_blocks(code, opcodes, counts=True)
-            adds = {name: n for name, n in opcodes.items() if name.startswith("UBLKRED")}
-            assert adds == {"UBLKRED.G.S.ADD.F32.RN": 1}, f"{code}: {adds}"
+            adds = {n for n in opcodes if n.split(".")[0] in ("UBLKRED", "REDG") and ".F32" in n}
+            # In clusters from the registers that dQ is in, else from shared memory.
+            in_vectors = "REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU"
+            expected = in_vectors if code.kernel.dim_v > 128 else "UBLKRED.G.S.ADD.F32.RN"
+            assert adds == {expected}, f"{code}: {adds}"
         else:
             adds = {name: n for name, n in _atomics(opcodes).items() if ".F32" in name}
             assert len(adds) == 1, f"{code}: {adds}"

@@ -288,10 +288,13 @@ def assert_same_bits(got: Result, want: Result) -> None:
 
 def check(
     batch: Batch, call: Call, device: str, *, kernel: str | None = None, layout: str = "bshd",
-    **options: Any,
+    split_size: int | None = None, **options: Any,
 ) -> Result:  # fmt: skip
     """One call: right, and where kernels of dense calls are alike, with the bits of those."""
-    got = run(call, device, sinks=batch.sinks, kernel=kernel, layout=layout, **options)
+    got = run(
+        call, device, sinks=batch.sinks, kernel=kernel, layout=layout, split_size=split_size,
+        **options,
+    )  # fmt: skip
     ref, usual = batch.reference(device, **options)
     out = oracle.heads_first(torch.cat(got.out, 1), "bshd")
     oracle.assert_near(out, torch.cat(got.lse, 2), ref, usual, batch.q[0].dtype)

@@ -37,7 +37,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["sm89", "sm90_whole_tiles", None], ids=["sm89", "sm90", "choice"])
+@pytest.fixture(
+    params=["sm89", "sm90_whole_tiles", "sm89_decode", None],
+    ids=["sm89", "sm90", "decode", "choice"],
+)
 def kernel(request: pytest.FixtureRequest) -> str | None:
     """What calls ask for."""
     reason = None if request.param is None else families.why_not(request.param)
@@ -65,7 +68,7 @@ def test_every_way_to_say_where_sequences_are(
         batch = _make(dtype=dtype, dim=dim, dim_v=dim_v, heads=heads, sinks=sinks, seed=i)
         for call in ragged.ways(batch).values():
             got = _check(batch, call, kernel=kernel, **options)
-            if kernel is not None:
+            if kernel in ("sm89", "sm90_whole_tiles"):
                 name = f"attention_forward_{kernels.stem(kernel)}_{dtype}_d{dim}_dv{dim_v}_ragged"
                 capped = kernel != "sm89" and "softcap" in options
                 assert got.kernel == (f"{name}_softcap" if capped else name)

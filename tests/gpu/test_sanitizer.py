@@ -16,16 +16,27 @@ from pathlib import Path
 import capi
 import kernels
 import pytest
-from gpu import families, moe_layers, sanitize_attention_backward, sanitize_moe
+from gpu import (
+    families,
+    moe_layers,
+    sanitize_attention_backward,
+    sanitize_kv_append,
+    sanitize_moe,
+)
+from gpu import sanitize_moe_backward as moe_gradients
 
 pytestmark = pytest.mark.gpu
 
 ATTENTION = Path(__file__).with_name("sanitize_attention.py")
 BACKWARD = Path(__file__).with_name("sanitize_attention_backward.py")
+APPEND = Path(__file__).with_name("sanitize_kv_append.py")
 MOE = Path(__file__).with_name("sanitize_moe.py")
+MOE_BACKWARD = Path(__file__).with_name("sanitize_moe_backward.py")
 PARTS = [*((ATTENTION, family) for family in kernels.FAMILIES),
          *((BACKWARD, family) for family in sanitize_attention_backward.FAMILIES),
-         *((MOE, part) for part in sanitize_moe.PARTS)]  # fmt: skip
+         *((APPEND, dtype) for dtype in sanitize_kv_append.PARTS),
+         *((MOE, part) for part in sanitize_moe.PARTS),
+         *((MOE_BACKWARD, part) for part in moe_gradients.PARTS)]  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ERROR_CODE = 86
 CLEAN = ("ERROR SUMMARY: 0 errors", "0 hazards displayed (0 errors, 0 warnings)")
@@ -43,9 +54,11 @@ def sanitizer() -> str:
 
 
 def _skip_unless_served(program: Path, part: str) -> None:
-    why_not = moe_layers.why_not if program == MOE else families.why_not
+    of_experts = program in (MOE, MOE_BACKWARD)
+    why_not = moe_layers.why_not if of_experts else families.why_not
     name = "sm90_whole_tiles" if (program, part) == (BACKWARD, "sm90") else part
-    reason = why_not(name) if part != "route" else None
+    any_gpu = part == "route" or program == APPEND
+    reason = None if any_gpu else why_not(name)
     if reason is not None:
         pytest.skip(reason)
 
@@ -55,8 +68,12 @@ def _kernels(program: Path, part: str) -> set[str]:
     if program == ATTENTION:
         return {kernel.table_name for kernel in kernels.attention(part)}
     if program == BACKWARD:
-        compiled = kernels.attention(f"{part}_backward")
+        compiled = sanitize_attention_backward.dense_kernels(part)
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
+    if program == APPEND:
+        return {f"kv_append_sm89_{part}"}
+    if program == MOE_BACKWARD:
+        return moe_gradients.stated_kernels(part)
     return sanitize_moe.stated_kernels(part) if moe_layers.is_as_stated() else set()
 
 
@@ -64,7 +81,7 @@ def _options(program: Path, tool: str) -> list[str]:
     if tool == "memcheck":
         return []
     # Of the experts' calls it is known that they write what they read.
-    unwritten = tool == "initcheck" and program == MOE
+    unwritten = tool == "initcheck" and program in (MOE, MOE_BACKWARD)
     return ["--small", "--unwritten"] if unwritten else ["--small"]
 
 
@@ -101,7 +118,7 @@ def test_compute_sanitizer_finds_nothing(
         options += ["--racecheck-report", "all"]
     command = [sanitizer, *options, sys.executable, str(program), *_options(program, tool), part]
     ran = set()
-    for done in _watch(command, 1 if program == MOE else SHARES):
+    for done in _watch(command, 1 if program in (MOE, MOE_BACKWARD) else SHARES):
         text = done.stdout + done.stderr
         if "Device not supported" in text:
             pytest.skip("compute-sanitizer does not support this device or driver")

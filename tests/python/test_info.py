@@ -187,6 +187,8 @@ _PLANS: dict[Callable[..., Any], dict[str, int]] = {
     },
     fm.moe_plan_for: {"tokens": 4, "hidden": 16, "inner": 16, "experts": 8, "top_k": 2},
     fm.moe_route_plan_for: {"tokens": 4, "experts": 8, "top_k": 2},
+    fm.moe_backward_plan_for: {"tokens": 4, "hidden": 16, "inner": 16, "experts": 8, "top_k": 2},
+    fm.moe_route_backward_plan_for: {"tokens": 4, "experts": 8, "top_k": 2},
 }  # fmt: skip
 
 
@@ -204,11 +206,15 @@ def test_extents_are_integers(plan: Callable[..., Any]) -> None:
                 plan(**good | {name: wrong})
 
 
-@pytest.mark.parametrize("name", ["transposed", "bias", "return_pre_activation"])
-def test_flags_of_plans_are_bools(name: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [(fm.moe_plan_for, name) for name in ("transposed", "bias", "return_pre_activation")]
+    + [(fm.moe_backward_plan_for, name) for name in ("transposed", "bias", "pre_activation")],
+)
+def test_flags_of_plans_are_bools(plan: Callable[..., Any], name: str) -> None:
     for wrong in (1, "no", None):
         with pytest.raises(TypeError, match=rf"^{name}: got .*, accepted are False and True$"):
-            fm.moe_plan_for(**_PLANS[fm.moe_plan_for], **{name: wrong})
+            plan(**_PLANS[plan], **{name: wrong})
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_plan_reads_nothing() -> None:
     assert (given["k_cache"] == arguments()["k_cache"]).all()
     fm.kv_append(**given)
     assert plan.launches == fm.last_launches()
-    assert plan.launches[0].kernel == "kv_append_cpu_fp32_rotary_neox"
+    assert plan.launches[0].kernel == f"kv_append_cpu_{plan.isa}_fp32_rotary_neox"
 
 
 def test_nothing_is_written_that_may_not_be() -> None:
@@ -64,22 +64,141 @@ def test_nothing_is_written_that_may_not_be() -> None:
         fm.kv_append(**given)
 
 
-def test_gpus_are_refused() -> None:
+def _there(array: np.ndarray, device: tuple[int, int], bits: int = 32) -> Any:
+    """Of a tensor on a device, as plans by name take it."""
+    floats = array.dtype == np.float32
+    return array.shape, (2, bits) if floats else (0, 32), device, None
+
+
+MODEL = (256, 1)  # of GPUs: an H200
+
+
+@pytest.mark.skipif("sm89" not in fm.build_info().kernel_families, reason="built without CUDA")
+@pytest.mark.parametrize(("bits", "dtype"), [(16, "fp16"), (32, "fp32")])
+def test_a_plan_of_a_gpu(bits: int, dtype: str) -> None:
     from flashmoe_science import _core
 
-    def there(array: np.ndarray) -> Any:
-        return array.shape, (2 if array.dtype == np.float32 else 0, 32), (2, 0), None
+    given = {name: _there(x, MODEL, bits) for name, x in arguments().items()}
+    plan = fm.Plan.of(_core.plan("kv_append", given, {}))
+    assert (plan.family, plan.workspace_bytes) == ("sm89", 0)
+    (launch,) = plan.launches
+    assert launch.kernel == f"kv_append_sm89_{dtype}" and launch.block[1:] == (1, 1)
+    assert launch.shared_bytes > 0 and plan.microseconds > 0
 
-    sentence = r"^k: it is on cuda:0, but kv_append is computed on the CPU alone by this version"
-    with pytest.raises(fm.UnsupportedError, match=sentence):
-        _core.plan("kv_append", {name: there(x) for name, x in arguments().items()}, {})
+
+def test_gpus_refuse_fp64_and_builds_without_cuda_gpus() -> None:
+    from flashmoe_science import _core
+
+    wide = {name: _there(x, (2, 0), 64) for name, x in arguments().items()}
+    with pytest.raises(fm.UnsupportedError, match=r"^k: it is on cuda:0 and of dtype fp64, acc"):
+        _core.plan("kv_append", wide, {})
+    if "sm89" in fm.build_info().kernel_families:
+        return
+    given = {name: _there(x, (2, 0)) for name, x in arguments().items()}
+    with pytest.raises(fm.UnsupportedError, match="built without CUDA"):
+        _core.plan("kv_append", given, {})
 
 
-def test_jax_is_refused() -> None:
-    numpy = pytest.importorskip("jax.numpy")
-    given = {name: numpy.asarray(x) for name, x in arguments().items()}
-    with pytest.raises(fm.UnsupportedError, match=r"^k_cache: got a JAX array, accepted are"):
-        fm.kv_append(**given)
+class TestJax:
+    """New caches, in the memory of the old ones where these are donated."""
+
+    @pytest.fixture(autouse=True)
+    def _jax(self) -> None:
+        self.jax = pytest.importorskip("jax")
+
+    def arguments(self, q: bool = True) -> dict[str, Any]:
+        return {name: self.jax.numpy.asarray(x) for name, x in arguments(q).items()}
+
+    @pytest.mark.parametrize("q", [False, True])
+    @pytest.mark.parametrize("jitted", [False, True])
+    def test_bits_are_those_of_numpy(self, jitted: bool, q: bool) -> None:
+        given = self.arguments(q)
+        call = lambda given: fm.kv_append(**given)  # noqa: E731
+        made = (self.jax.jit(call) if jitted else call)(given)
+        assert isinstance(made, tuple)
+        for got, want in zip(made, expected(q), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), want)
+        for name, x in arguments(q).items():  # which nothing was written to
+            np.testing.assert_array_equal(np.asarray(given[name]), x)
+
+    def test_donated_caches_are_written_in_place(self) -> None:
+        given = self.arguments()
+        caches = given.pop("k_cache"), given.pop("v_cache")
+        where = [x.unsafe_buffer_pointer() for x in caches]
+
+        def step(k_cache: Any, v_cache: Any, rest: dict[str, Any]) -> Any:
+            return fm.kv_append(k_cache=k_cache, v_cache=v_cache, **rest)
+
+        made = self.jax.jit(step, donate_argnums=(0, 1))(*caches, given)
+        assert [x.unsafe_buffer_pointer() for x in made[:2]] == where
+        assert all(x.is_deleted() for x in caches)
+        for got, want in zip(made, expected(), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), want)
+
+    def test_a_loop_over_tokens(self) -> None:
+        """As a program that generates has it: the cache is a loop's state."""
+        jax, given = self.jax, self.arguments(q=False)
+        lengths = given.pop("cache_seqlens")
+        k, v = given.pop("k"), given.pop("v")
+
+        def step(i: Any, caches: Any) -> Any:
+            one = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (k, v))
+            return fm.kv_append(*one, *caches, cache_seqlens=lengths + i, **rest)
+
+        rest = {name: x for name, x in given.items() if name not in ("k_cache", "v_cache")}
+        made = jax.jit(lambda caches: jax.lax.fori_loop(0, 3, step, caches))(
+            (given["k_cache"], given["v_cache"])
+        )
+        for got, want in zip(made, expected(q=False), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), want)
+
+    def test_vmap_is_one_call_after_another(self) -> None:
+        given = self.arguments()
+        twice = {name: self.jax.numpy.stack([x, x]) for name, x in given.items()}
+        made = self.jax.vmap(lambda given: fm.kv_append(**given))(twice)
+        for got, want in zip(made, expected(), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.stack([want, want]))
+
+    def test_what_is_wrong_is_raised_while_it_is_traced(self) -> None:
+        given = self.arguments()
+        with pytest.raises(ValueError, match="v: its sequence length is 2, but k has 3"):
+            self.jax.jit(lambda given: fm.kv_append(**given))(given | {"v": given["v"][:, :2]})
+        with pytest.raises(ValueError, match=r"^q_out: JAX arrays cannot be written to"):
+            fm.kv_append(**given, q_out=given["q"])
+
+    def test_a_call_is_refused_whose_caches_are_not_where_they_were(self) -> None:
+        """Of a program that this package did not make, which has XLA put them elsewhere."""
+        from flashmoe_science import _core
+
+        jax, given = self.jax, self.arguments(q=False)
+        names = ("k", "v", "k_cache", "v_cache")
+        arrays = [given[name] for name in names]
+        made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[2:]]
+        options = _core.pack_options("kv_append", {})
+
+        def call(outputs: str, inputs: str = "k v k_cache v_cache ", **how: Any) -> Any:
+            make = jax.ffi.ffi_call("flashmoe_kv_append_v1", made, **how)
+            return make(*arrays, inputs=inputs, outputs=outputs, options=options)
+
+        import flashmoe_science.jax  # noqa: F401
+
+        both, aliases = "k_cache v_cache ", {"input_output_aliases": {2: 0, 3: 1}}
+        arrays[2:] = [jax.numpy.zeros((2, 9, 2, n)) for n in (16, 24)]
+        made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[2:]]
+        np.testing.assert_array_equal(call(both, **aliases)[0][:, :3], given["k"])
+        others = ((both, {}), ("v_cache k_cache ", aliases), ("k_cache q_out ", aliases))
+        for outputs, how in others:
+            with pytest.raises(Exception, match="call this target through flashmoe_science"):
+                jax.block_until_ready(call(outputs, **how))
+
+    def test_derivatives_are_refused(self) -> None:
+        given = self.arguments(q=False)
+
+        def loss(k: Any) -> Any:
+            return fm.kv_append(**(given | {"k": k}))[0].sum()
+
+        with pytest.raises(ValueError, match="a derivative of appending to a cache is asked for"):
+            self.jax.grad(loss)(given["k"])
 
 
 class TestTorch:

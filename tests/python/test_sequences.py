@@ -82,7 +82,7 @@ def test_numpy(way: str, options: dict[str, Any]) -> None:
     assert lse.tobytes() == want_lse.tobytes()
     alone = fm.flash_attention(
         BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, max_seqlen_q=12, max_seqlen_k=10**9,
-        **tables, **options,
+        split_size=8, **tables, **options,
     )  # fmt: skip
     assert alone.tobytes() == want.tobytes()
 
@@ -139,6 +139,7 @@ def test_a_plan_tells_no_operations() -> None:
         ({"k_begin": np.zeros(4, np.int64)}, TypeError, "k_begin: got dtype int64"),
         ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q: got -1, accepted is a number of 0"),
         ({"max_seqlen_k": 1.5}, TypeError, "max_seqlen_k: got 1.5 of type float"),
+        ({"split_size": -8}, ValueError, "split_size: got -8, accepted is a number of 0"),
         ({"seqused_q": np.zeros(7, np.int32)}, ValueError, "seqused_q: got 7 numbers"),
         ({"page_table": BATCH.table, "cu_seqlens_k": BATCH.cu_k}, ValueError, "cu_seqlens_k: got"),
     ],
@@ -193,7 +194,7 @@ class TestTorch:
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin",
                  "batch_index", "page_table")  # fmt: skip
         arguments = (*tensors, None, *(tables.get(name) for name in names), None, 64,
-                     "bottom_right", None, None, None, None, "bshd", None)  # fmt: skip
+                     8, "bottom_right", None, None, None, None, "bshd", None)  # fmt: skip
         for name in ("ragged_attention", "ragged_attention_with_lse"):
             operator = getattr(self.torch.ops.flashmoe, name).default
             self.torch.library.opcheck(operator, arguments)
@@ -347,8 +348,9 @@ class TestTorch:
         tensors, tables = self.arguments("packed")
         out, lse = fm.flash_attention(*tensors, **tables, return_lse=True)
         arguments = (out, *tensors, out, lse, None, None, tables["cu_seqlens_q"],
-                     tables["cu_seqlens_k"], None, None, None, None, None, None, 64, "none", None,
-                     None, None, None, "bshd", [True, False, True, True], None)  # fmt: skip
+                     tables["cu_seqlens_k"], None, None, None, None, None, None, 64, 8,
+                     "none", None, None, None, None, "bshd", [True, False, True, True],
+                     None)  # fmt: skip
         operator = self.torch.ops.flashmoe.ragged_attention_backward.default
         self.torch.library.opcheck(operator, arguments)
 
@@ -378,7 +380,9 @@ class TestJax:
         return [array(x) for x in (BATCH.packed_q, k, v)], {n: array(x) for n, x in tables.items()}
 
     @WAYS
-    @pytest.mark.parametrize("options", [{}, {"causal": True, "max_seqlen_q": 4}], ids=str)
+    @pytest.mark.parametrize(
+        "options", [{}, {"causal": True, "max_seqlen_q": 4, "split_size": 8}], ids=str
+    )
     def test_bits_are_those_of_numpy(self, way: str, options: dict[str, Any]) -> None:
         tensors, tables = self.arguments(way)
         k, v, plain = BATCH.ways()[way]

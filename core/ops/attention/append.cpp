@@ -108,16 +108,24 @@ class Reader {
                 static_cast<long long>(kMostDim));
   }
 
+  // fp64 is the CPU's alone.
+  flashmoe_status read_dtype() {
+    if (!is_on_cuda(p_.device)) {
+      return check_attention_dtype("k", *given_.k, p_.device, &p_.k.dtype);
+    }
+    FLASHMOE_TRY(check_attention_dtype("k", *given_.k, {FLASHMOE_DEVICE_CPU, 0}, &p_.k.dtype));
+    if (p_.k.dtype != Dtype::kFloat64) return FLASHMOE_OK;
+    return fail(FLASHMOE_ERROR_UNSUPPORTED,
+                "k: it is on %s and of dtype fp64, accepted on a GPU are fp16, bf16 and fp32, on "
+                "the CPU also fp64",
+                DeviceName(p_.device).text);
+  }
+
   flashmoe_status read_new_rows() {
     View view;
     FLASHMOE_TRY(check_view("k", given_.k, 4, &view));
     FLASHMOE_TRY(check_device("k", *given_.k, &p_.device));
-    if (is_on_cuda(p_.device)) {
-      return fail(FLASHMOE_ERROR_UNSUPPORTED,
-                  "k: it is on %s, but kv_append is computed on the CPU alone by this version",
-                  DeviceName(p_.device).text);
-    }
-    FLASHMOE_TRY(check_attention_dtype("k", *given_.k, p_.device, &p_.k.dtype));
+    FLASHMOE_TRY(read_dtype());
     FLASHMOE_TRY(check_rows("k", view, 4, dtype_bytes(p_.k.dtype)));
     set(view, &p_.k);
     p_.batch = rows_of_batch_ = view.shape[0];
@@ -323,7 +331,12 @@ struct KvAppend {
   static constexpr size_t kFirstOutput = 12;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "kv_append_";
-  static constexpr const KvAppendFamily* kFamilies[] = {&kCpuKvAppend};
+  static constexpr const KvAppendFamily* kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+      &kCudaKvAppend,
+#endif
+      &kCpuKvAppend,
+  };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
     FLASHMOE_TRY(check_options(kOptions, params));

@@ -60,7 +60,7 @@ struct AttentionForward {
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const AttentionFamily* kFamilies[] = {
 #if FLASHMOE_WITH_CUDA
-      &kSm89FewRowsAttention,
+      &kSm89FewRowsAttention, &kSm89DecodeAttention, &kMixedAttention,
 #endif
 #if FLASHMOE_WITH_SM90
       &kSm90Attention,

@@ -69,6 +69,7 @@ struct SequenceTables {
   int64_t rows_q;      // second extent of q: what offsets and lengths are cut to
   int64_t batch_k;     // first extent of k and v; with a page table their pages
   int64_t rows_k;      // second extent; with a page table the page size
+  int64_t split_size;  // keys of the chunks that bits may depend on; 0: these may depend on all
   AttentionMask mask;
   bool given;
   bool paged;

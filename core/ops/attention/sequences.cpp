@@ -15,11 +15,10 @@ flashmoe_status refuse_together(const char* name, const flashmoe_tensor* tensor,
               "%s: got one, accepted with %s is a null pointer: %s", name, other, why);
 }
 
-flashmoe_status check_bound(const char* name, int64_t bound) {
+flashmoe_status check_bound(const char* name, int64_t bound, const char* zero) {
   if (bound >= 0) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-              "%s: got %lld, accepted is 0 (what the tensors have room for) or more", name,
-              static_cast<long long>(bound));
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %lld, accepted is 0 (%s) or more", name,
+              static_cast<long long>(bound), zero);
 }
 
 // One tensor of int32.
@@ -121,8 +120,10 @@ flashmoe_status read_keys(const flashmoe_attention_sequences& given, const View&
 flashmoe_status check_sequences(const flashmoe_attention_sequences& given) {
   FLASHMOE_TRY(check_struct_size("flashmoe_attention_sequences", given.struct_size, sizeof given,
                                  sizeof given));
-  FLASHMOE_TRY(check_bound("max_seqlen_q", given.max_seqlen_q));
-  FLASHMOE_TRY(check_bound("max_seqlen_k", given.max_seqlen_k));
+  constexpr char kRoom[] = "what the tensors have room for";
+  FLASHMOE_TRY(check_bound("max_seqlen_q", given.max_seqlen_q, kRoom));
+  FLASHMOE_TRY(check_bound("max_seqlen_k", given.max_seqlen_k, kRoom));
+  FLASHMOE_TRY(check_bound("split_size", given.split_size, "as suits all lengths"));
   FLASHMOE_TRY(refuse_together("cu_seqlens_k", given.cu_seqlens_k, "page_table", given.page_table,
                                "a page table alone says where keys are"));
   FLASHMOE_TRY(refuse_together("batch_index", given.batch_index, "page_table", given.page_table,
@@ -141,6 +142,7 @@ flashmoe_status read_sequences(const AttentionArguments& arguments, const View& 
   tables.batch_k = k.shape[0];
   tables.rows_k = k.shape[arguments.seq_axis()];
   tables.mask = arguments.mask();
+  tables.split_size = given.split_size;
   FLASHMOE_TRY(read_queries(given, q, problem));
   FLASHMOE_TRY(read_keys(given, k, problem));
   if (given.max_seqlen_q != 0) p.seq_q = std::min(p.seq_q, given.max_seqlen_q);
@@ -157,7 +159,7 @@ int print_sequences(const AttentionProblem& p, char* text, size_t size) {
   return std::snprintf(
       text, size,
       "sequences=%lld seq_q<=%lld seq_k<=%lld heads=%lld/%lld dim=%lld/%lld %s by=%s%s%s%s%s%s%s "
-      "window=%s%lld..%s%lld",
+      "window=%s%lld..%s%lld split=%lld",
       static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
       static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
       static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
@@ -168,7 +170,7 @@ int print_sequences(const AttentionProblem& p, char* text, size_t size) {
       (mask.window & FLASHMOE_WINDOW_LEFT) != 0 ? "-" : "any-",
       static_cast<long long>(mask.window_left),
       (mask.window & FLASHMOE_WINDOW_RIGHT) != 0 ? "+" : "any+",
-      static_cast<long long>(mask.window_right));
+      static_cast<long long>(mask.window_right), static_cast<long long>(t.split_size));
 }
 
 }  // namespace flashmoe

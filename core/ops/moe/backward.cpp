@@ -174,7 +174,15 @@ struct MoeBackward {
   static constexpr size_t kFirstOutput = 13;
   static constexpr size_t kGpuAlignment = 256;
   static constexpr const char* kKernelPrefix = nullptr;
-  static constexpr const MoeBackwardFamily* kFamilies[] = {&kCpuMoeBackward};
+  static constexpr const MoeBackwardFamily* kFamilies[] = {
+#if FLASHMOE_WITH_SM90
+      &kSm90MoeBackward,
+#endif
+#if FLASHMOE_WITH_CUDA
+      &kSm89MoeBackward,
+#endif
+      &kCpuMoeBackward,
+  };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
     Problem& p = *problem;

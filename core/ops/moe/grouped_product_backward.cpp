@@ -97,7 +97,15 @@ struct GroupedProductBackward {
   static constexpr size_t kFirstOutput = 5;
   static constexpr size_t kGpuAlignment = 256;
   static constexpr const char* kKernelPrefix = nullptr;
-  static constexpr const GroupedProductBackwardFamily* kFamilies[] = {&kCpuGroupedProductBackward};
+  static constexpr const GroupedProductBackwardFamily* kFamilies[] = {
+#if FLASHMOE_WITH_SM90
+      &kSm90GroupedProductBackward,
+#endif
+#if FLASHMOE_WITH_CUDA
+      &kSm89GroupedProductBackward,
+#endif
+      &kCpuGroupedProductBackward,
+  };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
     Problem& p = *problem;

@@ -94,7 +94,12 @@ struct MoeRouteBackward {
   static constexpr size_t kFirstOutput = 5;
   static constexpr size_t kGpuAlignment = 256;
   static constexpr const char* kKernelPrefix = nullptr;
-  static constexpr const MoeRouteBackwardFamily* kFamilies[] = {&kCpuMoeRouteBackward};
+  static constexpr const MoeRouteBackwardFamily* kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+      &kCudaMoeRouteBackward,
+#endif
+      &kCpuMoeRouteBackward,
+  };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
     Problem& p = *problem;

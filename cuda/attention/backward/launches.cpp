@@ -52,6 +52,10 @@ Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   return layout;
 }
 
+int64_t row_bytes_of(const AttentionProblem& p) {
+  return (p.dim + p.dim_v) * dtype_bytes(p.q.dtype) + p.dim * int64_t{sizeof(float)};
+}
+
 flashmoe_status check_lengths(const AttentionProblem& p, const Reason& reason) {
   if (p.seq_q <= kMaxSequence && p.seq_k <= kMaxSequence) return FLASHMOE_OK;
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
@@ -125,9 +129,8 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonPa
   params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
   params->tiles_k = static_cast<int32_t>(tiles_k_of(p, entry));
   const int64_t heads_per_kv = p.heads_q / p.heads_kv;
-  const int64_t row_bytes = (p.dim + p.dim_v) * dtype_bytes(p.q.dtype) + p.dim * 4;  // Q, dO, a sum
   params->order = order_of(p.batch * p.heads_kv, heads_per_kv, params->tiles_k,
-                           p.seq_q * heads_per_kv * row_bytes, p.bounded_right,
+                           p.seq_q * heads_per_kv * row_bytes_of(p), p.bounded_right,
                            kBlocksOfLargest / entry.cluster);
   params->split = split_items_of(p, entry);
 }

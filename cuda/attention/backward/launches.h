@@ -28,6 +28,9 @@ struct Layout {
 
 Layout layout_of(const AttentionProblem& problem, const Entry& entry);
 
+// What the steps of an item read, and add to a sum, of a row of q.
+int64_t row_bytes_of(const AttentionProblem& problem);
+
 flashmoe_status check_lengths(const AttentionProblem& problem, const Reason& reason);
 
 // Plans the launches: the prologue, the kernel by at most `most_blocks` blocks, as many as run at a

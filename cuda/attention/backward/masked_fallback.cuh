@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/attention/backward/params.h"
+#include "cuda/attention/backward/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/thread.cuh"
@@ -12,6 +13,8 @@ namespace flashmoe::attention_backward {
 
 // Rows of one head and columns, of those that exist.
 struct Part {
+  static constexpr bool kRagged = false;
+
   int batch;
   int head;
   int first_row;
@@ -77,15 +80,18 @@ __device__ __forceinline__ float dot_of_rows(const uint16_t* a, const uint16_t* 
 }
 
 // P of a pair, or dS.
-template <class Traits, bool kDs>
-__device__ __forceinline__ float weight_of(const CommonParams& params, int batch, int head,
-                                           int query, int key) {
+template <class Traits, bool kDs, class AnyPart>
+__device__ __forceinline__ float weight_of(const CommonParams& params, const AnyPart& part,
+                                           int head, int query, int key) {
   using Element = typename Traits::Element;
   const int head_kv = head / params.heads_per_kv;
   const int64_t row =
-      static_cast<int64_t>(batch * params.heads_q + head) * params.tiles_q * Traits::kTileQ + query;
-  float score = dot_of_rows<Element>(row_of(params.q_rows, batch, head, query),
-                                     row_of(params.k_rows, batch, head_kv, key), params.dim);
+      static_cast<int64_t>(tile_of_head(params, part, head)) * Traits::kTileQ + query;
+  const int query_row = begin_q_of(part) + query;
+  const int key_row = begin_k_of(part) + key;
+  float score =
+      dot_of_rows<Element>(row_of(params.q_rows, batch_q_of(part), head, query_row),
+                           row_of(params.k_rows, batch_k_of(part), head_kv, key_row), params.dim);
   float slope = 1.0f;
   if (params.score.capped()) {
     params.score.cap(score);
@@ -93,14 +99,15 @@ __device__ __forceinline__ float weight_of(const CommonParams& params, int batch
   }
   const float p = numeric::exp2_approx(fmaf(score, params.score.scale_log2, -params.row_lse[row]));
   if (!kDs) return p;
-  const float dp = dot_of_rows<Element>(row_of(params.dout_rows, batch, head, query),
-                                        row_of(params.v_rows, batch, head_kv, key), params.dim_v);
+  const float dp =
+      dot_of_rows<Element>(row_of(params.dout_rows, batch_q_of(part), head, query_row),
+                           row_of(params.v_rows, batch_k_of(part), head_kv, key_row), params.dim_v);
   return p * slope * (dp - params.row_delta[row]);
 }
 
 // A whole warp.
-template <class Traits, Wanted kWanted>
-__device__ __noinline__ void masked_fallback(const CommonParams& params, const Part part) {
+template <class Traits, Wanted kWanted, class AnyPart = Part>
+__device__ __noinline__ void masked_fallback(const CommonParams& params, const AnyPart part) {
   using Element = typename Traits::Element;
   constexpr bool kOfQueries = kWanted == Wanted::kDq;
   constexpr int kColumns = kWanted == Wanted::kDv ? Traits::kDimV : Traits::kDim;
@@ -110,14 +117,18 @@ __device__ __noinline__ void masked_fallback(const CommonParams& params, const P
   const Rows& rows = kOfQueries               ? params.k_rows
                      : kWanted == Wanted::kDk ? params.q_rows
                                               : params.dout_rows;
+  const int batch = kOfQueries ? batch_q_of(part) : batch_k_of(part);
+  const int begin_row = kOfQueries ? begin_q_of(part) : begin_k_of(part);
+  const int batch_of_others = kOfQueries ? batch_k_of(part) : batch_q_of(part);
+  const int begin_of_others = kOfQueries ? begin_k_of(part) : begin_q_of(part);
   const int group = params.heads_per_kv;
   // Heads of what is summed over.
   const int first_head = kOfQueries ? part.head / group : part.head * group;
   const int end_head = first_head + (kOfQueries ? 1 : group);
   for (int row = part.first_row; row < part.end_row; ++row) {
-    const int first = kOfQueries ? params.score.first_key(row) : params.score.first_query(row);
-    const int end = kOfQueries ? params.score.end_key(row, params.seq_k)
-                               : params.score.end_query(row, params.seq_q);
+    const int first =
+        kOfQueries ? first_key_of(params, part, row) : first_query_of(params, part, row);
+    const int end = kOfQueries ? end_key_of(params, part, row) : end_query_of(params, part, row);
     float sums[kPairs][2] = {};
     bool open = true;  // some sum is not NaN yet
     for (int head = first_head; head < end_head && open; ++head) {
@@ -126,12 +137,13 @@ __device__ __noinline__ void masked_fallback(const CommonParams& params, const P
         float weight = 0.0f;
         if (own < end) {
           weight = weight_of<Traits, kWanted != Wanted::kDv>(
-              params, part.batch, kOfQueries ? part.head : head, kOfQueries ? row : own,
+              params, part, kOfQueries ? part.head : head, kOfQueries ? row : own,
               kOfQueries ? own : row);
         }
         for (int i = 0; i < kThreadsPerWarp && begin + i < end; ++i) {
           const float of_pair = __shfl_sync(kFullWarp, weight, i);
-          const uint16_t* const from = row_of(rows, part.batch, head, begin + i);
+          const uint16_t* const from =
+              row_of(rows, batch_of_others, head, begin_of_others + begin + i);
 #pragma unroll
           for (int c = 0; c < kPairs; ++c) {
             const int column = part.first_column + 2 * (c * kThreadsPerWarp + lane);
@@ -151,7 +163,7 @@ __device__ __noinline__ void masked_fallback(const CommonParams& params, const P
     }
     const float scale = kWanted == Wanted::kDv ? 1.0f : params.scale;
     const int64_t row_at =
-        part.batch * to.strides.batch + part.head * to.strides.head + row * to.strides.seq;
+        batch * to.strides.batch + part.head * to.strides.head + (begin_row + row) * to.strides.seq;
 #pragma unroll
     for (int c = 0; c < kPairs; ++c) {
       const int column = part.first_column + 2 * (c * kThreadsPerWarp + lane);

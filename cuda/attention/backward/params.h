@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/ops/attention/problem.h"
+#include "cuda/attention/backward/order.h"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/score_options.h"
 
@@ -21,45 +22,6 @@ struct Gradient {
   RowStrides strides;
   int32_t fp32;  // else of the elements' type
 };
-
-// In which order blocks take the items of the call's KV heads: tile.cuh.
-struct HeadOrder {
-  int32_t descending;        // the first so many heads descend
-  int32_t descending_group;  // heads whose items alternate
-  int32_t ascending_group;
-};
-
-// No count of the GPU at hand is in the order: the bits of dQ depend on it.
-inline constexpr int64_t kBlocksOfLargest = 132;
-inline constexpr int64_t kGroupBytes = int64_t{16} << 20;
-
-// `head_bytes` is what the items of a head read and add again and again, `bounded_right` whether a
-// row sees no key behind its own, `at_a_time` how many items the largest GPU runs.
-inline HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k, int64_t head_bytes,
-                          bool bounded_right, int64_t at_a_time = kBlocksOfLargest) {
-  tiles_k = std::max(tiles_k, int64_t{1});
-  // Up to two items for each block: the longest ones come first among so many heads.
-  const int64_t filling = std::max(2 * at_a_time / tiles_k, int64_t{1});
-  HeadOrder order = {0, 1, 1};
-  // With query heads inside an item, neighbours that descend are too far from each other for the
-  // L2. Without a bound all items begin with the same query tile, whatever the order.
-  if (bounded_right && heads_per_kv == 1 && heads >= 2 * filling) {
-    order.descending = static_cast<int32_t>(heads - filling);
-  }
-  const auto groups_of = [](int64_t count, int64_t most) {
-    count = std::max(count, int64_t{1});
-    const int64_t groups = ceil_div(count, std::clamp(most, int64_t{1}, count));
-    return static_cast<int32_t>(ceil_div(count, groups));
-  };
-  // What heads that alternate use stays in the L2, and their items wait for each other less.
-  order.descending_group =
-      groups_of(order.descending, kGroupBytes / std::max(head_bytes, int64_t{1}));
-  // Without a bound, items of long sequences that begin together still come one by one to a sum.
-  constexpr int64_t kFewUnbounded = 8;
-  order.ascending_group = groups_of(heads - order.descending,
-                                    bounded_right ? filling : std::max(filling, kFewUnbounded));
-  return order;
-}
 
 inline constexpr int64_t kMostSplits = 4;
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/attention/backward/params.h"
+#include "cuda/attention/backward/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/thread.cuh"
@@ -27,9 +28,37 @@ __device__ __forceinline__ double sum_of_warp(double value) {
   return value;
 }
 
-// A whole block.
-template <class Traits>
-__device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, int head) {
+// What this thread adds for the rows of a sequence of the head. `of` says where these are:
+// tile.cuh.
+template <class Traits, class Of>
+__device__ __forceinline__ void add_sink_rows(const CommonParams& params, const Of& of, int head,
+                                              float sink, double* sum) {
+  const int seq_q = length_q_of(params, of);
+  const auto first_row = [&](const float* numbers, const RowStrides& strides) {
+    return numbers + batch_q_of(of) * strides.batch + head * strides.head +
+           begin_q_of(of) * strides.seq;
+  };
+  const float* const row_lse = first_row(params.lse, params.lse_strides);
+  const float* const row_delta =
+      params.row_delta + static_cast<int64_t>(tile_of_head(params, of, head)) * Traits::kTileQ;
+#pragma unroll 4
+  for (int row = static_cast<int>(threadIdx.x); row < seq_q; row += kSinksThreads) {
+    const float lse = row_lse[row * params.lse_strides.seq];
+    // A sink of +inf has the weight 1: so is lse.
+    const float weight = sink == lse ? 1.0f : expf(sink - lse);
+    if (first_key_of(params, of, row) < end_key_of(params, of, row)) {
+      *sum -= static_cast<double>(weight) * row_delta[row];
+    } else if (params.dlse != nullptr) {
+      const RowStrides& strides = params.dlse_strides;
+      *sum += static_cast<double>(weight) * first_row(params.dlse, strides)[row * strides.seq];
+    }
+  }
+}
+
+// A whole block. for_sequences(add) calls add(of) for each sequence of the batch.
+template <class Traits, class ForSequences>
+__device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, int head,
+                                                  const ForSequences& for_sequences) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
   extern __shared__ double sums_of_warps[];
   const int thread = static_cast<int>(threadIdx.x);
@@ -40,23 +69,8 @@ __device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, in
                          : Numeric::to_float(static_cast<const uint16_t*>(score.sinks)[from]);
   double sum = 0.0;
   // A sink of -inf is none.
-  for (int batch = 0; batch < params.batch && sink != -INFINITY; ++batch) {
-    const int64_t row_of_head =
-        static_cast<int64_t>(batch * params.heads_q + head) * params.tiles_q * Traits::kTileQ;
-#pragma unroll 4
-    for (int row = thread; row < params.seq_q; row += kSinksThreads) {
-      const float lse = params.lse[batch * params.lse_strides.batch +
-                                   head * params.lse_strides.head + row * params.lse_strides.seq];
-      // A sink of +inf has the weight 1: so is lse.
-      const float weight = sink == lse ? 1.0f : expf(sink - lse);
-      if (score.sees_keys(row, params.seq_k)) {
-        sum -= static_cast<double>(weight) * params.row_delta[row_of_head + row];
-      } else if (params.dlse != nullptr) {
-        sum += static_cast<double>(weight) *
-               params.dlse[batch * params.dlse_strides.batch + head * params.dlse_strides.head +
-                           row * params.dlse_strides.seq];
-      }
-    }
+  if (sink != -INFINITY) {
+    for_sequences([&](const auto& of) { add_sink_rows<Traits>(params, of, head, sink, &sum); });
   }
   sum = sum_of_warp(sum);
   if (thread % kThreadsPerWarp == 0) sums_of_warps[thread / kThreadsPerWarp] = sum;
@@ -73,6 +87,15 @@ __device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, in
     if (params.accumulate) dsink += Numeric::to_float(*at);
     *at = static_cast<uint16_t>(Numeric::pack(dsink, 0.0f));
   }
+}
+
+// Of a dense batch.
+template <class Traits>
+__device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, int head) {
+  sum_sink_gradient<Traits>(params, head, [&](const auto& add) {
+    Item item = {};
+    for (item.batch = 0; item.batch < params.batch; ++item.batch) add(item);
+  });
 }
 
 static_assert(kSinksWarps <= kThreadsPerWarp, "one warp adds the sums of all");

@@ -25,9 +25,13 @@
 // Where a row does not see a key its P and dS are 0, but 0 * NaN is NaN. So gradients of a masked
 // call that are not finite are computed again by plain arithmetic (masked_fallback.cuh). Rows and
 // columns that do not exist are zeros in shared memory.
+//
+// Of ragged and padded batches (Traits::kRagged) an item knows where its sequence's rows are:
+// backward/ragged.cuh.
 #pragma once
 
 #include "cuda/attention/backward/masked_fallback.cuh"
+#include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/sm89_backward/copies.cuh"
 #include "cuda/attention/sm89_backward/params.h"
 #include "cuda/attention/sm89_backward/product.cuh"
@@ -50,6 +54,9 @@ using reread::thread_index;
 // Without a shuffle: what a warp has in common need not be known to be so.
 __device__ __forceinline__ int warp_index() { return thread_index() / kThreadsPerWarp; }
 
+using attention_backward::diagonal_of;
+using attention_backward::end_key_of;
+using attention_backward::first_key_of;
 using attention_backward::kNoItem;
 using attention_backward::Part;
 using attention_backward::Parts;
@@ -59,6 +66,7 @@ using attention_backward::Wanted;
 template <class Traits>
 struct Block {
   using Element = typename Traits::Element;
+  using Item = typename Traits::Item;
   using Numeric = numeric::ElementTraits<Element>;
   using QLayout = typename Traits::QLayout;
   using KLayout = typename Traits::KLayout;
@@ -76,7 +84,7 @@ struct Block {
   static constexpr int kHeldByScores = Traits::kScoreRows * Traits::kScoreColumns / 32;
   static constexpr int kHeldByDq = Traits::kQueryRows * Traits::kQColumns / 32;
 
-  const Params& params;
+  const typename Traits::Params& params;
   unsigned char* const shared;
   const Copies<Traits> copies;
 
@@ -131,13 +139,14 @@ struct Block {
   __device__ __forceinline__ void mask(Scores& scores) const {
     const int first_key = item().tile * Traits::kTileK + score_column();
     const int first_query = step.tile_q * Traits::kTileQ + score_row();
+    const int length_k = length_k_of(params, item());
     const int lane = lane_index();
 #pragma unroll
     for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = first_query + 16 * a + lane / 4 + 8 * half;
-        const KeyRange keys = params.score.keys(query, params.seq_k);
+        const KeyRange keys = params.score.keys(query + diagonal_of(item()), length_k);
         const int first = keys.first - first_key - 2 * (lane % 4);
         const int end = keys.end - first_key - 2 * (lane % 4);
 #pragma unroll
@@ -155,9 +164,9 @@ struct Block {
   __device__ __forceinline__ bool is_masked() const {
     const int first_key = item().tile * Traits::kTileK;
     const int first_row = step.tile_q * Traits::kTileQ;
-    const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
-    return params.score.first_key(last_row) > first_key ||
-           params.score.end_key(first_row, params.seq_k) < first_key + Traits::kTileK;
+    const int last_row = min(first_row + Traits::kTileQ, length_q_of(params, item())) - 1;
+    return first_key_of(params, item(), last_row) > first_key ||
+           end_key_of(params, item(), first_row) < first_key + Traits::kTileK;
   }
 
   // Calls take(row, a, half, n, low, high) for pairs of this lane's scores: where they are in a
@@ -316,7 +325,7 @@ struct Block {
   };
   __device__ __forceinline__ Turn ask_for_turn() const {
     const volatile Item& item = this->item();
-    const Parts parts = Parts::of<Traits>(params, step.tile_q);
+    const Parts parts = Parts::of<Traits>(params, item, step.tile_q);
     const int before = parts.before(item);
     Turn turn = {step.place(params, item), static_cast<uint32_t>(before), 0,
                  before == parts.last - parts.first};
@@ -337,7 +346,7 @@ struct Block {
   __device__ __forceinline__ void release_turn(const Step& step) const {
     if (thread_index() != 0 || params.dq_rows.rows == nullptr) return;
     const volatile Item& item = this->item();
-    const Parts parts = Parts::of<Traits>(params, step.tile_q);
+    const Parts parts = Parts::of<Traits>(params, item, step.tile_q);
     const int before = parts.before(item);
     if (before == parts.last - parts.first) return;
     ptx::store_release(params.turns + step.place(params, item), static_cast<uint32_t>(before) + 1);
@@ -348,10 +357,15 @@ struct Block {
     constexpr int kTiles = Traits::kQColumns / 8;
     const bool first = turn.before == 0;
     if (!first) wait_for_turn(turn);
+    // Ragged batches have sums for those tiles alone that need one.
+    int place = turn.place;
+    if constexpr (Traits::kRagged) {
+      place -= step.head(params, item()) * (params.tiles_q - params.sum_tiles);
+    }
     const auto each = [&](const auto& take) {
 #pragma unroll
       for (int i = 0; i < Traits::kQueryRows / 16 * kTiles; ++i) {
-        take(sum_of(turn.place, i), dq[i / kTiles][i % kTiles]);
+        take(sum_of(place, i), dq[i / kTiles][i % kTiles]);
       }
     };
     if (!turn.last) {
@@ -391,9 +405,21 @@ struct Block {
     return __all_sync(kFullWarp, finite);
   }
 
-  // Writes a warp's part of a gradient times `scale`.
-  template <int kAtoms, int kTiles>
-  __device__ __forceinline__ void write(const Gradient& to, const Part& part, float scale,
+  // Rows of a head and columns of a gradient of this item's.
+  __device__ __forceinline__ auto part_of(int head, int first_row, int end_row, int first_column,
+                                          int end_column) const {
+    if constexpr (Traits::kRagged) {
+      return attention_backward::RaggedPart{
+          attention_backward::copy_of(item()), head, first_row, end_row, first_column, end_column};
+    } else {
+      return Part{item().batch, head, first_row, end_row, first_column, end_column};
+    }
+  }
+
+  // Writes a warp's part of a gradient times `scale`, whose row 0 is the tensor's row `begin`.
+  template <int kAtoms, int kTiles, class AnyPart>
+  __device__ __forceinline__ void write(const Gradient& to, const AnyPart& part, int batch,
+                                        int begin, float scale,
                                         const float (&values)[kAtoms][kTiles][4]) const {
     const int lane = lane_index();
 #pragma unroll
@@ -403,7 +429,7 @@ struct Block {
         const int row = part.first_row + 16 * a + lane / 4 + 8 * half;
         if (row >= part.end_row) continue;
         const int64_t row_at =
-            part.batch * to.strides.batch + part.head * to.strides.head + row * to.strides.seq;
+            batch * to.strides.batch + part.head * to.strides.head + (begin + row) * to.strides.seq;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           const int column = part.first_column + 8 * n + 2 * (lane % 4);
@@ -417,11 +443,11 @@ struct Block {
 
   __device__ __forceinline__ void write_dq(const QuerySums& dq) const {
     const int first_row = step.tile_q * Traits::kTileQ + query_row();
-    const Part part = {item().batch,   step.head(params, item()),
-                       first_row,      min(first_row + Traits::kQueryRows, params.seq_q),
-                       query_column(), min(query_column() + Traits::kQColumns, params.dim)};
+    const auto part = part_of(step.head(params, item()), first_row,
+                              min(first_row + Traits::kQueryRows, length_q_of(params, item())),
+                              query_column(), min(query_column() + Traits::kQColumns, params.dim));
     if (is_clean(dq)) {
-      write(params.dq_rows, part, params.scale, dq);
+      write(params.dq_rows, part, batch_q_of(part), begin_q_of(part), params.scale, dq);
     } else {
       attention_backward::masked_fallback<Traits, Wanted::kDq>(params, part);
     }
@@ -436,11 +462,11 @@ struct Block {
     const int first_row =
         item.tile * Traits::kTileK + warp / Traits::kKeys.columns * Traits::kKeyRows;
     const int first_column = warp % Traits::kKeys.columns * (8 * kTiles);
-    const Part part = {item.batch,   item.head_kv,
-                       first_row,    min(first_row + Traits::kKeyRows, params.seq_k),
-                       first_column, min(first_column + 8 * kTiles, columns)};
+    const auto part = part_of(item.head_kv, first_row,
+                              min(first_row + Traits::kKeyRows, length_k_of(params, item)),
+                              first_column, min(first_column + 8 * kTiles, columns));
     if (is_clean(values)) {
-      write(to, part, scale, values);
+      write(to, part, batch_k_of(part), begin_k_of(part), scale, values);
     } else {
       attention_backward::masked_fallback<Traits, kWanted>(params, part);
     }
@@ -449,14 +475,18 @@ struct Block {
   // ---- steps and items ----------------------------------------------------------------------
 
   __device__ __forceinline__ void keep(int ticket) const {
-    const Item taken = Item::at<Traits>(params, ticket);
     volatile Item& to = item_at(items + 1);
-    to.batch = taken.batch;
-    to.head_kv = taken.head_kv;
-    to.tile = taken.tile;
-    to.begin = taken.begin;
-    to.end = taken.end;
-    to.ascends = taken.ascends;
+    if constexpr (Traits::kRagged) {
+      attention_backward::copy_item(params, ticket, to);
+    } else {
+      const Item taken = Item::template at<Traits>(params, ticket);
+      to.batch = taken.batch;
+      to.head_kv = taken.head_kv;
+      to.tile = taken.tile;
+      to.begin = taken.begin;
+      to.end = taken.end;
+      to.ascends = taken.ascends;
+    }
   }
   __device__ __forceinline__ int take_ticket() const {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
@@ -559,7 +589,7 @@ struct Block {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_backward_kernel(const __grid_constant__ Params params) {
+    attention_backward_kernel(const __grid_constant__ typename Traits::Params params) {
   extern __shared__ __align__(1024) unsigned char shared[];
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();

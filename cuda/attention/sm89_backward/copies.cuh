@@ -14,7 +14,12 @@
 
 namespace flashmoe::sm89_backward {
 
-using attention_backward::Item;
+using attention_backward::batch_k_of;
+using attention_backward::batch_q_of;
+using attention_backward::begin_k_of;
+using attention_backward::begin_q_of;
+using attention_backward::length_k_of;
+using attention_backward::length_q_of;
 
 // A step of an item: its query tiles, of each the query heads of the KV head one after another.
 // Head by head, a short item that ascends would wait in each head for its longer neighbours, which
@@ -36,10 +41,10 @@ struct Step {
   __device__ __forceinline__ int head(const Params& params, const AnyItem& item) const {
     return item.head_kv * params.heads_per_kv + head_of_group;
   }
-  // Among all tiles of dQ.
+  // Among all tiles of query heads.
   template <class AnyItem>
   __device__ __forceinline__ int place(const Params& params, const AnyItem& item) const {
-    return (item.batch * params.heads_q + head(params, item)) * params.tiles_q + tile_q;
+    return attention_backward::tile_of_head(params, item, head(params, item)) + tile_q;
   }
 };
 
@@ -101,11 +106,13 @@ struct Copies {
 
   // ---- copies -------------------------------------------------------------------------------
 
+  // Rows from `first_row` to before `end_row` of a sequence that begins at the tensor's row
+  // `begin`.
   template <class Layout, int kRows>
   static __device__ __forceinline__ void copy(uint32_t tile, const Rows& from, int batch, int head,
-                                              int first_row, int end_row, int dim) {
+                                              int begin, int first_row, int end_row, int dim) {
     const uint16_t* const base = from.data + batch * from.strides.batch + head * from.strides.head +
-                                 first_row * from.strides.seq;
+                                 (begin + first_row) * from.strides.seq;
     TileLoader<Layout, kRows, Traits::kThreads>(base, from.strides.seq, tile)
         .load_next(0, from.strides.seq, end_row - first_row, dim);
   }
@@ -121,16 +128,16 @@ struct Copies {
   }
   template <class AnyItem>
   __device__ __forceinline__ void copy_k(const AnyItem& item) const {
-    copy<typename Traits::KLayout, Traits::kTileK>(k(), params.k_rows, item.batch, item.head_kv,
-                                                   item.tile * Traits::kTileK, params.seq_k,
-                                                   params.dim);
+    copy<typename Traits::KLayout, Traits::kTileK>(
+        k(), params.k_rows, batch_k_of(item), item.head_kv, begin_k_of(item),
+        item.tile * Traits::kTileK, length_k_of(params, item), params.dim);
     ptx::cp_async_arrive(k_full());
   }
   template <class AnyItem>
   __device__ __forceinline__ void copy_v(const AnyItem& item) const {
-    copy<typename Traits::VLayout, Traits::kTileK>(v(), params.v_rows, item.batch, item.head_kv,
-                                                   item.tile * Traits::kTileK, params.seq_k,
-                                                   params.dim_v);
+    copy<typename Traits::VLayout, Traits::kTileK>(
+        v(), params.v_rows, batch_k_of(item), item.head_kv, begin_k_of(item),
+        item.tile * Traits::kTileK, length_k_of(params, item), params.dim_v);
     ptx::cp_async_arrive(v_full());
   }
   // For an item without steps.
@@ -143,8 +150,8 @@ struct Copies {
   __device__ __forceinline__ void copy_q(const AnyItem& item, const Step& step,
                                          uint32_t number) const {
     copy<typename Traits::QLayout, Traits::kTileQ>(
-        q(number), params.q_rows, item.batch, step.head(params, item), step.tile_q * Traits::kTileQ,
-        params.seq_q, params.dim);
+        q(number), params.q_rows, batch_q_of(item), step.head(params, item), begin_q_of(item),
+        step.tile_q * Traits::kTileQ, length_q_of(params, item), params.dim);
     copy_row_numbers(lse(number), params.row_lse, step.place(params, item));
     ptx::cp_async_arrive(q_full(number));
   }
@@ -152,8 +159,8 @@ struct Copies {
   __device__ __forceinline__ void copy_dout(const AnyItem& item, const Step& step,
                                             uint32_t number) const {
     copy<typename Traits::DoutLayout, Traits::kTileQ>(
-        dout(number), params.dout_rows, item.batch, step.head(params, item),
-        step.tile_q * Traits::kTileQ, params.seq_q, params.dim_v);
+        dout(number), params.dout_rows, batch_q_of(item), step.head(params, item), begin_q_of(item),
+        step.tile_q * Traits::kTileQ, length_q_of(params, item), params.dim_v);
     copy_row_numbers(delta(number), params.row_delta, step.place(params, item));
     ptx::cp_async_arrive(dout_full(number));
   }

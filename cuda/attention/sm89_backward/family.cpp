@@ -6,6 +6,7 @@
 #include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/attention/backward/launches.h"
+#include "cuda/attention/backward/ragged_launches.h"
 #include "cuda/attention/sm89_backward/cost.h"
 #include "cuda/attention/sm89_backward/entry.h"
 #include "cuda/attention/sm89_backward/params.h"
@@ -41,8 +42,9 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
                          facts->compute_capability % 10);
   }
   FLASHMOE_TRY(attention_backward::check_lengths(problem, reason));
+  const bool ragged = problem.sequences.given;
   const Entry* const entry = find_entry(
-      kEntries, problem, [](const Entry&) { return true; },
+      kEntries, problem, [&](const Entry& each) { return each.ragged == ragged; },
       [&](const Entry& each) { return fits(each, *facts); });
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
@@ -54,26 +56,42 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
                          facts->shared_bytes_per_multiprocessor);
   }
   // Persistent: no more blocks than run at a time.
-  FLASHMOE_TRY(attention_backward::plan_launches(problem, *entry, *facts, "",
-                                                 facts->multiprocessors, reason, plan));
+  const auto plan_launches =
+      ragged ? attention_backward::plan_ragged_launches : attention_backward::plan_launches;
+  FLASHMOE_TRY(plan_launches(problem, *entry, *facts, "", facts->multiprocessors, reason, plan));
   plan->info.microseconds =
       attention_backward::microseconds_of(problem, *entry, speed_of(*entry, *facts), *facts);
   return FLASHMOE_OK;
 }
 
+flashmoe_status launch_ragged(const AttentionBackwardProblem& problem, const Plan& plan,
+                              const Entry& entry, char* workspace, void* stream) {
+  Prepared<RaggedParams> kept(plan.detail);
+  if (!kept.ready()) {
+    attention_backward::fill_ragged_params(problem, entry, &*kept);
+    kept.set_ready(true);
+  }
+  attention_backward::fill_ragged_addresses(problem, entry, workspace, &*kept);
+  return attention_backward::launch_all(plan, &*kept, stream);
+}
+
 flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan, void* workspace,
                        void* stream) {
-  const Entry& entry = *static_cast<const Entry*>(plan.entries[1]);
+  const bool ragged = problem.sequences.given;
+  const Entry& entry = *static_cast<const Entry*>(
+      plan.entries[ragged ? attention_backward::kRaggedKernelLaunch : 1]);
+  auto* const memory = static_cast<char*>(workspace);
   const int device_id = problem.device.device_id;
   const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
+  if (ragged) return launch_ragged(problem, plan, entry, memory, stream);
   Prepared<Params> kept(plan.detail);
   if (!kept.ready()) {
     attention_backward::fill_params(problem, entry, &*kept);
     kept.set_ready(true);
   }
-  attention_backward::fill_addresses(problem, attention_backward::layout_of(problem, entry),
-                                     static_cast<char*>(workspace), &*kept);
+  attention_backward::fill_addresses(problem, attention_backward::layout_of(problem, entry), memory,
+                                     &*kept);
   return attention_backward::launch_all(plan, &*kept, stream);
 }
 

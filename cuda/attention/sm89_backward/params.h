@@ -1,14 +1,15 @@
 // Kernel parameters of the sm_89 attention backward, filled on the host.
 #pragma once
 
-#include "cuda/attention/backward/params.h"
+#include "cuda/attention/backward/ragged_params.h"
 
 namespace flashmoe::sm89_backward {
 
 using attention_backward::Gradient;
 using attention_backward::Rows;
 using Params = attention_backward::CommonParams;
+using RaggedParams = attention_backward::RaggedParams;
 
-static_assert(sizeof(Params) <= 4096, "a kernel has 4 KiB of parameters everywhere");
+static_assert(sizeof(RaggedParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");
 
 }  // namespace flashmoe::sm89_backward

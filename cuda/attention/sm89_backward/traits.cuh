@@ -2,6 +2,9 @@
 // memory.
 #pragma once
 
+#include <type_traits>
+
+#include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/backward/tile.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
@@ -31,6 +34,7 @@ struct Tuning {
   int dout_stages;        // of dO: one or two
   int buffers;            // steps of P and dS at a time; with two, one barrier a step is enough
   int most_shared_bytes;  // of a block, on the GPUs that it is for
+  bool ragged = false;    // of sequences: ragged and padded batches
 };
 
 // For GPUs with 228 KiB a multiprocessor.
@@ -63,12 +67,31 @@ struct AdaTuning {
   }();
 };
 
+// The same of ragged and padded batches.
+template <int kDim, int kDimV, class TuningOf>
+struct RaggedTuningOf {
+  static constexpr Tuning value = [] {
+    Tuning tuning = TuningOf::value;
+    tuning.ragged = true;
+    return tuning;
+  }();
+};
+template <int kDim, int kDimV>
+struct RaggedTuning : RaggedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>> {};
+template <int kDim, int kDimV>
+struct RaggedAdaTuning : RaggedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>> {};
+
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
+  static constexpr bool kRagged = kTuning.ragged;
+  using Params = std::conditional_t<kRagged, attention_backward::RaggedParams,
+                                    attention_backward::CommonParams>;
+  using Item =
+      std::conditional_t<kRagged, attention_backward::RaggedItem, attention_backward::Item>;
   static constexpr int kWarps = kTuning.warps;
   static constexpr int kThreads = kWarps * kThreadsPerWarp;
   static constexpr int kTileQ = kTuning.tile_q;
@@ -113,7 +136,7 @@ struct Traits {
   static constexpr int kLseOffset = kDsOffset + kBuffers * kScoreBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
   static constexpr int kItemOffset = kDeltaOffset + kDoutStages * kRowBytes;
-  static constexpr int kItemBytes = static_cast<int>(sizeof(attention_backward::Item));
+  static constexpr int kItemBytes = static_cast<int>(sizeof(Item));
   static constexpr int kBarriers = 2 + kStages + kDoutStages;
   // The item at hand, the next one, and the one before, which slow warps may be writing still.
   static constexpr int kItems = 4;

@@ -27,6 +27,7 @@
 // docs/kernels/attention_backward_sm90.md.
 #pragma once
 
+#include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/attention/sm90_backward/params.h"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
@@ -44,6 +45,11 @@
 
 namespace flashmoe::sm90_backward {
 
+using attention_backward::batch_k_of;
+using attention_backward::begin_k_of;
+using attention_backward::CommonParams;
+using attention_backward::length_k_of;
+using attention_backward::length_q_of;
 using reread::lane_id;
 using reread::lane_index;
 using reread::thread_index;
@@ -59,7 +65,12 @@ enum SlotUse : uint32_t {
   kPart,      // a part of dQ that others follow
   kLastPart,  // the slot holds the sum of the parts before it
   kOnlyPart,
+  kFirstPart,  // by products: no sum is there yet
 };
+
+// What the first consumer has to do in a step of a sequence; the second one's bit is the next.
+inline constexpr uint32_t kMaskedDuty = 1;  // some query does not see all of its keys
+inline constexpr uint32_t kUnseenDuty = 4;  // none sees one of its keys
 
 template <class Traits>
 struct Barriers {
@@ -96,7 +107,7 @@ struct Barriers {
   }
   // With Share::kProducts: P is in the buffer that dS will be in.
   __device__ __forceinline__ uint32_t p_full(int buffer) const { return ds_empty(buffer); }
-  // The other block made its dQ of the dS of this buffer, of both blocks.
+  // Both blocks made their dQ of the dS of this buffer, which each has a copy of.
   __device__ __forceinline__ uint32_t ds_taken(int buffer) const {
     return at(kSlotBarriers + 2 * kSlots + 4 + buffer);
   }
@@ -113,7 +124,8 @@ struct Barriers {
     return at(Traits::kBarriers) + Traits::kSlotWordBytes * slot;
   }
   __device__ __forceinline__ uint32_t slot_tile(int slot) const { return slot_use(slot) + 4; }
-  // With panels: whose turn is still to be given on, and the first query of a stage.
+  // With panels: whose turn is still to be given on, and the first query of a stage. Of sequences:
+  // what each consumer has to do in the step of a stage.
   __device__ __forceinline__ uint32_t held_tile(int slot) const { return slot_use(slot) + 8; }
   __device__ __forceinline__ uint32_t held_before(int slot) const { return slot_use(slot) + 12; }
   __device__ __forceinline__ uint32_t stage_row(int stage) const {
@@ -160,16 +172,48 @@ struct Counters<true> {
   __device__ __forceinline__ Counters() : index(0), items(0), slot_uses(0), holds(0) {}
 };
 
+// By products: in which stage the first unit of dO of a step comes. They go round in a ring whose
+// length the units of a step need not divide.
+template <class Traits>
+struct DoutRing {
+  uint32_t stage : 8;
+  uint32_t parity : 8;
+  __device__ __forceinline__ DoutRing() : stage(0), parity(0) {}
+  __device__ __forceinline__ uint32_t stage_of(uint32_t unit) const {
+    const uint32_t behind = stage + unit;
+    return behind < Traits::kDoStages ? behind : behind - Traits::kDoStages;
+  }
+  __device__ __forceinline__ uint32_t parity_of(uint32_t unit) const {
+    return parity ^ (stage + unit >= Traits::kDoStages);
+  }
+  __device__ __forceinline__ void advance() {
+    parity = parity_of(Traits::kDoUnits);
+    stage = stage_of(Traits::kDoUnits);
+  }
+};
+
 // ---- producer: one thread
 // ------------------------------------------------------------------------------------------
 
-// Read where it is used: there are too few registers to keep it.
-using SharedItem = volatile Item;
+// Kernel parameters of traits.
+template <class Traits>
+using ParamsFor = std::conditional_t<Traits::kRagged, RaggedParams, Params>;
 
 // Whether a later split of the item writes its dV and dK.
 template <class AnyItem>
-__device__ __forceinline__ bool leaves_sums(const Params& params, const AnyItem& item) {
-  return item.split_item != kWhole && item.split + 1 < params.split.splits;
+__device__ __forceinline__ bool leaves_sums(const CommonParams& params, const AnyItem& item) {
+  if constexpr (AnyItem::kRagged) {
+    return false;
+  } else {
+    return item.split_item != kWhole && item.split + 1 < params.split.splits;
+  }
+}
+
+// Coordinates of a box of rows from `row` on of a sequence of `length` rows, of which the first is
+// the tensor's row `begin`, in a ragged map.
+__device__ __forceinline__ sm90::RaggedRow row_of_sequence(int row, int batch, int rows_per_batch,
+                                                           int begin, int length) {
+  return sm90::RaggedRow::at(row, batch * rows_per_batch + begin, length);
 }
 
 template <class Traits>
@@ -177,13 +221,20 @@ struct Producer : Counters<Traits::kInPanels> {
   using Counters<Traits::kInPanels>::index;
   using Counters<Traits::kInPanels>::items;
 
-  const Params& params;
+  using Item = ItemFor<Traits>;
+  static_assert(sizeof(Item) == Traits::kItemBytes);
+  // Read where it is used: there are too few registers to keep it.
+  using SharedItem = volatile Item;
+
+  const ParamsFor<Traits>& params;
   const Barriers<Traits> barriers;
   const uint32_t shared;
   Item* const shared_items;
+  DoutRing<Traits> dout_ring;
 
-  __device__ __forceinline__ Producer(const Params& params_, const Barriers<Traits>& barriers_,
-                                      uint32_t shared_, Item* items_)
+  __device__ __forceinline__ Producer(const ParamsFor<Traits>& params_,
+                                      const Barriers<Traits>& barriers_, uint32_t shared_,
+                                      Item* items_)
       : params(params_), barriers(barriers_), shared(shared_), shared_items(items_) {}
 
   // A tile of queries. Of blocks that share an item each loads every second box, to both.
@@ -204,6 +255,44 @@ struct Producer : Counters<Traits::kInPanels> {
     }
   }
 
+  // The same of a sequence.
+  template <int kBoxes>
+  __device__ __forceinline__ void load_rows_of_sequence(uint32_t to, const CUtensorMap& map,
+                                                        uint32_t full, const SharedItem& item,
+                                                        int tile_q, int head,
+                                                        int rows_per_batch) const {
+    const sm90::RaggedRow at = row_of_sequence(tile_q * Traits::kTileQ, item.batch_q,
+                                               rows_per_batch, item.begin_q, item.length_q);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      ptx::tma_load(to + box * Traits::kQueryBoxBytes, &map, full, ptx::kEvictNormal,
+                    box * kBoxColumns, at.row, head, at.base, at.wrap);
+    }
+  }
+
+  // Of a step of a sequence: lengths are in shared memory, and the consumers have no time for them.
+  __device__ __forceinline__ uint32_t duties_of(const SharedItem& item, int tile_q) const {
+    const int row = tile_q * Traits::kTileQ;
+    const int last_row = min(row + Traits::kTileQ, length_q_of(params, item)) - 1;
+    const int first_key = item.tile * Traits::kTileK;
+    // The keys that all queries see are from `first_of_all` to before `end_of_all`, those that any
+    // sees from `first` to before `end`.
+    const int first_of_all = attention_backward::first_key_of(params, item, last_row) - first_key;
+    const int end_of_all = attention_backward::end_key_of(params, item, row) - first_key;
+    const int first = attention_backward::first_key_of(params, item, row) - first_key;
+    const int end = attention_backward::end_key_of(params, item, last_row) - first_key;
+    uint32_t duties = 0;
+#pragma unroll
+    for (int group = 0; group < kConsumers; ++group) {
+      const int key = group * kKeysPerGroup;
+      if (first_of_all > key || end_of_all < key + kKeysPerGroup) duties |= kMaskedDuty << group;
+      if (Traits::kTileQ == kKeysPerGroup && (end <= key || first >= key + kKeysPerGroup)) {
+        duties |= kUnseenDuty << group;
+      }
+    }
+    return duties;
+  }
+
   __device__ __forceinline__ void load_q(const SharedItem& item, const Steps& steps) {
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
@@ -212,19 +301,51 @@ struct Producer : Counters<Traits::kInPanels> {
     if constexpr (Traits::kInPanels) {
       ptx::store_shared(barriers.stage_row(stage), static_cast<uint32_t>(tile_q * Traits::kTileQ));
     }
+    if constexpr (Traits::kRagged) {
+      ptx::store_shared(barriers.stage_row(stage), duties_of(item, tile_q));
+    }
     const uint32_t full = barriers.q_full(stage);
     ptx::mbarrier_arrive_expect(
         full, Traits::kQBytes + (Traits::kDeltaWithQ ? 2 : 1) * Traits::kRowBytes);
-    load_rows<Traits::kBoxes>(shared + Traits::kQOffset + stage * Traits::kQBytes, params.q, full,
-                              0, tile_q, head * params.q_repeats.head,
-                              item.batch * params.q_repeats.batch);
+    const uint32_t to = shared + Traits::kQOffset + stage * Traits::kQBytes;
+    if constexpr (Traits::kRagged) {
+      load_rows_of_sequence<Traits::kBoxes>(to, params.q, full, item, tile_q,
+                                            head * params.q_repeats.head, params.q_rows_per_batch);
+    } else {
+      load_rows<Traits::kBoxes>(to, params.q, full, 0, tile_q, head * params.q_repeats.head,
+                                item.batch * params.q_repeats.batch);
+    }
     ptx::bulk_load(shared + Traits::kLseOffset + stage * Traits::kRowBytes,
                    params.row_lse + rows_of(item, head, tile_q), Traits::kRowBytes, full,
                    ptx::kEvictNormal);
     if constexpr (Traits::kDeltaWithQ) load_delta(item, head, tile_q, stage, full);
   }
 
+  // Of each unit the blocks load every second box, to both.
+  __device__ __forceinline__ void load_dout_by_units(const SharedItem& item, const Steps& steps) {
+    constexpr int kBoxesOfUnit = Traits::kBoxesV / Traits::kDoUnits;
+    const int head = (item.head_kv * params.heads_per_kv + steps.head) * params.dout_repeats.head;
+#pragma unroll
+    for (int unit = 0; unit < Traits::kDoUnits; ++unit) {
+      const uint32_t stage = dout_ring.stage_of(unit);
+      wait_for_blocks<Traits>(barriers.do_empty(stage), dout_ring.parity_of(unit) ^ 1);
+      const uint32_t full = barriers.do_full(stage);
+      ptx::mbarrier_arrive_expect(full, Traits::kDoUnitBytes);
+#pragma unroll
+      for (int i = 0; i < kBoxesOfUnit; ++i) {
+        const int box = unit * kBoxesOfUnit + i;
+        if ((box + 1) % Traits::kCluster != block_rank<Traits>()) continue;
+        ptx::tma_load_multicast(
+            shared + Traits::kDoOffset + stage * Traits::kDoUnitBytes + i * Traits::kQueryBoxBytes,
+            &params.dout, full, ptx::kEvictNormal, (1 << Traits::kCluster) - 1, box * kBoxColumns,
+            steps.tile_q * Traits::kTileQ, head, item.batch * params.dout_repeats.batch);
+      }
+    }
+    dout_ring.advance();
+  }
+
   __device__ __forceinline__ void load_dout(const SharedItem& item, const Steps& steps) {
+    if constexpr (Traits::kByProducts) return load_dout_by_units(item, steps);
     const int head = item.head_kv * params.heads_per_kv + steps.head;
     const int tile_q = steps.tile_q;
     const uint32_t stage = index % Traits::kDoStages;
@@ -232,9 +353,15 @@ struct Producer : Counters<Traits::kInPanels> {
     const uint32_t full = barriers.do_full(stage);
     ptx::mbarrier_arrive_expect(full,
                                 Traits::kDoBytes + (Traits::kDeltaWithQ ? 0 : Traits::kRowBytes));
-    load_rows<Traits::kBoxesV>(shared + Traits::kDoOffset + stage * Traits::kDoBytes, params.dout,
-                               full, 1, tile_q, head * params.dout_repeats.head,
-                               item.batch * params.dout_repeats.batch);
+    const uint32_t to = shared + Traits::kDoOffset + stage * Traits::kDoBytes;
+    if constexpr (Traits::kRagged) {
+      load_rows_of_sequence<Traits::kBoxesV>(to, params.dout, full, item, tile_q,
+                                             head * params.dout_repeats.head,
+                                             params.dout_rows_per_batch);
+    } else {
+      load_rows<Traits::kBoxesV>(to, params.dout, full, 1, tile_q, head * params.dout_repeats.head,
+                                 item.batch * params.dout_repeats.batch);
+    }
     if constexpr (!Traits::kDeltaWithQ) load_delta(item, head, tile_q, stage, full);
   }
 
@@ -246,8 +373,13 @@ struct Producer : Counters<Traits::kInPanels> {
   }
 
   __device__ __forceinline__ int64_t rows_of(const SharedItem& item, int head, int tile_q) const {
-    return (static_cast<int64_t>(item.batch * params.heads_q + head) * params.tiles_q + tile_q) *
-           Traits::kTileQ;
+    if constexpr (Traits::kRagged) {
+      return static_cast<int64_t>(attention_backward::tile_of_head(params, item, head) + tile_q) *
+             Traits::kTileQ;
+    } else {
+      return (static_cast<int64_t>(item.batch * params.heads_q + head) * params.tiles_q + tile_q) *
+             Traits::kTileQ;
+    }
   }
 
   __device__ __forceinline__ void load_v(const SharedItem& item, bool any) {
@@ -257,12 +389,31 @@ struct Producer : Counters<Traits::kInPanels> {
       return;
     }
     ptx::mbarrier_arrive_expect(barriers.v_full(), Traits::kVBytes);
+    if constexpr (Traits::kRagged) {
+      load_keys_of_sequence<Traits::kBoxesV>(shared + Traits::kVOffset, params.v, barriers.v_full(),
+                                             item, item.head_kv * params.v_repeats.head,
+                                             params.v_rows_per_batch);
+      return;
+    } else {
 #pragma unroll
-    for (int box = 0; box < Traits::kBoxesV; ++box) {
-      ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
-                    barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns,
-                    first_key_of(item, block_rank<Traits>()), item.head_kv * params.v_repeats.head,
-                    item.batch * params.v_repeats.batch);
+      for (int box = 0; box < Traits::kBoxesV; ++box) {
+        ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
+                      barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns,
+                      first_key_of(item, block_rank<Traits>()),
+                      item.head_kv * params.v_repeats.head, item.batch * params.v_repeats.batch);
+      }
+    }
+  }
+  template <int kBoxes>
+  __device__ __forceinline__ void load_keys_of_sequence(uint32_t to, const CUtensorMap& map,
+                                                        uint32_t full, const SharedItem& item,
+                                                        int head, int rows_per_batch) const {
+    const sm90::RaggedRow at = row_of_sequence(first_key_of(item, 0), item.batch_k, rows_per_batch,
+                                               item.begin_k, item.length_k);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      ptx::tma_load(to + box * Traits::kKeyBoxBytes, &map, full, ptx::kEvictNormal,
+                    box * kBoxColumns, at.row, head, at.base, at.wrap);
     }
   }
 
@@ -275,7 +426,13 @@ struct Producer : Counters<Traits::kInPanels> {
     }
     ptx::mbarrier_arrive_expect(barriers.k_full(), Traits::kKBytes + Traits::kOtherKBytes);
     const uint32_t rank = block_rank<Traits>();
-    load_boxes_of_k<Traits::kBoxes>(shared + Traits::kKOffset, item, 0, rank);
+    if constexpr (Traits::kRagged) {
+      load_keys_of_sequence<Traits::kBoxes>(shared + Traits::kKOffset, params.k, barriers.k_full(),
+                                            item, item.head_kv * params.k_repeats.head,
+                                            params.k_rows_per_batch);
+    } else {
+      load_boxes_of_k<Traits::kBoxes>(shared + Traits::kKOffset, item, 0, rank);
+    }
     if constexpr (Traits::kCluster > 1) {
       load_boxes_of_k<Traits::kOtherBoxes>(shared + Traits::kOtherKOffset, item,
                                            rank * Traits::kBoxes / 2, rank ^ 1);
@@ -303,7 +460,7 @@ struct Producer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ Item take_item(Item* place) {
     if constexpr (Traits::kCluster > 1) {
       if (block_rank<Traits>() != 0) {
-        ptx::mbarrier_arrive_expect(barriers.item_full(), kItemBytes);
+        ptx::mbarrier_arrive_expect(barriers.item_full(), Traits::kItemBytes);
         ptx::mbarrier_arrive_cluster(ptx::map_to_rank(barriers.item_wanted(), 0));
         ptx::mbarrier_wait_cluster(barriers.item_full(), items & 1);
         const SharedItem& item = *place;
@@ -312,22 +469,31 @@ struct Producer : Counters<Traits::kInPanels> {
       }
       ptx::mbarrier_wait_cluster(barriers.item_wanted(), items & 1);
     }
-    const Item item = Item::at<Traits>(params, take_ticket());
-    *place = item;
-    if constexpr (Traits::kCluster > 1) {
-      const uint32_t full = ptx::map_to_rank(barriers.item_full(), 1);
-      const uint32_t to =
-          ptx::map_to_rank(shared + Traits::kItemOffset + items % kItemsHeld * kItemBytes, 1);
-      ptx::store_async(to, item.batch, full);
-      ptx::store_async(to + 4, item.head_kv, full);
-      ptx::store_async(to + 8, item.tile, full);
-      ptx::store_async(to + 12, item.begin, full);
-      ptx::store_async(to + 16, item.end, full);
-      ptx::store_async(to + 20, item.ascends, full);
-      ptx::store_async(to + 24, item.split_item, full);
-      ptx::store_async(to + 28, item.split, full);
+    if constexpr (Traits::kRagged) {
+      attention_backward::copy_item(params, take_ticket(), *place);
+      Item item = {};  // what steps are made of
+      item.begin = place->begin;
+      item.end = place->tile == kNoItem ? item.begin : place->end;
+      item.ascends = place->ascends;
+      return item;
+    } else {
+      const Item item = Item::template at<Traits>(params, take_ticket());
+      *place = item;
+      if constexpr (Traits::kCluster > 1) {
+        const uint32_t full = ptx::map_to_rank(barriers.item_full(), 1);
+        const uint32_t to = ptx::map_to_rank(
+            shared + Traits::kItemOffset + items % kItemsHeld * Traits::kItemBytes, 1);
+        ptx::store_async(to, item.batch, full);
+        ptx::store_async(to + 4, item.head_kv, full);
+        ptx::store_async(to + 8, item.tile, full);
+        ptx::store_async(to + 12, item.begin, full);
+        ptx::store_async(to + 16, item.end, full);
+        ptx::store_async(to + 20, item.ascends, full);
+        ptx::store_async(to + 24, item.split_item, full);
+        ptx::store_async(to + 28, item.split, full);
+      }
+      return item;
     }
-    return item;
   }
 
   // K comes last of what an item begins with: it is the last to be given back. An item is taken
@@ -360,9 +526,8 @@ struct Producer : Counters<Traits::kInPanels> {
 // -----------------------------------------------------------------------------
 
 // The first panel of dQ of a step that a consumer has, of which every second one is its.
-template <class Traits>
 __device__ __forceinline__ int first_panel(uint32_t step, int group) {
-  return static_cast<int>((Traits::kByProducts ? group + 1 : step + group) & 1);
+  return static_cast<int>((step + group) & 1);
 }
 
 template <class Traits>
@@ -372,14 +537,20 @@ struct Writer : Counters<Traits::kInPanels> {
   using Counters<Traits::kInPanels>::slot_uses;
   using Counters<Traits::kInPanels>::holds;
 
-  const Params& params;
+  using Item = ItemFor<Traits>;
+  using SharedItem = volatile Item;
+  // What is known of an item in a turn: of ragged batches it is read where it is used.
+  using HeldItem = std::conditional_t<Traits::kRagged, const SharedItem&, const Item>;
+
+  const ParamsFor<Traits>& params;
   const Barriers<Traits> barriers;
   const uint32_t shared_slot;
   const Item* const shared_items;
   const int slot;
 
-  __device__ __forceinline__ Writer(const Params& params_, const Barriers<Traits>& barriers_,
-                                    uint32_t shared_slot_, const Item* items_, int slot_)
+  __device__ __forceinline__ Writer(const ParamsFor<Traits>& params_,
+                                    const Barriers<Traits>& barriers_, uint32_t shared_slot_,
+                                    const Item* items_, int slot_)
       : params(params_),
         barriers(barriers_),
         shared_slot(shared_slot_),
@@ -390,20 +561,26 @@ struct Writer : Counters<Traits::kInPanels> {
     uint32_t tile;    // of all tiles of dQ, or panels
     uint32_t before;  // parts that come before it
     bool last;
+    uint32_t sum;  // in the workspace
     __device__ __forceinline__ bool takes_sum() const { return last && before > 0; }
   };
   template <class AnyItem>
   __device__ __forceinline__ Part part_of(const AnyItem& item, int head, int tile_q,
                                           int panel = 0) const {
-    const Parts parts = Parts::of<Traits>(params, tile_q);
+    const Parts parts = Parts::of<Traits>(params, item, tile_q);
     const int before = parts.before(item);
-    const int tile = (item.batch * params.heads_q + head) * params.tiles_q + tile_q;
-    return {static_cast<uint32_t>(tile * Traits::kPanels + panel), static_cast<uint32_t>(before),
-            before == parts.last - parts.first};
+    const int tile = attention_backward::tile_of_head(params, item, head) + tile_q;
+    const auto place = static_cast<uint32_t>(tile * Traits::kPanels + panel);
+    uint32_t sum = place;
+    if constexpr (Traits::kRagged) {
+      // There are sums for those tiles alone that need one.
+      sum -= static_cast<uint32_t>(head * (params.tiles_q - params.sum_tiles));
+    }
+    return {place, static_cast<uint32_t>(before), before == parts.last - parts.first, sum};
   }
   __device__ __forceinline__ float* sums_of(const Part& part) const {
     return params.dq_sums +
-           static_cast<int64_t>(part.tile) * (Traits::kTileQ * Traits::kPanelColumns);
+           static_cast<int64_t>(part.sum) * (Traits::kTileQ * Traits::kPanelColumns);
   }
 
   __device__ __forceinline__ void wait_for_turn(const Part& part) const {
@@ -434,8 +611,23 @@ struct Writer : Counters<Traits::kInPanels> {
     ++slot_uses;
   }
 
+  __device__ __forceinline__ int dk_rows_per_batch() const {
+    if constexpr (Traits::kRagged) {
+      return params.dk_rows_per_batch;
+    } else {
+      return 0;
+    }
+  }
+  __device__ __forceinline__ int dv_rows_per_batch() const {
+    if constexpr (Traits::kRagged) {
+      return params.dv_rows_per_batch;
+    } else {
+      return 0;
+    }
+  }
+
   // Rows of 64 columns of what each consumer has.
-  __device__ __forceinline__ void store_dq(const Item& item, int head, int tile_q) const {
+  __device__ __forceinline__ void store_dq(const HeldItem& item, int head, int tile_q) const {
 #pragma unroll
     for (int group = 0; group < (Traits::kSharesDqBox ? 1 : kConsumers); ++group) {
       constexpr int kBoxesOfGroup = ceil_div(Traits::kDqColumns, kBoxColumns);
@@ -444,9 +636,15 @@ struct Writer : Counters<Traits::kInPanels> {
       for (int box = 0; box < kBoxesOfGroup; ++box) {
         const int column =
             (Traits::kSplitsColumns ? group * Traits::kDqColumns : 0) + box * kBoxColumns;
-        ptx::tma_store(&params.dq,
-                       shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes,
-                       column, row, head, item.batch);
+        const uint32_t from =
+            shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes;
+        if constexpr (Traits::kRagged) {
+          const sm90::RaggedRow at = row_of_sequence(row, item.batch_q, params.dq_rows_per_batch,
+                                                     item.begin_q, item.length_q);
+          ptx::tma_store(&params.dq, from, column, at.row, head, at.base, at.wrap);
+        } else {
+          ptx::tma_store(&params.dq, from, column, row, head, item.batch);
+        }
       }
     }
     ptx::tma_store_commit();
@@ -511,8 +709,8 @@ struct Writer : Counters<Traits::kInPanels> {
   // Writes the part of a step, whose slot is offered, and offers the slot for what comes next in
   // it. It is the consumers' again when it was read; the turn goes on when all was written.
   template <class OfferNext>
-  __device__ __forceinline__ void write_dq(const Item& item, const Part& part, int head, int tile_q,
-                                           const OfferNext& offer_next) {
+  __device__ __forceinline__ void write_dq(const HeldItem& item, const Part& part, int head,
+                                           int tile_q, const OfferNext& offer_next) {
     if (part.last) {
       wait_for_consumers();
       if (params.dq_direct.rows == nullptr) store_dq(item, head, tile_q);
@@ -538,16 +736,23 @@ struct Writer : Counters<Traits::kInPanels> {
 
   template <int kColumnBoxes>
   __device__ __forceinline__ void write_keys(const CUtensorMap& map, const Direct& direct,
-                                             const Item& item, const SharedItem& shared_item) {
+                                             const HeldItem& item, const SharedItem& shared_item,
+                                             int rows_per_batch) {
     wait_for_consumers();
     if (direct.rows != nullptr || leaves_sums(params, shared_item)) return;
 #pragma unroll
     for (int group = 0; group < kConsumers; ++group) {
 #pragma unroll
       for (int box = 0; box < kColumnBoxes; ++box) {
-        ptx::tma_store(&map, shared_slot + (group * kColumnBoxes + box) * Traits::kGroupBoxBytes,
-                       box * kBoxColumns, item.tile * Traits::kTileK + group * kKeysPerGroup,
-                       item.head_kv, item.batch);
+        const uint32_t from = shared_slot + (group * kColumnBoxes + box) * Traits::kGroupBoxBytes;
+        const int row = item.tile * Traits::kTileK + group * kKeysPerGroup;
+        if constexpr (Traits::kRagged) {
+          const sm90::RaggedRow at =
+              row_of_sequence(row, item.batch_k, rows_per_batch, item.begin_k, item.length_k);
+          ptx::tma_store(&map, from, box * kBoxColumns, at.row, item.head_kv, at.base, at.wrap);
+        } else {
+          ptx::tma_store(&map, from, box * kBoxColumns, row, item.head_kv, item.batch);
+        }
       }
     }
     ptx::tma_store_commit();
@@ -558,8 +763,7 @@ struct Writer : Counters<Traits::kInPanels> {
   template <int kColumnBoxes>
   __device__ __forceinline__ void write_keys_by_boxes(const CUtensorMap& map, const Direct& direct,
                                                       const SharedItem& item, bool last) {
-    const int group = Traits::kByProducts ? block_rank<Traits>() : slot;
-    const int row = item.tile * Traits::kTileK + group * kKeysPerGroup;
+    const int row = item.tile * Traits::kTileK + slot * kKeysPerGroup;
 #pragma unroll 1
     for (int first = 0; first < kColumnBoxes; first += Traits::kSlotBoxes) {
       wait_for_consumers();
@@ -575,7 +779,7 @@ struct Writer : Counters<Traits::kInPanels> {
     }
   }
 
-  // A slot is of one consumer: its panels of dQ of all steps, then dV, dK, or both.
+  // A slot is of one consumer: its panels of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run_by_panels() {
     for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
@@ -583,10 +787,9 @@ struct Writer : Counters<Traits::kInPanels> {
       ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
-      int panel = first_panel<Traits>(index, slot);
+      int panel = first_panel(index, slot);
       const auto part_of_panel = [&] {
-        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q,
-                       block_rank<Traits>() * Traits::kBlockPanels + panel);
+        return part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q, panel);
       };
       Part part = {};
       if (steps.left > 0) {
@@ -598,16 +801,16 @@ struct Writer : Counters<Traits::kInPanels> {
       while (steps.left > 0) {
         const Part now = part;
         panel += kConsumers;
-        if (panel >= Traits::kBlockPanels) {
+        if (panel >= Traits::kPanels) {
           steps.advance(item.ascends, params.heads_per_kv);
           ++index;
-          panel = first_panel<Traits>(index, slot);
+          panel = first_panel(index, slot);
         }
         const bool more = steps.left > 0;
         if (now.last) {
           give_turn_on();
           wait_for_consumers();
-          if (!Traits::kByProducts && params.dq_direct.rows == nullptr) store_panel(item, now);
+          if (params.dq_direct.rows == nullptr) store_panel(item, now);
         } else {
           add_panel(now);
         }
@@ -621,13 +824,8 @@ struct Writer : Counters<Traits::kInPanels> {
         }
       }
       give_turn_on();
-      if (!Traits::kByProducts || slot == 0) {
-        write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item,
-                                             Traits::kByProducts);
-      }
-      if (!Traits::kByProducts || slot == 1) {
-        write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
-      }
+      write_keys_by_boxes<Traits::kBoxesV>(params.dv, params.dv_direct, item, false);
+      write_keys_by_boxes<Traits::kBoxes>(params.dk, params.dk_direct, item, true);
     }
     ptx::tma_store_wait();
   }
@@ -637,7 +835,7 @@ struct Writer : Counters<Traits::kInPanels> {
     uint32_t next = 0;  // slot of the item's first step
     for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
-      const Item item = shared_items[items % kItemsHeld];
+      HeldItem item = shared_items[items % kItemsHeld];
       ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(item, params.heads_per_kv);
@@ -676,10 +874,10 @@ struct Writer : Counters<Traits::kInPanels> {
       }
       if (step == count) {
         write_keys<Traits::kBoxesV>(params.dv, params.dv_direct, item,
-                                    shared_items[items % kItemsHeld]);
+                                    shared_items[items % kItemsHeld], dv_rows_per_batch());
       } else {
         write_keys<Traits::kBoxes>(params.dk, params.dk_direct, item,
-                                   shared_items[items % kItemsHeld]);
+                                   shared_items[items % kItemsHeld], dk_rows_per_batch());
       }
     }
     ptx::tma_store_wait();
@@ -704,7 +902,10 @@ struct Consumer : Counters<Traits::kInPanels> {
   static constexpr int kScores = Traits::kTileQ / 2;
   static constexpr int kSlices = Traits::kTileQ / 16;
 
-  const Params& params;
+  using Item = ItemFor<Traits>;
+  using SharedItem = volatile Item;
+
+  const ParamsFor<Traits>& params;
   const Barriers<Traits> barriers;
   const uint32_t shared;
   const Item* const shared_items;
@@ -717,8 +918,9 @@ struct Consumer : Counters<Traits::kInPanels> {
   int row = 0;              // the step's first query
   bool add = false;         // to dk and dv
 
-  __device__ __forceinline__ Consumer(const Params& params_, const Barriers<Traits>& barriers_,
-                                      uint32_t shared_, const Item* items_, int group_)
+  __device__ __forceinline__ Consumer(const ParamsFor<Traits>& params_,
+                                      const Barriers<Traits>& barriers_, uint32_t shared_,
+                                      const Item* items_, int group_)
       : params(params_),
         barriers(barriers_),
         shared(shared_),
@@ -870,12 +1072,25 @@ struct Consumer : Counters<Traits::kInPanels> {
     return queries >= 32 ? ~0u : (1u << queries) - 1;
   }
 
+  // The item at hand, whose sequence masks ask for; read where it is used.
+  __device__ __forceinline__ const SharedItem& held_item() const {
+    return shared_items[items % kItemsHeld];
+  }
+
   // Whether some query of the step does not see all of this consumer's keys. Rows behind the last
   // have an lse of infinity.
   __device__ __forceinline__ bool is_masked(int first_key) const {
-    const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
-    return params.score.first_key(last_row) > first_key ||
-           params.score.end_key(row, params.seq_k) < first_key + kKeysPerGroup;
+    if constexpr (Traits::kRagged) {
+      return has_duty(kMaskedDuty);
+    } else {
+      const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
+      return params.score.first_key(last_row) > first_key ||
+             params.score.end_key(row, params.seq_k) < first_key + kKeysPerGroup;
+    }
+  }
+  // Of sequences: the producer has found out.
+  __device__ __forceinline__ bool has_duty(uint32_t duty) const {
+    return (ptx::load_shared_uint(barriers.stage_row(stage())) & duty << group) != 0;
   }
 
   // Of a key of this thread, the queries of the step that see it, as in queries_before.
@@ -883,9 +1098,10 @@ struct Consumer : Counters<Traits::kInPanels> {
     static_assert(kScores / 2 <= 32, "a bit for each query of a key");
     const int lane = lane_index();
     const int key = first_key + warp_of_group() * 16 + lane / 4 + 8 * half;
-    if (key >= params.seq_k) return 0;
-    return queries_before(params.score.end_query(key, params.seq_q) - row, lane) &
-           ~queries_before(params.score.first_query(key) - row, lane);
+    const SharedItem& item = held_item();
+    if (key >= length_k_of(params, item)) return 0;
+    return queries_before(attention_backward::end_query_of(params, item, key) - row, lane) &
+           ~queries_before(attention_backward::first_query_of(params, item, key) - row, lane);
   }
 
   // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist.
@@ -1079,9 +1295,7 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
   // columns from `first_column` on.
-  // With kPairs rows are as the copy engine takes them: pairs of 16-bit elements, aligned, to which
-  // nothing is added.
-  template <bool kPairs = false, int kRegisters, class AnySplits = NoSplits>
+  template <int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void write_directly(const Direct& to,
                                                  const float (&values)[kRegisters], float scale,
                                                  int batch, int head, int first_row, int end_row,
@@ -1102,42 +1316,45 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
-        if constexpr (kPairs) {
-          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to.rows) + place + column) =
-              Numeric::pack(four[2 * half] * scale, four[2 * half + 1] * scale);
-        } else {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float value = four[2 * half + e] * scale;
-            if (to.fp32) {
-              float* const at = static_cast<float*>(to.rows) + place + column + e;
-              if (params.accumulate) value += *at;
-              *at = value;
-            } else {
-              auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
-              if (params.accumulate) value += Numeric::to_float(*at);
-              *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
-            }
+        for (int e = 0; e < 2; ++e) {
+          float value = four[2 * half + e] * scale;
+          if (to.fp32) {
+            float* const at = static_cast<float*>(to.rows) + place + column + e;
+            if (params.accumulate) value += *at;
+            *at = value;
+          } else {
+            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
+            if (params.accumulate) value += Numeric::to_float(*at);
+            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
           }
         }
       }
     }
   }
 
-  template <bool kPairs>
-  __device__ __forceinline__ void write_dq_directly(const Direct& direct,
-                                                    const float (&dq)[Traits::kDqRegisters],
+  __device__ __forceinline__ void write_dq_directly(const float (&dq)[Traits::kDqRegisters],
                                                     uint32_t tile) const {
     const uint32_t tile_of_all = tile / Traits::kPanels;
     const int head_of_all = tile_of_all / params.tiles_q;
-    const int tile_q = tile_of_all - head_of_all * params.tiles_q;
-    const int batch = head_of_all / params.heads_q;
+    int tile_q = tile_of_all - head_of_all * params.tiles_q;
+    int batch = head_of_all / params.heads_q;
+    int begin = 0;
+    int seq_q = params.seq_q;
+    const int head = head_of_all - batch * params.heads_q;
+    if constexpr (Traits::kRagged) {
+      const SharedItem& item = held_item();
+      tile_q -= item.first_tile;
+      batch = item.batch_q;
+      begin = item.begin_q;
+      seq_q = begin + item.length_q;
+    }
     const int first_column = Traits::kSplitsColumns
                                  ? group * Traits::kDqColumns
                                  : tile % Traits::kPanels * Traits::kPanelColumns;
-    write_directly<kPairs>(direct, dq, params.scale, batch, head_of_all - batch * params.heads_q,
-                           tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group),
-                           params.seq_q, first_column, params.dim);
+    write_directly(params.dq_direct, dq, params.scale, batch, head,
+                   begin + tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), seq_q,
+                   first_column, params.dim);
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
@@ -1171,16 +1388,7 @@ struct Consumer : Counters<Traits::kInPanels> {
         }
       }
       if (params.dq_direct.rows != nullptr) {
-        write_dq_directly<false>(params.dq_direct, dq,
-                                 ptx::load_shared_uint(barriers.slot_tile(place)));
-        return;
-      }
-      if constexpr (Traits::kByProducts) {
-        // The box of a panel would be narrower than its swizzle.
-        if (params.dq_rows.rows != nullptr) {
-          write_dq_directly<true>(params.dq_rows, dq,
-                                  ptx::load_shared_uint(barriers.slot_tile(place)));
-        }
+        write_dq_directly(dq, ptx::load_shared_uint(barriers.slot_tile(place)));
         return;
       }
       if (use == kLastPart) {
@@ -1246,10 +1454,15 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // Whether no query of the step sees a key of this consumer. That is seldom so with 128 queries.
   __device__ __forceinline__ bool is_unseen(int first_key) const {
-    if (Traits::kTileQ != kKeysPerGroup) return false;
-    const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
-    return params.score.end_key(last_row, params.seq_k) <= first_key ||
-           params.score.first_key(row) >= first_key + kKeysPerGroup;
+    if constexpr (Traits::kTileQ != kKeysPerGroup) {
+      return false;
+    } else if constexpr (Traits::kRagged) {
+      return has_duty(kUnseenDuty);
+    } else {
+      const int last_row = min(row + Traits::kTileQ, params.seq_q) - 1;
+      return params.score.end_key(last_row, params.seq_k) <= first_key ||
+             params.score.first_key(row) >= first_key + kKeysPerGroup;
+    }
   }
 
   // A step in which dS is zero.
@@ -1324,15 +1537,18 @@ struct Consumer : Counters<Traits::kInPanels> {
   }
 
   __device__ __forceinline__ void write_keys() const {
-    const Item* const item = shared_items + items % kItemsHeld;
-    const int split_item = __shfl_sync(kFullWarp, item->split_item, 0);
-    const int split = __shfl_sync(kFullWarp, item->split, 0);
-    const bool leaves = split_item != kWhole && split + 1 < params.split.splits;
     Splits splits;
-    if (leaves) {
-      leave_sums(split_item, split);
-    } else if (split_item != kWhole) {
-      splits = wait_for_splits(split_item, split);
+    bool leaves = false;
+    if constexpr (!Traits::kRagged) {
+      const Item* const item = shared_items + items % kItemsHeld;
+      const int split_item = __shfl_sync(kFullWarp, item->split_item, 0);
+      const int split = __shfl_sync(kFullWarp, item->split, 0);
+      leaves = split_item != kWhole && split + 1 < params.split.splits;
+      if (leaves) {
+        leave_sums(split_item, split);
+      } else if (split_item != kWhole) {
+        splits = wait_for_splits(split_item, split);
+      }
     }
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
@@ -1356,16 +1572,17 @@ struct Consumer : Counters<Traits::kInPanels> {
                                              int columns) const {
     if (direct.rows == nullptr) {
       const uint32_t to = slot_of_group(slot, kColumnBoxes * Traits::kGroupBoxBytes);
-      if (splits.count == 0) {
+      if (Traits::kRagged || splits.count == 0) {
         store_rows(to, values, scale);
       } else {
         store_rows(to, values, scale, 0, splits);
       }
     } else {
       const SharedItem& item = shared_items[items % kItemsHeld];
-      write_directly(direct, values, scale, item.batch, item.head_kv,
-                     item.tile * Traits::kTileK + group * kKeysPerGroup, params.seq_k, 0, columns,
-                     splits);
+      const int begin = begin_k_of(item);
+      write_directly(direct, values, scale, batch_k_of(item), item.head_kv,
+                     begin + item.tile * Traits::kTileK + group * kKeysPerGroup,
+                     begin + length_k_of(params, item), 0, columns, splits);
     }
   }
 

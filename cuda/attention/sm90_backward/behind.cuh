@@ -12,14 +12,26 @@
 
 #include "cuda/attention/backward/masked_fallback.cuh"
 #include "cuda/attention/backward/prologue.cuh"
+#include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/backward/sinks.cuh"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
 
 namespace flashmoe::sm90_backward {
 
+using attention_backward::batch_k_of;
+using attention_backward::batch_q_of;
+using attention_backward::begin_k_of;
+using attention_backward::begin_q_of;
 using attention_backward::CommonParams;
+using attention_backward::end_key_of;
+using attention_backward::end_query_of;
+using attention_backward::first_key_of;
+using attention_backward::first_query_of;
 using attention_backward::Gradient;
+using attention_backward::length_k_of;
+using attention_backward::length_q_of;
+using attention_backward::Part;
 using attention_backward::Wanted;
 
 inline constexpr int kRepairBlocks = 132;
@@ -63,6 +75,8 @@ __device__ __forceinline__ bool any_nonfinite(const Gradient& gradient, int64_t 
 
 // 64 rows of dQ, or keys of dK and dV, of those that exist.
 struct Place {
+  static constexpr bool kRagged = false;
+
   int batch;
   int head;
   int first_row;
@@ -79,6 +93,18 @@ struct Place {
     return {batch, head_of_all - batch * heads, first_row,
             min(first_row + kRowsOfPlace, kOfQueries ? params.seq_q : params.seq_k)};
   }
+  // How many there are.
+  template <class Traits, Wanted kWanted>
+  static __device__ __forceinline__ int64_t count(const CommonParams& params) {
+    const int heads = kWanted == Wanted::kDq ? params.heads_q : params.heads_kv;
+    return int64_t{params.batch} * heads * places_of<Traits, kWanted>(params);
+  }
+
+  __device__ __forceinline__ Part part_of(int row, int columns) const {
+    return {batch, head, row, row + 1, 0, columns};
+  }
+
+ private:
   // Of a head.
   template <class Traits, Wanted kWanted>
   static __device__ __forceinline__ int64_t places_of(const CommonParams& params) {
@@ -87,27 +113,90 @@ struct Place {
   }
 };
 
+// The same of a sequence.
+struct RaggedPlace : attention_backward::SequencePlace {
+  int head;
+  int first_row;
+  int end_row;
+
+  template <class Traits, Wanted kWanted>
+  static __device__ __forceinline__ RaggedPlace at(const attention_backward::RaggedParams& params,
+                                                   int64_t number) {
+    constexpr bool kOfQueries = kWanted == Wanted::kDq;
+    constexpr int kPlacesOfTile = (kOfQueries ? Traits::kTileQ : Traits::kTileK) / kRowsOfPlace;
+    const auto tile = static_cast<int>(number / kPlacesOfTile);
+    const int rows_before = static_cast<int>(number % kPlacesOfTile) * kRowsOfPlace;
+    RaggedPlace place = {};
+    SequencePlace& sequence = place;
+    if constexpr (kOfQueries) {
+      const int tiles_q = params.totals->tiles_q;
+      place.head = tile / tiles_q;
+      const int tile_of_all = tile - place.head * tiles_q;
+      sequence = params.places[attention_backward::last_at_most(
+          params.first_tiles, params.sequences.count, tile_of_all)];
+      place.first_row = (tile_of_all - place.first_tile) * Traits::kTileQ + rows_before;
+      place.end_row = min(place.first_row + kRowsOfPlace, place.length_q);
+    } else {
+      const attention_backward::RaggedItem& item = params.items[tile];
+      sequence = item;
+      place.head = item.head_kv;
+      place.first_row = item.tile * Traits::kTileK + rows_before;
+      place.end_row = min(place.first_row + kRowsOfPlace, place.length_k);
+    }
+    return place;
+  }
+  template <class Traits, Wanted kWanted>
+  static __device__ __forceinline__ int64_t count(const attention_backward::RaggedParams& params) {
+    return kWanted == Wanted::kDq
+               ? int64_t{params.totals->tiles_q} * params.heads_q * (Traits::kTileQ / kRowsOfPlace)
+               : int64_t{params.totals->items} * (Traits::kTileK / kRowsOfPlace);
+  }
+
+  __device__ __forceinline__ attention_backward::RaggedPart part_of(int row, int columns) const {
+    return {static_cast<const SequencePlace&>(*this), head, row, row + 1, 0, columns};
+  }
+};
+
+template <class Traits>
+using PlaceFor = std::conditional_t<Traits::kRagged, RaggedPlace, Place>;
+template <class Traits>
+using BehindParams =
+    std::conditional_t<Traits::kRagged, attention_backward::RaggedParams, CommonParams>;
+
+// The first element of a row of a gradient.
+template <Wanted kWanted, class AnyPlace>
+__device__ __forceinline__ int64_t offset_of(const Gradient& gradient, const AnyPlace& place,
+                                             int row) {
+  constexpr bool kOfQueries = kWanted == Wanted::kDq;
+  const int batch =
+      kOfQueries ? attention_backward::batch_q_of(place) : attention_backward::batch_k_of(place);
+  const int begin =
+      kOfQueries ? attention_backward::begin_q_of(place) : attention_backward::begin_k_of(place);
+  return batch * gradient.strides.batch + place.head * gradient.strides.head +
+         (begin + row) * gradient.strides.seq;
+}
+
 // Whether some of its rows see no key, or no row sees some of its keys: those that are seen lie
 // together.
-template <Wanted kWanted>
-__device__ __forceinline__ bool has_blind(const CommonParams& params, const Place& place) {
+template <Wanted kWanted, class AnyPlace>
+__device__ __forceinline__ bool has_blind(const CommonParams& params, const AnyPlace& place) {
   const auto is_blind = [&](int row) {
     return kWanted == Wanted::kDq
-               ? !params.score.sees_keys(row, params.seq_k)
-               : params.score.first_query(row) >= params.score.end_query(row, params.seq_q);
+               ? first_key_of(params, place, row) >= end_key_of(params, place, row)
+               : first_query_of(params, place, row) >= end_query_of(params, place, row);
   };
   return is_blind(place.first_row) || is_blind(place.end_row - 1);
 }
 
 // Whether a place may hold what is not finite, as far as this one of kLanesOfPlace lanes sees.
 template <class Traits, Wanted kWanted>
-__device__ __forceinline__ bool is_suspect(const CommonParams& params, int64_t number, int lane) {
+__device__ __forceinline__ bool is_suspect(const BehindParams<Traits>& params, int64_t number,
+                                           int lane) {
   const Gradient& gradient = attention_backward::gradient_of<kWanted>(params);
   if (gradient.rows == nullptr) return false;
-  const Place place = Place::at<Traits, kWanted>(params, number);
+  const auto place = PlaceFor<Traits>::template at<Traits, kWanted>(params, number);
   if (place.first_row >= place.end_row) return false;
-  const int64_t at = place.batch * gradient.strides.batch + place.head * gradient.strides.head +
-                     place.first_row * gradient.strides.seq;
+  const int64_t at = offset_of<kWanted>(gradient, place, place.first_row);
   return has_blind<kWanted>(params, place) ||
          any_nonfinite<typename Traits::Element>(
              gradient, at, kWanted == Wanted::kDv ? params.dim_v : params.dim, lane, kLanesOfPlace);
@@ -127,27 +216,29 @@ __device__ __forceinline__ bool any_in_edges(int first, int last, int end_left, 
 
 // Whether what is not finite can have reached rows of dQ that do not see it; a whole warp.
 template <class Traits>
-__device__ __forceinline__ bool is_at_risk_dq(const CommonParams& params, const Place& place) {
+__device__ __forceinline__ bool is_at_risk_dq(const CommonParams& params,
+                                              const PlaceFor<Traits>& place) {
   using Element = typename Traits::Element;
   const int tile_q = place.first_row / Traits::kTileQ;
-  const Parts parts = Parts::of<Traits>(params, tile_q);
+  const Parts parts = Parts::of<Traits>(params, place, tile_q);
   const int head_kv = place.head / params.heads_per_kv;
   const int first_row = tile_q * Traits::kTileQ;
-  const int last_row = min(first_row + Traits::kTileQ, params.seq_q) - 1;
+  const int last_row = min(first_row + Traits::kTileQ, length_q_of(params, place)) - 1;
+  const int batch = batch_k_of(place);
   const int lane = reread::lane_index();
   return any_in_edges(
-      parts.first, parts.last, ceil_div(params.score.first_key(last_row), Traits::kTileK),
-      params.score.end_key(first_row, params.seq_k) / Traits::kTileK, [&](int tile) {
+      parts.first, parts.last, ceil_div(first_key_of(params, place, last_row), Traits::kTileK),
+      end_key_of(params, place, first_row) / Traits::kTileK, [&](int tile) {
         bool any = false;
-        const int end = min((tile + 1) * Traits::kTileK, params.seq_k);
+        const int end = min((tile + 1) * Traits::kTileK, length_k_of(params, place));
         for (int key = tile * Traits::kTileK; key < end; ++key) {
-          any = any ||
-                any_nonfinite<Element>(
-                    attention_backward::row_of(params.k_rows, place.batch, head_kv, key),
-                    params.dim, lane, kThreadsPerWarp) ||
-                any_nonfinite<Element>(
-                    attention_backward::row_of(params.v_rows, place.batch, head_kv, key),
-                    params.dim_v, lane, kThreadsPerWarp);
+          const int row = begin_k_of(place) + key;
+          any =
+              any ||
+              any_nonfinite<Element>(attention_backward::row_of(params.k_rows, batch, head_kv, row),
+                                     params.dim, lane, kThreadsPerWarp) ||
+              any_nonfinite<Element>(attention_backward::row_of(params.v_rows, batch, head_kv, row),
+                                     params.dim_v, lane, kThreadsPerWarp);
         }
         return __any_sync(kFullWarp, any) != 0;
       });
@@ -155,25 +246,29 @@ __device__ __forceinline__ bool is_at_risk_dq(const CommonParams& params, const 
 
 // The same of keys of dK and dV.
 template <class Traits>
-__device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params, const Place& place) {
+__device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params,
+                                                const PlaceFor<Traits>& place) {
   using Element = typename Traits::Element;
   const int first_key = place.first_row / Traits::kTileK * Traits::kTileK;
-  const int last_key = min(first_key + Traits::kTileK, params.seq_k) - 1;
-  const int first = params.score.first_query(first_key);
-  const int behind = params.score.end_query(last_key, params.seq_q);
+  const int seq_q = length_q_of(params, place);
+  const int last_key = min(first_key + Traits::kTileK, length_k_of(params, place)) - 1;
+  const int first = first_query_of(params, place, first_key);
+  const int behind = end_query_of(params, place, last_key);
   if (first >= behind) return false;
+  const int batch = batch_q_of(place);
+  const int begin_q = begin_q_of(place);
   const int lane = reread::lane_index();
   return any_in_edges(
       first / Traits::kTileQ, (behind - 1) / Traits::kTileQ,
-      ceil_div(params.score.first_query(last_key), Traits::kTileQ),
-      params.score.end_query(first_key, params.seq_q) / Traits::kTileQ, [&](int tile) {
+      ceil_div(first_query_of(params, place, last_key), Traits::kTileQ),
+      end_query_of(params, place, first_key) / Traits::kTileQ, [&](int tile) {
         bool any = false;
         const int begin = tile * Traits::kTileQ;
-        const int end = min(begin + Traits::kTileQ, params.seq_q);
+        const int end = min(begin + Traits::kTileQ, seq_q);
         for (int of_group = 0; of_group < params.heads_per_kv; ++of_group) {
           const int head = place.head * params.heads_per_kv + of_group;
           const int64_t numbers =
-              int64_t{place.batch * params.heads_q + head} * params.tiles_q * Traits::kTileQ;
+              int64_t{attention_backward::tile_of_head(params, place, head)} * Traits::kTileQ;
           for (int row = begin + lane; row < end; row += kThreadsPerWarp) {
             // Infinity is the lse of rows that see no key.
             any = any || !isfinite(params.row_delta[numbers + row]) ||
@@ -182,10 +277,10 @@ __device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params, cons
           for (int row = begin; row < end; ++row) {
             any = any ||
                   any_nonfinite<Element>(
-                      attention_backward::row_of(params.q_rows, place.batch, head, row), params.dim,
-                      lane, kThreadsPerWarp) ||
+                      attention_backward::row_of(params.q_rows, batch, head, begin_q + row),
+                      params.dim, lane, kThreadsPerWarp) ||
                   any_nonfinite<Element>(
-                      attention_backward::row_of(params.dout_rows, place.batch, head, row),
+                      attention_backward::row_of(params.dout_rows, batch, head, begin_q + row),
                       params.dim_v, lane, kThreadsPerWarp);
           }
         }
@@ -195,37 +290,33 @@ __device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params, cons
 
 // Computes rows of a place again that are not finite. A whole warp.
 template <class Traits, Wanted kWanted>
-__device__ __forceinline__ void repair_place(const CommonParams& params, int64_t number) {
+__device__ __forceinline__ void repair_place(const BehindParams<Traits>& params, int64_t number) {
   const Gradient& gradient = attention_backward::gradient_of<kWanted>(params);
-  const Place place = Place::at<Traits, kWanted>(params, number);
+  const auto place = PlaceFor<Traits>::template at<Traits, kWanted>(params, number);
   if (!has_blind<kWanted>(params, place)) {
     const bool at_risk = kWanted == Wanted::kDq ? is_at_risk_dq<Traits>(params, place)
                                                 : is_at_risk_keys<Traits>(params, place);
     if (!at_risk) return;
   }
   const int columns = kWanted == Wanted::kDv ? params.dim_v : params.dim;
-  const int64_t first = place.batch * gradient.strides.batch + place.head * gradient.strides.head;
 #pragma unroll 1
   for (int row = place.first_row; row < place.end_row; ++row) {
     if (!__any_sync(kFullWarp, any_nonfinite<typename Traits::Element>(
-                                   gradient, first + row * gradient.strides.seq, columns,
+                                   gradient, offset_of<kWanted>(gradient, place, row), columns,
                                    reread::lane_index(), kThreadsPerWarp))) {
       continue;
     }
-    attention_backward::masked_fallback<Traits, kWanted>(
-        params, {place.batch, place.head, row, row + 1, 0, columns});
+    attention_backward::masked_fallback<Traits, kWanted>(params, place.part_of(row, columns));
   }
 }
 
 // Places of dQ come first, then those of dV and of dK. Neighbours go to different warps: what is to
 // be computed again lies together.
 template <class Traits>
-__device__ __forceinline__ void repair(const CommonParams& params, int warp, int warps) {
+__device__ __forceinline__ void repair(const BehindParams<Traits>& params, int warp, int warps) {
   static_assert(Traits::kTileQ % kRowsOfPlace == 0 && Traits::kTileK % kRowsOfPlace == 0);
-  const int64_t of_dq =
-      int64_t{params.batch} * params.heads_q * Place::places_of<Traits, Wanted::kDq>(params);
-  const int64_t of_keys =
-      int64_t{params.batch} * params.heads_kv * Place::places_of<Traits, Wanted::kDk>(params);
+  const int64_t of_dq = PlaceFor<Traits>::template count<Traits, Wanted::kDq>(params);
+  const int64_t of_keys = PlaceFor<Traits>::template count<Traits, Wanted::kDk>(params);
   const int lane = reread::lane_index();
 #pragma unroll 1
   for (int64_t first = warp; first < of_dq + 2 * of_keys; first += int64_t{kPlacesOfWarp} * warps) {
@@ -258,7 +349,7 @@ __device__ __forceinline__ void repair(const CommonParams& params, int warp, int
 // A block for dsinks of each head, where they are wanted, and those that repair.
 template <class Traits>
 __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
-    attention_backward_behind(const __grid_constant__ CommonParams params) {
+    attention_backward_behind(const __grid_constant__ BehindParams<Traits> params) {
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
   const int sinks_blocks = params.dsinks != nullptr ? params.heads_q : 0;

@@ -13,7 +13,7 @@ inline Speed speed_of(const Entry& entry) {
   if (entry.dim <= 64) return {4.05e6, 3.75};
   if (entry.dim <= 128) return {4.5e6, 2.0};
   if (entry.dim_v <= 128) return {4.0e6, 3.0};
-  return entry.dim <= 192 ? Speed{2.4e6, 9.0} : Speed{2.9e6, 9.0};
+  return entry.dim <= 192 ? Speed{2.8e6, 5.75} : Speed{4.4e6, 7.75};
 }
 
 }  // namespace flashmoe::sm90_backward

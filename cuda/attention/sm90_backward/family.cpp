@@ -7,6 +7,8 @@
 #include "core/backends.h"
 #include "core/status.h"
 #include "cuda/attention/backward/launches.h"
+#include "cuda/attention/backward/ragged_launches.h"
+#include "cuda/attention/sm90/ragged_maps.h"
 #include "cuda/attention/sm90_backward/cost.h"
 #include "cuda/attention/sm90_backward/entry.h"
 #include "cuda/attention/sm90_backward/params.h"
@@ -26,13 +28,46 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
+// Whether consumers write a gradient themselves, since the copy engine cannot.
+bool is_direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient) {
+  return gradient.data != nullptr && (p.accumulate || gradient.dtype != p.q.dtype);
+}
+
+// Of views in ragged maps the copy engine asks for more.
+flashmoe_status check_counted(const AttentionBackwardProblem& p, const Reason& reason) {
+  const TensorRows rows = tensor_rows(p);
+  if (p.batch == 0 || rows.rows_q == 0 || rows.rows_k == 0) return FLASHMOE_OK;
+  const auto check = [&](const char* name, const auto& view, int64_t batch, int64_t of_batch) {
+    if (view.data == nullptr) return FLASHMOE_OK;
+    return sm90::check_counted_rows(name, view, batch, of_batch, kEntries[0]->box_columns, reason);
+  };
+  const auto stored = [&](const RowsView<void>& view) {
+    return is_direct(p, view) ? RowsView<void>{} : view;
+  };
+  FLASHMOE_TRY(check("q", p.q, rows.batch_q, rows.rows_q));
+  FLASHMOE_TRY(check("dout", p.dout, rows.batch_q, rows.rows_q));
+  FLASHMOE_TRY(check("dq", stored(p.dq), rows.batch_q, rows.rows_q));
+  FLASHMOE_TRY(check("k", p.k, rows.batch_k, rows.rows_k));
+  FLASHMOE_TRY(check("v", p.v, rows.batch_k, rows.rows_k));
+  FLASHMOE_TRY(check("dk", stored(p.dk), rows.batch_k, rows.rows_k));
+  return check("dv", stored(p.dv), rows.batch_k, rows.rows_k);
+}
+
 flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason& reason) {
+  const bool ragged = p.sequences.given;
   int most_dim = 0;
-  for (const Entry* entry : kEntries) most_dim = std::max(most_dim, entry->dim);
+  for (const Entry* entry : kEntries) {
+    if (entry->ragged == ragged) most_dim = std::max(most_dim, entry->dim);
+  }
   if (std::max(p.dim, p.dim_v) > most_dim) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "head dimensions %lld and %lld, accepted are up to %d",
-                         static_cast<long long>(p.dim), static_cast<long long>(p.dim_v), most_dim);
+                         "head dimensions %lld and %lld, accepted are up to %d%s",
+                         static_cast<long long>(p.dim), static_cast<long long>(p.dim_v), most_dim,
+                         ragged ? " of sequences" : "");
+  }
+  if (ragged) {
+    FLASHMOE_TRY(check_sequences_fit(p, reason));
+    FLASHMOE_TRY(check_counted(p, reason));
   }
   FLASHMOE_TRY(attention_backward::check_lengths(p, reason));
   return check_walkable(p, reason);
@@ -44,15 +79,18 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   FLASHMOE_TRY(check_hopper(device_id, &facts, reason));
   FLASHMOE_TRY(check_computable(problem, reason));
   const bool capped = problem.softcap != 0.0f;
+  const bool ragged = problem.sequences.given;
   const Entry* const entry = find_entry(
-      kEntries, problem, [&](const Entry& each) { return each.capped == capped; },
+      kEntries, problem,
+      [&](const Entry& each) { return each.capped == capped && each.ragged == ragged; },
       [](const Entry&) { return true; });
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
   }
   // Persistent: a multiprocessor holds one block.
-  FLASHMOE_TRY(attention_backward::plan_launches(problem, *entry, *facts, "a",
-                                                 facts->multiprocessors, reason, plan));
+  const auto plan_launches =
+      ragged ? attention_backward::plan_ragged_launches : attention_backward::plan_launches;
+  FLASHMOE_TRY(plan_launches(problem, *entry, *facts, "a", facts->multiprocessors, reason, plan));
   plan->info.microseconds =
       attention_backward::microseconds_of(problem, *entry, speed_of(*entry), *facts);
   return FLASHMOE_OK;
@@ -60,21 +98,22 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
 
 // What is kept with a plan: the parameters of its launches, and what their maps are of.
 constexpr int kMaps = 7;
-struct Kept {
-  Params params;
+template <class AnyParams>
+struct KeptOf {
+  AnyParams params;
   const void* mapped[kMaps];
 };
+using Kept = KeptOf<Params>;
+using KeptRagged = KeptOf<RaggedParams>;
 
-struct MapOf {
-  CUtensorMap Params::* map;
+template <class Common>
+struct MapIn {
+  CUtensorMap ParamsOf<Common>::* map;
   const void* data;
   MapShape shape;
 };
-
-// Whether consumers write a gradient themselves, since the copy engine cannot.
-bool is_direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient) {
-  return gradient.data != nullptr && (p.accumulate || gradient.dtype != p.q.dtype);
-}
+using MapOf = MapIn<attention_backward::CommonParams>;
+using RaggedMapOf = MapIn<attention_backward::RaggedParams>;
 
 // A tensor that is absent or has no rows gets a map of one row in the workspace: what a store has
 // beyond it the copy engine leaves out. So does a gradient that needs no map.
@@ -103,22 +142,71 @@ std::array<MapOf, kMaps> maps_of(const AttentionBackwardProblem& p, const Entry&
   };
 }
 
-bool encode_maps(const std::array<MapOf, kMaps>& maps, Dtype dtype, Kept* kept) {
-  for (int i = 0; i < kMaps; ++i) {
+// The same of ragged and padded batches, as ragged maps, which count the rows of all of the batch.
+struct RaggedMaps {
+  std::array<RaggedMapOf, kMaps> maps;
+  int32_t RaggedParams::* rows_per_batch[kMaps];
+  int32_t per_batch[kMaps];
+};
+
+RaggedMaps ragged_maps_of(const AttentionBackwardProblem& p, const Entry& entry, void* unwanted) {
+  using P = ParamsOf<attention_backward::RaggedParams>;
+  const TensorRows rows = tensor_rows(p);
+  RaggedMaps made = {};
+  int i = 0;
+  const auto map = [&](CUtensorMap P::* member, int32_t RaggedParams::* per_batch, const auto& view,
+                       int64_t dim, bool of_queries, int box_rows) {
+    const int64_t batch = of_queries ? rows.batch_q : rows.batch_k;
+    const int64_t of_batch = of_queries ? rows.rows_q : rows.rows_k;
+    RaggedMapOf& to = made.maps[static_cast<size_t>(i)];
+    made.rows_per_batch[i] = per_batch;
+    if (view.data != nullptr && batch > 0 && of_batch > 0 && p.batch > 0) {
+      const sm90::CountedRows counted =
+          sm90::counted_rows(view, batch, of_batch, entry.box_columns);
+      const sm90::RaggedMap ragged = sm90::ragged_map(
+          view, dim, counted, of_queries ? p.heads_q : p.heads_kv, entry.box_columns, box_rows);
+      to = {member, ragged.data, ragged.shape};
+      made.per_batch[i] = static_cast<int32_t>(counted.per_batch);
+    } else {
+      to = {member,
+            unwanted,
+            {5, {dim, 1, 1, 1, 1}, {1, 0, 0, 0, 0}, {entry.box_columns, box_rows, 1, 1, 1}}};
+    }
+    ++i;
+  };
+  const auto stored = [&](const RowsView<void>& view) {
+    return is_direct(p, view) ? RowsView<void>{} : view;
+  };
+  using R = RaggedParams;
+  map(&P::q, &R::q_rows_per_batch, p.q, p.dim, true, entry.tile_q);
+  map(&P::k, &R::k_rows_per_batch, p.k, p.dim, false, entry.tile_k);
+  map(&P::v, &R::v_rows_per_batch, p.v, p.dim_v, false, entry.tile_k);
+  map(&P::dout, &R::dout_rows_per_batch, p.dout, p.dim_v, true, entry.tile_q);
+  map(&P::dq, &R::dq_rows_per_batch, stored(p.dq), p.dim, true, entry.box_rows);
+  map(&P::dk, &R::dk_rows_per_batch, stored(p.dk), p.dim, false, entry.box_rows);
+  map(&P::dv, &R::dv_rows_per_batch, stored(p.dv), p.dim_v, false, entry.box_rows);
+  return made;
+}
+
+template <class AnyMaps, class AnyKept>
+bool encode_maps(const AnyMaps& maps, Dtype dtype, AnyKept* kept) {
+  for (size_t i = 0; i < kMaps; ++i) {
     if (!encode_map(&(kept->params.*maps[i].map), dtype, maps[i].data, maps[i].shape)) return false;
     kept->mapped[i] = maps[i].data;
   }
   return true;
 }
 
-bool move_maps(const std::array<MapOf, kMaps>& maps, Kept* kept) {
-  for (int i = 0; i < kMaps; ++i) {
+template <class AnyMaps, class AnyKept>
+bool move_maps(const AnyMaps& maps, AnyKept* kept) {
+  for (size_t i = 0; i < kMaps; ++i) {
     if (!move_map(&(kept->params.*maps[i].map), &kept->mapped[i], maps[i].data)) return false;
   }
   return true;
 }
 
-void fill_repeats(const AttentionBackwardProblem& p, Params* params) {
+template <class AnyParams>
+void fill_repeats(const AttentionBackwardProblem& p, AnyParams* params) {
   const auto repeats = [](const RowStrides& strides) {
     return Repeats{strides.batch == 0 ? 0 : 1, strides.head == 0 ? 0 : 1};
   };
@@ -129,21 +217,46 @@ void fill_repeats(const AttentionBackwardProblem& p, Params* params) {
 }
 
 // Behind the addresses.
-void fill_directs(const AttentionBackwardProblem& p, Params* params) {
+template <class AnyParams>
+void fill_directs(const AttentionBackwardProblem& p, AnyParams* params) {
   params->dq_direct = is_direct(p, p.dq) ? params->dq_rows : Direct{};
   params->dk_direct = is_direct(p, p.dk) ? params->dk_rows : Direct{};
   params->dv_direct = is_direct(p, p.dv) ? params->dv_rows : Direct{};
 }
 
+flashmoe_status launch_ragged(const AttentionBackwardProblem& problem, const Plan& plan,
+                              const Entry& entry, char* memory, void* stream) {
+  Prepared<KeptRagged> kept(plan.detail);
+  RaggedParams& params = kept->params;
+  const RaggedMaps made =
+      ragged_maps_of(problem, entry, attention_backward::unwanted_row(problem, entry, memory));
+  if (!kept.ready() || !move_maps(made.maps, &*kept)) {
+    kept.set_ready(false);  // unless the driver takes every map
+    FLASHMOE_TRY(flashmoe::encode_maps(entry.name, problem.device.device_id, [&] {
+      return encode_maps(made.maps, problem.q.dtype, &*kept);
+    }));
+    attention_backward::fill_ragged_params(problem, entry, &params);
+    fill_repeats(problem, &params);
+    for (int i = 0; i < kMaps; ++i) params.*made.rows_per_batch[i] = made.per_batch[i];
+    kept.set_ready(true);
+  }
+  attention_backward::fill_ragged_addresses(problem, entry, memory, &params);
+  fill_directs(problem, &params);
+  return attention_backward::launch_all(plan, &params, stream);
+}
+
 flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan, void* workspace,
                        void* stream) {
-  const Entry& entry = *static_cast<const Entry*>(plan.entries[1]);
+  const bool ragged = problem.sequences.given;
+  const Entry& entry = *static_cast<const Entry*>(
+      plan.entries[ragged ? attention_backward::kRaggedKernelLaunch : 1]);
   const int device_id = problem.device.device_id;
   const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
+  char* const memory = static_cast<char*>(workspace);
+  if (ragged) return launch_ragged(problem, plan, entry, memory, stream);
   Prepared<Kept> kept(plan.detail);
   const attention_backward::Layout layout = attention_backward::layout_of(problem, entry);
-  char* const memory = static_cast<char*>(workspace);
   const auto maps = maps_of(problem, entry, memory + layout.unwanted);
   if (!kept.ready() || !move_maps(maps, &*kept)) {
     kept.set_ready(false);  // unless the driver takes every map

@@ -12,13 +12,13 @@ namespace flashmoe::sm90_backward {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_backward_kernel(const __grid_constant__ Params params) {
+    attention_backward_kernel(const __grid_constant__ ParamsFor<Traits> params) {
   // There is no room to align it by hand.
   extern __shared__ __align__(kSharedAlignment) unsigned char raw[];
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(raw));
   if (shared % kSharedAlignment != 0) __trap();
   const Barriers<Traits> barriers{shared + Traits::kBarriersOffset};
-  auto* items = reinterpret_cast<Item*>(raw + Traits::kItemOffset);
+  auto* items = reinterpret_cast<ItemFor<Traits>*>(raw + Traits::kItemOffset);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     constexpr int kWarps = 4;  // of a consumer
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // Queries go to all blocks of a cluster at once.
     constexpr int kWarpsOfQueries = Traits::kCluster * kConsumerWarps;
     ptx::mbarrier_init(barriers.k_full(), 1);
-    ptx::mbarrier_init(barriers.k_empty(), kConsumerWarps + kSlots);
+    ptx::mbarrier_init(barriers.k_empty(), kWarps * Traits::kConsumerGroups + kSlots);
     ptx::mbarrier_init(barriers.v_full(), 1);
     ptx::mbarrier_init(barriers.v_empty(), kWarpsOfV);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int buffer = 0; buffer < 2; ++buffer) {
       ptx::mbarrier_init(barriers.ds_full(buffer), Traits::kCluster * kWarpsOfV);
       if (Traits::kInPanels) ptx::mbarrier_init(barriers.ds_empty(buffer), kWarpsOfV);
-      if (Traits::kByProducts) ptx::mbarrier_init(barriers.ds_taken(buffer), kConsumerWarps);
+      if (Traits::kByProducts)
+        ptx::mbarrier_init(barriers.ds_taken(buffer), Traits::kCluster * kWarps);
     }
     if (Traits::kByProducts) {
       ptx::mbarrier_init(barriers.item_wanted(), 1);
@@ -64,21 +65,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
   if (group != 0) {
-    ptx::take_registers<Traits::kConsumerRegisters>();
     if constexpr (Traits::kByProducts) {
-      if (group == 1) {
-        ValueConsumer<Traits> consumer(params, barriers, shared, items, 0);
+      consume_by_products<Traits>(params, barriers, shared, items, group);
+    } else {
+      ptx::take_registers<Traits::kConsumerRegisters>();
+      if constexpr (Traits::kInPanels) {
+        PanelConsumer<Traits> consumer(params, barriers, shared, items, group - 1);
         take_items(consumer);
       } else {
-        KeyConsumer<Traits> consumer(params, barriers, shared, items, 1);
-        take_items(consumer);
+        Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
+        consumer.run();
       }
-    } else if constexpr (Traits::kInPanels) {
-      PanelConsumer<Traits> consumer(params, barriers, shared, items, group - 1);
-      take_items(consumer);
-    } else {
-      Consumer<Traits> consumer(params, barriers, shared, items, group - 1);
-      consumer.run();
     }
   } else {
     ptx::give_registers_back<Traits::kProducerRegisters>();
@@ -89,12 +86,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Producer<Traits>(params, barriers, shared, items).run();
     } else if (warp <= kSlots) {
       const int slot = warp - 1;
-      Writer<Traits> writer(params, barriers,
-                            shared + Traits::kSlotOffset + slot * Traits::kSlotBytes, items, slot);
-      if constexpr (Traits::kInPanels) {
-        writer.run_by_panels();
+      if constexpr (Traits::kByProducts) {
+        TurnKeeper<Traits> keeper(params, barriers, 0, items, slot);
+        keeper.run();
       } else {
-        writer.run();
+        Writer<Traits> writer(params, barriers,
+                              shared + Traits::kSlotOffset + slot * Traits::kSlotBytes, items,
+                              slot);
+        if constexpr (Traits::kInPanels) {
+          writer.run_by_panels();
+        } else {
+          writer.run();
+        }
       }
     }
   }

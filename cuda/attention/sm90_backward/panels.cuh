@@ -209,7 +209,7 @@ struct PanelConsumer : Consumer<Traits> {
     make_all_ds(dp, p, first_key);
     release(barriers.ds_full(buffer()));
     release(barriers.do_empty(dout_stage()));  // delta came with dO
-    const int panel = first_panel<Traits>(index - 1, group);
+    const int panel = first_panel(index - 1, group);
     if (!kFirst) {
       wait_for_ds_before();
       issue_dq_panel(dq, panel);
@@ -276,7 +276,7 @@ struct PanelConsumer : Consumer<Traits> {
   template <class BehindProducts>
   __device__ __forceinline__ void make_dq_before(const BehindProducts& behind_products) {
     wait_for_ds_before();
-    make_dq_panels(first_panel<Traits>(index - 1, group), [&] {
+    make_dq_panels(first_panel(index - 1, group), [&] {
       release(barriers.ds_empty((index - 1) & 1));
       behind_products();
     });
@@ -333,7 +333,7 @@ struct PanelConsumer : Consumer<Traits> {
                                                       const float (&values)[kRegisters],
                                                       float scale, int first_column,
                                                       int end_column) const {
-    const SharedItem& item = shared_items[items % kItemsHeld];
+    const typename Base::SharedItem& item = shared_items[items % kItemsHeld];
     Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key_of(item.tile),
                          params.seq_k, first_column, end_column);
   }

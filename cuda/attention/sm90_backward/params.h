@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/attention/backward/params.h"
+#include "cuda/attention/backward/ragged_params.h"
 
 namespace flashmoe::sm90_backward {
 
@@ -20,7 +21,8 @@ struct Repeats {
 // `rows` the copy engine writes it, by its map.
 using Direct = attention_backward::Gradient;
 
-struct Params : attention_backward::CommonParams {
+template <class Common>
+struct ParamsOf : Common {
   // Tensor maps over [dim, seq, heads, batch] in boxes of 64 elements by so many rows: kTileQ for q
   // and dout, kTileK for k and v, 64 for the gradients.
   CUtensorMap q;
@@ -40,7 +42,22 @@ struct Params : attention_backward::CommonParams {
   Direct dk_direct;
   Direct dv_direct;
 };
+using Params = ParamsOf<attention_backward::CommonParams>;
 
-static_assert(sizeof(Params) <= 4096, "a kernel has 4 KiB of parameters everywhere");
+// Of ragged and padded batches maps are ragged ones (cuda/attention/sm90/ragged_rows.h), which
+// count the rows of all of a tensor's batch.
+struct RaggedParams : ParamsOf<attention_backward::RaggedParams> {
+  // Rows from one row of the batch to the next.
+  int32_t q_rows_per_batch;
+  int32_t k_rows_per_batch;
+  int32_t v_rows_per_batch;
+  int32_t dout_rows_per_batch;
+  int32_t dq_rows_per_batch;
+  int32_t dk_rows_per_batch;
+  int32_t dv_rows_per_batch;
+};
+
+static_assert(sizeof(Params) <= 4096 && sizeof(RaggedParams) <= 4096,
+              "a kernel has 4 KiB of parameters everywhere");
 
 }  // namespace flashmoe::sm90_backward

@@ -13,8 +13,7 @@ inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kConsumers = 2;  // warpgroups
 inline constexpr int kKeysPerGroup = 64;
-inline constexpr int kSlots = 2;  // of what leaves for global memory; each has a writer warp
-inline constexpr int kItemBytes = 32;
+inline constexpr int kSlots = 2;      // of what leaves for global memory; each has a writer warp
 inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
 inline constexpr int kStageWordBytes = 4;
 
@@ -22,7 +21,8 @@ inline constexpr int kStageWordBytes = 4;
 enum class Share {
   kKeys,           // 64 keys of a tile of 128: all their products, and half of dQ
   kKeysAndPanels,  // the same, and panels of 64 columns of dQ in turns
-  kProducts,       // P and dV, or dS and dK, of 64 keys of a tile of 128 that two blocks share
+  kProducts,       // P and dV, or dS and dK, of 64 keys of a tile of 128 that two blocks share;
+                   // a third has dQ
 };
 
 struct Tuning {
@@ -31,6 +31,8 @@ struct Tuning {
   int dout_stages;
   Share share;
   bool capped = false;  // logits have a softcap
+  int dout_units = 1;   // of a step's dO; `dout_stages` counts them
+  bool ragged = false;  // of sequences: ragged and padded batches
 };
 
 // A softcap needs fp32 factors beside P: there are no registers for those of 128 queries.
@@ -40,7 +42,8 @@ constexpr Tuning tuning(int dim, int dim_v, bool capped) {
   }
   if (dim <= 128 && dim_v <= 128) return {64, 2, 2, Share::kKeys, capped};
   if (dim <= 192 && dim_v <= 128) return {64, 2, 2, Share::kKeysAndPanels, capped};
-  return {64, 2, dim <= 192 && dim_v <= 192 ? 2 : 1, Share::kProducts, capped};
+  if (dim <= 192 && dim_v <= 192) return {64, 2, 2, Share::kProducts, capped};
+  return {64, 2, 3, Share::kProducts, capped, 2};
 }
 
 template <int kDim, int kDimV>
@@ -53,19 +56,35 @@ struct CappedTuning {
   static constexpr Tuning value = tuning(kDim, kDimV, true);
 };
 
+template <int kDim, int kDimV, bool kCapped>
+struct RaggedTuningOf {
+  static constexpr Tuning value = [] {
+    Tuning made = tuning(kDim, kDimV, kCapped);
+    made.ragged = true;
+    return made;
+  }();
+};
+template <int kDim, int kDimV>
+struct RaggedTuning : RaggedTuningOf<kDim, kDimV, false> {};
+template <int kDim, int kDimV>
+struct CappedRaggedTuning : RaggedTuningOf<kDim, kDimV, true> {};
+
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
-  static constexpr int kThreads = (kConsumers + 1) * kThreadsPerGroup;
   static constexpr int kTileQ = kTuning.tile_q;
   static constexpr int kStages = kTuning.stages;
   static constexpr int kDoStages = kTuning.dout_stages;
   static constexpr bool kCapped = kTuning.capped;
+  static constexpr bool kRagged = kTuning.ragged;
+  static constexpr int kItemBytes = kRagged ? 64 : 32;
   static constexpr bool kInPanels = kTuning.share != Share::kKeys;
   static constexpr bool kByProducts = kTuning.share == Share::kProducts;
+  static constexpr int kConsumerGroups = kByProducts ? 3 : kConsumers;
+  static constexpr int kThreads = (kConsumerGroups + 1) * kThreadsPerGroup;
   static constexpr int kTileK = 2 * kKeysPerGroup;
   // Blocks of a cluster share an item: each has some of the keys, and a share of the columns of dQ.
   static constexpr int kCluster = kByProducts ? 2 : 1;
@@ -78,15 +97,25 @@ struct Traits {
   static constexpr bool kUnpacksP = kTileQ == 128 || kInPanels;
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kTileQ == 128 && (kInPanels || kCapped)), "there are no registers for it");
+  static_assert(!(kRagged && kInPanels), "kernels of panels read no sequences");
 
-  // setmaxnreg shares what the block has from its launch: 168 for each thread, 64 Ki / 384 in
-  // eights.
-  static constexpr int kConsumerRegisters = kByProducts ? 232 : 240;
-  static constexpr int kProducerRegisters = 3 * 168 - kConsumers * kConsumerRegisters;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
+  // setmaxnreg shares what the block has from its launch: 168 for each thread of 384, 64 Ki / 384
+  // in eights, 128 for each of 512.
+  static constexpr int kLaunchRegisters = kByProducts ? 128 : 168;
+  static constexpr int kConsumerRegisters = kByProducts ? 192 : 240;
+  static constexpr int kKeyRegisters = 200;   // by products: of the consumer of dS and dK
+  static constexpr int kQueryRegisters = 96;  // and of that of dQ
+  static constexpr int kAllConsumerRegisters =
+      kByProducts ? kConsumerRegisters + kKeyRegisters + kQueryRegisters
+                  : kConsumers * kConsumerRegisters;
+  static constexpr int kProducerRegisters =
+      (kConsumerGroups + 1) * kLaunchRegisters - kAllConsumerRegisters;
 
-  // dQ of a step goes to global memory as a whole, or in panels of 64 columns, by products of 32.
-  static constexpr int kPanelColumns = kByProducts ? 32 : kInPanels ? kBoxColumns : kDim;
+  // dQ of a step goes to global memory as a whole, or in panels of 64 columns. By products a
+  // block's half is one where it lies in whole boxes, or else panels of 32.
+  static constexpr int kPanelColumns = kByProducts ? (kDim % (2 * kBoxColumns) == 0 ? kDim / 2 : 32)
+                                       : kInPanels ? kBoxColumns
+                                                   : kDim;
   static constexpr int kPanels = kDim / kPanelColumns;
   static constexpr int kBlockPanels = kPanels / kCluster;  // a block's share
   static_assert(!kInPanels || (kDim % kBoxColumns == 0 && kDimV % kBoxColumns == 0));
@@ -113,16 +142,20 @@ struct Traits {
   static constexpr int kOtherKBytes = kOtherBoxes * kKeyBoxBytes;
   static constexpr int kQBytes = kBoxes * kQueryBoxBytes;
   static constexpr int kDoBytes = kBoxesV * kQueryBoxBytes;
+  static constexpr int kDoUnits = kTuning.dout_units;
+  static constexpr int kDoUnitBytes = kDoBytes / kDoUnits;
+  static_assert(kBoxesV % kDoUnits == 0);
   static constexpr int kRowBytes = kTileQ * 4;  // of a number for each query
   static constexpr int kDsBytes = kTileQ / 64 * kTileK * kBoxRowBytes;
   // A slot holds a part of dQ in fp32, dK, or dV. Where each consumer has a slot of its own, dK and
-  // dV of 64 keys go through it a few boxes at a time.
+  // dV of 64 keys go through it a few boxes at a time. By products all leave from registers.
   static constexpr int kDqBytes = kTileQ * kPanelColumns * 4;
   static constexpr int kDqBytesPerGroup = kDqBytes / kConsumers;
-  static constexpr int kSlotBytes =
-      kInPanels ? kDqBytes : larger(kDqBytes, larger(kKBytes, kVBytes));
+  static constexpr int kSlotBytes = kByProducts ? 0
+                                    : kInPanels ? kDqBytes
+                                                : larger(kDqBytes, larger(kKBytes, kVBytes));
   static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
-  static constexpr int kSplitFloats = kInPanels ? 0 : kTileK * (kDim + kDimV);
+  static constexpr int kSplitFloats = kInPanels || kRagged ? 0 : kTileK * (kDim + kDimV);
   static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
 
   static constexpr int kKOffset = 0;
@@ -130,7 +163,7 @@ struct Traits {
   static constexpr int kVOffset = kOtherKOffset + kOtherKBytes;
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kDoOffset = kQOffset + kStages * kQBytes;
-  static constexpr int kDsOffset = kDoOffset + kDoStages * kDoBytes;
+  static constexpr int kDsOffset = kDoOffset + kDoStages * kDoUnitBytes;
   static constexpr int kSlotOffset = kDsOffset + 2 * kDsBytes;
   static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
   static constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;

@@ -82,7 +82,8 @@ class Epilogue {
       return plain && params_.activation == FLASHMOE_ACTIVATION_SILU &&
              params_.limit == __int_as_float(0x7f800000) && params_.up_offset == 0.0f;
     } else {
-      return plain && params_.activation == kNoActivation;
+      return plain && params_.activation == kNoActivation && params_.out_is_fp32 == 0 &&
+             params_.adds == 0;
     }
   }
 
@@ -166,7 +167,37 @@ class Epilogue {
 #pragma unroll
         for (int i = 0; i < 4 * Traits::kRowFragments; ++i) z[i % 4 / 2][i / 4][i % 2] = act[i];
       }
-      store_plain(z, out_row(row), stores);
+      if (params_.out_is_fp32 != 0 || params_.adds != 0) {
+        store_or_add(z, token);
+      } else {
+        store_plain(z, out_row(row), stores);
+      }
+    }
+  }
+
+  // fp32, or to be added to what is there: element by element, as the accumulators have them.
+  __device__ __forceinline__ void store_or_add(const float (&z)[2][Traits::kRowFragments][2],
+                                               int token) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = token + 2 * (lane_ % 4) + e;
+      if (row >= tile_.rows) continue;
+      const int64_t begin =
+          tile_.expert * params_.out_expert_stride + (tile_.first_row + row) * params_.out_stride;
+#pragma unroll
+      for (int i = 0; i < 2 * Traits::kRowFragments; ++i) {
+        const int column = first_ + row_of(i / 2, i % 2);
+        if (column >= params_.out_columns) continue;
+        float sum = z[i % 2][i / 2][e];
+        if (params_.out_is_fp32 != 0) {
+          float* const to = reinterpret_cast<float*>(params_.out) + begin + column;
+          if (params_.adds != 0) sum += *to;
+          *to = sum;
+        } else {
+          uint16_t* const to = params_.out + begin + column;
+          *to = static_cast<uint16_t>(Numeric::pack(sum + Numeric::to_float(*to), 0.0f));
+        }
+      }
     }
   }
 

@@ -10,6 +10,7 @@
 #include "cuda/moe/cost.h"
 #include "cuda/moe/sm89/entry.h"
 #include "cuda/moe/sm89/params.h"
+#include "cuda/moe/sm89/stage.h"
 
 namespace flashmoe::moe::sm89 {
 
@@ -35,25 +36,6 @@ constexpr int64_t kMostElementsOfX = (int64_t{1} << 32) * 8 - 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
-bool is_transposed(const ExpertMatrix& matrix) { return matrix.column_stride != 1; }
-
-// A product's weights, and the argument that tells each extent, for messages.
-struct Names {
-  const char* weights;
-  const char* rows;
-};
-
-// Rows of all experts, and where a product's rows end, as the kernels count them.
-struct Extents {
-  int64_t rows;     // of one expert at most
-  int64_t experts;  // that may have that many each; 1 where they share them
-  int64_t columns;
-  int64_t out_columns;
-  int64_t x_rows;  // that `rows` come from
-  int64_t x_stride;
-  Dtype x_dtype;
-};
-
 const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
   for (const Entry* entry : kEntries) {
     if (entry->dtype == dtype && entry->gated == gated && entry->transposed == transposed) {
@@ -63,7 +45,9 @@ const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
   return nullptr;
 }
 
-// Appends a product to the plan: as many blocks as run at once, or as there can be tiles.
+}  // namespace
+
+// As many blocks as run at once, or as there can be tiles.
 flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dtype dtype,
                             bool gated, bool transposed, const Names& names, const Extents& extents,
                             int experts, Plan* plan, const Reason& reason) {
@@ -109,10 +93,7 @@ flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dt
   return FLASHMOE_OK;
 }
 
-Weights weights_of(const ExpertMatrix& matrix) {
-  return {static_cast<const uint16_t*>(matrix.data), matrix.expert_stride,
-          is_transposed(matrix) ? matrix.column_stride : matrix.row_stride};
-}
+namespace {
 
 Bias bias_of(const ExpertBias& bias) {
   return {bias.data, bias.expert_stride, bias.row_stride, bias.dtype == Dtype::kFloat32 ? 1 : 0};
@@ -130,7 +111,8 @@ Speed product_speed(const DeviceFacts& facts) {
   return speed;
 }
 
-// What follows from the extents and from the kernel of launch `index`.
+}  // namespace
+
 void fill_extents(const Extents& extents, int experts, flashmoe_device device, const Plan& plan,
                   int index, Params* params) {
   const Entry& entry = *static_cast<const Entry*>(plan.entries[index]);
@@ -153,9 +135,22 @@ void fill_extents(const Extents& extents, int experts, flashmoe_device device, c
       static_cast<int32_t>(std::min(std::max(l2_bytes / 3 / tile_bytes, kSquareTiles), most));
 }
 
+flashmoe_status check_layouts(const MoeForwardProblem& problem, const Reason& reason) {
+  if (!problem.gated || is_transposed(problem.gate) == is_transposed(problem.up)) {
+    return FLASHMOE_OK;
+  }
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "w_up: got %s weights, and w_gate_up others, accepted are both transposed "
+                       "or neither",
+                       is_transposed(problem.up) ? "transposed" : "row-major");
+}
+
 Extents extents_of_up(const MoeForwardProblem& p) {
   return {p.tokens * p.top_k, 1, p.hidden, p.inner, p.tokens, p.x.row_stride, p.x.dtype};
 }
+
+namespace {
+
 Extents extents_of_down(const MoeForwardProblem& p) {
   return {p.tokens * p.top_k, 1, p.inner, p.hidden, p.tokens * p.top_k, p.inner, p.x.dtype};
 }
@@ -169,12 +164,7 @@ int64_t activated_bytes(const MoeForwardProblem& p) {
 flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const Reason& reason) {
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(problem.device.device_id, &facts, reason));
-  if (problem.gated && is_transposed(problem.gate) != is_transposed(problem.up)) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "w_up: got %s weights, and w_gate_up others, accepted are both transposed "
-                         "or neither",
-                         is_transposed(problem.up) ? "transposed" : "row-major");
-  }
+  FLASHMOE_TRY(check_layouts(problem, reason));
   FLASHMOE_TRY(add_product(*facts, problem.device, problem.x.dtype, problem.gated,
                            is_transposed(problem.up), {"w_gate_up", "x"}, extents_of_up(problem),
                            problem.experts, plan, reason));
@@ -189,9 +179,11 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const
   return FLASHMOE_OK;
 }
 
-Params up_params(const MoeForwardProblem& p, const Plan& plan, void* activated) {
+}  // namespace
+
+Params up_params(const MoeForwardProblem& p, const Plan& plan, int index, void* activated) {
   Params params = {};
-  fill_extents(extents_of_up(p), p.experts, p.device, plan, 0, &params);
+  fill_extents(extents_of_up(p), p.experts, p.device, plan, index, &params);
   params.x = static_cast<const uint16_t*>(p.x.data);
   params.x_stride = p.x.row_stride;
   params.out = static_cast<uint16_t*>(activated);
@@ -219,6 +211,8 @@ Params up_params(const MoeForwardProblem& p, const Plan& plan, void* activated) 
   return params;
 }
 
+namespace {
+
 Params down_params(const MoeForwardProblem& p, const Plan& plan, const void* activated, void* y) {
   Params params = {};
   fill_extents(extents_of_down(p), p.experts, p.device, plan, 1, &params);
@@ -240,7 +234,7 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const Plan& pla
   FLASHMOE_TRY(guard.status());
   unsigned char* const activated = static_cast<unsigned char*>(workspace);
   unsigned char* const y = activated + activated_bytes(problem);
-  const Params up = up_params(problem, plan, activated);
+  const Params up = up_params(problem, plan, 0, activated);
   FLASHMOE_TRY(launch_planned(plan, 0, &up, stream));
   const Params down = down_params(problem, plan, activated, y);
   FLASHMOE_TRY(launch_planned(plan, 1, &down, stream));

@@ -47,6 +47,8 @@ struct Params {
   float alpha;
   float limit;  // infinity: none
   float up_offset;
+  int32_t out_is_fp32;  // plain products, as is `adds`
+  int32_t adds;         // to what out holds
 };
 
 }  // namespace flashmoe::moe::sm89

@@ -14,6 +14,7 @@
 #include "cuda/moe/cost.h"
 #include "cuda/moe/sm90/entry.h"
 #include "cuda/moe/sm90/params.h"
+#include "cuda/moe/sm90/products.h"
 #include "cuda/tensor_map.h"
 
 namespace flashmoe::moe::sm90 {
@@ -31,7 +32,6 @@ const Entry* const kEntries[] = {
 };
 
 constexpr int64_t kWorkspaceAlignment = 256;
-constexpr int64_t kMaxRows = int64_t{1} << 30;     // row + tile fits in int32
 constexpr int64_t kMaxColumns = int64_t{1} << 30;  // so does column + tile, of coordinates of a map
 constexpr int64_t kMaxItems = int64_t{1} << 30;
 // Where the weights of some experts fit in the L2 at once it pays to let them pass by fewer tokens.
@@ -159,6 +159,8 @@ bool can_walk(Dtype dtype, int64_t row_stride, int64_t rows, int64_t batch_strid
   return fits(row_stride, rows) && fits(batch_stride, batches);
 }
 
+}  // namespace
+
 flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int64_t experts,
                               int64_t rows, int64_t columns, const Reason& reason) {
   const bool transposed = major_of(matrix) != Major::kColumns;
@@ -180,9 +182,26 @@ flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int6
   return FLASHMOE_OK;
 }
 
+flashmoe_status check_gathered(const char* name, const TokenRows<const void>& view, int64_t tokens,
+                               const Reason& reason) {
+  // Rows are counted in chunks of 16 bytes, by 32 bits.
+  constexpr int64_t kChunk = 8;
+  if (view.row_stride >= 0 &&
+      tokens <= int64_t{UINT32_MAX} / std::max<int64_t>(view.row_stride / kChunk, 1)) {
+    return FLASHMOE_OK;
+  }
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "%s: got %lld rows that are %lld elements apart, accepted are strides of 0 "
+                       "or more and less than 64 GiB",
+                       name, static_cast<long long>(tokens),
+                       static_cast<long long>(view.row_stride));
+}
+
+namespace {
+
 template <class Data>
-flashmoe_status check_rows(const char* name, const TokenRows<Data>& view, int64_t rows,
-                           int64_t batches, const Reason& reason) {
+flashmoe_status check_rows_of(const char* name, const TokenRows<Data>& view, int64_t rows,
+                              int64_t batches, const Reason& reason) {
   if (rows > kMaxRows) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s: got %lld rows, accepted are at most 2^30",
                          name, static_cast<long long>(rows));
@@ -196,6 +215,19 @@ flashmoe_status check_rows(const char* name, const TokenRows<Data>& view, int64_
   }
   return FLASHMOE_OK;
 }
+
+}  // namespace
+
+flashmoe_status check_rows(const char* name, const TokenRows<const void>& view, int64_t rows,
+                           int64_t batches, const Reason& reason) {
+  return check_rows_of(name, view, rows, batches, reason);
+}
+flashmoe_status check_rows(const char* name, const TokenRows<void>& view, int64_t rows,
+                           int64_t batches, const Reason& reason) {
+  return check_rows_of(name, view, rows, batches, reason);
+}
+
+namespace {
 
 // `name`: the argument that tells the number of rows.
 flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Product& product,
@@ -387,16 +419,7 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const
                              problem.inner, problem.hidden, reason));
   FLASHMOE_TRY(check_weights("w_down", problem.down, problem.experts, problem.hidden, problem.inner,
                              reason));
-  // Rows of x are counted in chunks of 16 bytes, by 32 bits.
-  constexpr int64_t kChunk = 8;
-  if (problem.x.row_stride < 0 ||
-      problem.tokens > int64_t{UINT32_MAX} / std::max<int64_t>(problem.x.row_stride / kChunk, 1)) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "x: got %lld rows that are %lld elements apart, accepted are strides of 0 "
-                         "or more and less than 64 GiB",
-                         static_cast<long long>(problem.tokens),
-                         static_cast<long long>(problem.x.row_stride));
-  }
+  FLASHMOE_TRY(check_gathered("x", problem.x, problem.tokens, reason));
   if (pairs > kMaxRows) {
     return reason.refuse(
         FLASHMOE_ERROR_UNSUPPORTED,
@@ -414,11 +437,11 @@ flashmoe_status plan_forward(const MoeForwardProblem& problem, Plan* plan, const
   return FLASHMOE_OK;
 }
 
-bool fill_up(const MoeForwardProblem& p, const Plan& plan, void* activated, uint32_t* progress,
-             Maps* maps, Params* params) {
+bool fill_up(const MoeForwardProblem& p, const Plan& plan, int index, void* activated,
+             uint32_t* progress, Maps* maps, Params* params) {
   const Product product = up_of(p);
   if (!fill_product(product, p.gated ? p.gate : p.up, p.up,
-                    *static_cast<const Entry*>(plan.entries[0]), clusters_of(plan, 0), maps,
+                    *static_cast<const Entry*>(plan.entries[index]), clusters_of(plan, index), maps,
                     params) ||
       !maps->set_out({activated, p.inner, product.rows, 1, p.inner, 0, 0, p.x.dtype},
                      &params->out)) {
@@ -490,7 +513,7 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const Plan& pla
   uint32_t* const progress = reinterpret_cast<uint32_t*>(activated + layout.progress);
   Prepared<Kept> kept(plan.detail);
   FLASHMOE_TRY(prepare(plan, 0, &kept, [&](Maps* maps, Params* params) {
-    return fill_up(problem, plan, activated, progress, maps, params);
+    return fill_up(problem, plan, 0, activated, progress, maps, params);
   }));
   FLASHMOE_TRY(prepare(plan, 1, &kept, [&](Maps* maps, Params* params) {
     return fill_down(problem, plan, activated, y, progress, maps, params);
@@ -533,10 +556,11 @@ flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
   return add_product("x", *facts, product, plan, reason);
 }
 
-bool fill_alone(const GroupedProductProblem& p, const Plan& plan, Maps* maps, Params* params) {
+bool fill_alone(const GroupedProductProblem& p, const Plan& plan, int index, Maps* maps,
+                Params* params) {
   const Product product = product_of(p);
-  if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entries[0]),
-                    clusters_of(plan, 0), maps, params) ||
+  if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entries[index]),
+                    clusters_of(plan, index), maps, params) ||
       !maps->set_tokens({p.x.data, p.columns, product.rows, product.batches, p.x.row_stride,
                          p.x.expert_stride, 0, p.x.dtype},
                         params) ||
@@ -557,13 +581,55 @@ flashmoe_status launch_product(const GroupedProductProblem& p, const Plan& plan,
   FLASHMOE_TRY(guard.status());
   Prepared<Kept> kept(plan.detail);
   FLASHMOE_TRY(prepare(plan, 0, &kept, [&](Maps* maps, Params* params) {
-    return fill_alone(p, plan, maps, params);
+    return fill_alone(p, plan, 0, maps, params);
   }));
   kept.set_ready(true);
   return launch_planned(plan, 0, &kept->params[0], stream);
 }
 
+// The parameters of a stage of another family's plan, which keeps none.
+template <class Fill>
+flashmoe_status launch_stage(const Plan& plan, int index, void* stream, const Fill& fill) {
+  const flashmoe_launch& planned = plan.info.launches[index];
+  Params params = {};
+  FLASHMOE_TRY(encode_maps(planned.kernel, planned.device.device_id, [&] {
+    const void* mapped[kMostMaps];
+    Maps maps(false, mapped);
+    return fill(&maps, &params);
+  }));
+  return launch_planned(plan, index, &params, stream);
+}
+
 }  // namespace
+
+flashmoe_status add_up(const MoeForwardProblem& problem, const DeviceFacts& facts, Plan* plan,
+                       const Reason& reason) {
+  return add_product("weights", facts, up_of(problem), plan, reason);
+}
+
+int64_t most_progress_words(int multiprocessors) {
+  return int64_t{multiprocessors} * kConsumers + 1;
+}
+
+flashmoe_status launch_up(const MoeForwardProblem& problem, const Plan& plan, int index,
+                          void* activated, uint32_t* progress, void* stream) {
+  return launch_stage(plan, index, stream, [&](Maps* maps, Params* params) {
+    return fill_up(problem, plan, index, activated, progress, maps, params);
+  });
+}
+
+flashmoe_status add_rows_product(const char* name, const GroupedProductProblem& problem,
+                                 const DeviceFacts& facts, Plan* plan, const Reason& reason) {
+  return add_product(name, facts, product_of(problem), plan, reason);
+}
+
+flashmoe_status launch_rows_product(const GroupedProductProblem& problem, const Plan& plan,
+                                    int index, void* stream) {
+  return launch_stage(plan, index, stream, [&](Maps* maps, Params* params) {
+    return fill_alone(problem, plan, index, maps, params);
+  });
+}
+
 }  // namespace flashmoe::moe::sm90
 
 namespace flashmoe {

@@ -18,7 +18,9 @@ from flashmoe_science.cli.compare import failures_below, print_gate, run_compare
 from flashmoe_science.cli.measure import describe, measure
 from flashmoe_science.cli.measure_backward import measure_backward
 from flashmoe_science.cli.measure_moe import measure_moe
+from flashmoe_science.cli.measure_moe_backward import measure_moe_backward
 from flashmoe_science.cli.moe_shapes import (
+    MoeBackwardShape,
     MoeShape,
     add_moe_shape_options,
     given_moe_options,
@@ -52,6 +54,8 @@ from flashmoe_science.cli.suites import (
     ATTENTION,
     BACKWARD,
     MOE,
+    MOE_BACKWARD,
+    MOE_TRAINING,
     TRAINING,
     AnyShape,
     Suite,
@@ -62,9 +66,9 @@ from flashmoe_science.cli.suites import (
 from flashmoe_science.cli.timing import Sampling
 
 _DESCRIPTION = """\
-Times our attention, its backward, both as a training step has them, or our mixture of experts from
-the router's logits on, beside other implementations that are installed here, its peers, on the same
-tensors in the same run: a suite of shapes, or one shape from flags.
+Times our attention or our mixture of experts from the router's logits on, their backward, or both
+as a training step has them, beside other implementations that are installed here, its peers, on the
+same tensors in the same run: a suite of shapes, or one shape from flags.
 
 For every shape, before anything is timed: our call writes into poisoned outputs, the launch is
 read back and must be the planned one, and every output must hold the accuracy rule against
@@ -80,12 +84,15 @@ verdict, and the row is in no mean.
   flashmoe bench --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal --peer torch-flash
   flashmoe bench --seq 4096 --heads 16 --dim 128 --causal --backward
   flashmoe bench --tokens 64 --hidden 2048 --inner 768 --experts 128 --top-k 8 --skew 1
+  flashmoe bench --tokens 4096 --hidden 2048 --inner 768 --experts 128 --top-k 8 --training
 """
 _TITLES = {
     ATTENTION: "Attention forward, one shape",
     BACKWARD: "Attention backward, one shape",
     TRAINING: "Attention forward and backward by autograd, one shape",
     MOE: "Mixture of experts forward, one shape",
+    MOE_BACKWARD: "Mixture of experts backward, one shape",
+    MOE_TRAINING: "Mixture of experts forward and backward by autograd, one shape",
 }
 
 
@@ -182,8 +189,7 @@ def _one_shape(arguments: argparse.Namespace, dtype: str) -> AnyShape:
     of_moe = given_moe_options(arguments)
     if not of_moe:
         return of_pass(shape_from_options(arguments, dtype), arguments)
-    of_attention = [*given_shape_options(arguments), *given_pass_options(arguments)]
-    foreign = [name for name in of_attention if name != "--dtype"]
+    foreign = [name for name in given_shape_options(arguments) if name != "--dtype"]
     if foreign:
         raise CommandError(
             f"{foreign[0]}: it is of attention, and {of_moe[0]} of a mixture of experts; give the "
@@ -330,6 +336,8 @@ def _document(
 def _measure(flashmoe: Any, arrays: Arrays, shape: AnyShape, *rest: Any) -> dict[str, Any]:
     """The cell of a shape; one that cannot be measured is void and leaves the others alone."""
     try:
+        if isinstance(shape, MoeBackwardShape):
+            return measure_moe_backward(flashmoe, arrays, shape, *rest)
         if isinstance(shape, MoeShape):
             return measure_moe(flashmoe, arrays, shape, *rest)
         if isinstance(shape, BackwardShape):
@@ -354,11 +362,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(
             "--device: timing on a GPU needs torch with CUDA; CuPy alone is not enough"
         )
-    if operation_of(shapes[0]) == TRAINING:
+    if operation_of(shapes[0]) in (TRAINING, MOE_TRAINING):
         if arrays.name != "torch":
             raise CommandError("--training: forward and backward by autograd need torch")
         if arguments.kernel is not None:
-            raise CommandError("--kernel: a family is of one operation, and autograd calls two")
+            raise CommandError("--kernel: a family is of one operation, and autograd calls several")
     if arguments.sustained and device == "cpu":
         raise CommandError("--sustained: it is of a GPU, whose driver counts energy; got cpu")
     empty = [s for s in shapes if s.empty]

@@ -9,7 +9,14 @@ from flashmoe_science.cli.measure import OURS
 from flashmoe_science.cli.output import Output, Table
 from flashmoe_science.cli.records import summary_words
 from flashmoe_science.cli.stats import MOST_SPREAD, summary
-from flashmoe_science.cli.suites import ATTENTION, BACKWARD, MOE, TRAINING
+from flashmoe_science.cli.suites import (
+    ATTENTION,
+    BACKWARD,
+    MOE,
+    MOE_BACKWARD,
+    MOE_TRAINING,
+    TRAINING,
+)
 
 _SHAPE_WIDTH = 36  # at least
 _PEER_WIDTH = 20
@@ -32,9 +39,10 @@ _MOE_CLOCK_LEGEND = """\
 events: a call that finds the L2 cache flushed; graph: calls in a CUDA graph, without launches, each
 with other tokens' experts; eager: one call that finds the GPU idle, from event to event; host: how
 long one call keeps the host, ours and each peer's."""
-_MOE_LEGEND = """\
-of dense: the time of plain matrix products of the same FLOPs, without routing, over ours; weights:
-those of experts that have tokens, over the time (in a graph where there is one)."""
+_DENSE_LEGEND = """\
+of dense: the time of plain matrix products of the same FLOPs, without routing, over ours."""
+_WEIGHTS_LEGEND = """\
+weights: those of experts that have tokens, over the time (in a graph where there is one)."""
 _WORK_LEGENDS = {
     BACKWARD: """\
 Speeds count five products: 2.5 times the forward's FLOPs, where value heads are as wide as key
@@ -42,6 +50,12 @@ heads. Each peer's backward is of its own saved forward.""",
     TRAINING: """\
 Speeds count the forward's two products and the backward's five. A call is a forward and a backward
 by torch's autograd.""",
+    MOE_BACKWARD: """\
+Speeds count two products for each of the forward's, 12 T K H I. Gradients are of tokens, logits and
+weights; each peer's backward is of its own saved forward.""",
+    MOE_TRAINING: """\
+Speeds count the forward's products and two for each in the backward, 18 T K H I. A call is a
+forward, from the router's logits on, and a backward by torch's autograd.""",
 }
 
 
@@ -80,7 +94,8 @@ class BenchTable:
         sustained: bool = False,
     ) -> None:
         """`labels` are those of the rows to come, which are of one operation."""
-        moe = operation == MOE
+        self._moe = operation in (MOE, MOE_BACKWARD, MOE_TRAINING)
+        self._weights = operation == MOE
         self._width = max([_SHAPE_WIDTH, *map(len, labels)])
         self._ceilings = ceilings
         self._output = output
@@ -88,21 +103,25 @@ class BenchTable:
         output.line(_RATIO_LEGEND)
         output.line(_ROOF_LEGEND)
         if device != "cpu":
-            output.line(_MOE_CLOCK_LEGEND if moe else _CLOCK_LEGEND)
-        if moe:
-            output.line(_MOE_LEGEND)
+            output.line(_MOE_CLOCK_LEGEND if self._weights else _CLOCK_LEGEND)
+        if self._moe:
+            output.line(_DENSE_LEGEND)
+        if self._weights:
+            output.line(_WEIGHTS_LEGEND)
         if operation in _WORK_LEGENDS:
             output.line(_WORK_LEGENDS[operation])
         if sustained:
             output.line(_SUSTAINED_LEGEND)
-        self._moe = moe
         self._clock = "wall" if device == "cpu" else "events"
         unit, self._per_tera = ("GFLOP/s", 1e3) if device == "cpu" else ("TFLOP/s", 1.0)
         headers = ["shape", "clock", "median us", "quartiles", unit, "of roof"]
         widths = [self._width, 6, 10, 9, 8, 7]
-        if moe:
-            headers += ["of dense", "weights"]
-            widths += [8, 9]
+        if self._moe:
+            headers.append("of dense")
+            widths.append(8)
+        if self._weights:
+            headers.append("weights")
+            widths.append(9)
         widths += [_PEER_WIDTH for _ in peers]
         self._table = Table(output, [*headers, *peers], widths)
 
@@ -170,12 +189,11 @@ class BenchTable:
         of_moe: tuple[str, str] = ("", ""),
     ) -> None:
         ours = [label, clock, f"{seconds * 1e6:.1f}", spread, speed, fraction]
-        self._table.row(
-            [*ours, *(of_moe if self._moe else ()), *(peers.get(name, "-") for name in self._peers)]
-        )
+        own = of_moe[: self._moe + self._weights]
+        self._table.row([*ours, *own, *(peers.get(name, "-") for name in self._peers)])
 
     def _of_moe(self, ours: dict[str, Any]) -> tuple[str, str]:
-        """The fraction of the dense bound, and the weights' way from memory."""
+        """The fraction of the dense bound, and of a forward the weights' way from memory."""
         share, rate = ours.get("bound_fraction"), ours.get("weight_bytes_per_s", 0.0)
         unit = "TB/s" if self._per_tera == 1 else "GB/s"
         return (

@@ -271,6 +271,9 @@ _KERNELS = {
     ("attention_backward", "cpu"): ("cpu/attention*",),
     ("moe_forward", "cuda"): ("cuda/moe/**/*",),
     ("moe_forward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
+    # Gradients are computed by products of the forward, too.
+    ("moe_backward", "cuda"): ("cuda/moe/**/*",),
+    ("moe_backward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
 }
 _CHOICE = {
     "attention_forward": ("core/ops/attention/forward.cpp", "core/choose.cpp", "core/choose.h"),
@@ -280,6 +283,12 @@ _CHOICE = {
         "core/ops/moe/route.cpp",
         "core/ops/moe/grouped_product.cpp",
         "core/ops/moe/fused.cpp",
+        "core/choose.cpp",
+        "core/choose.h",
+    ),
+    "moe_backward": (
+        "core/ops/moe/backward.cpp",
+        "core/ops/moe/route_backward.cpp",
         "core/choose.cpp",
         "core/choose.h",
     ),
@@ -304,12 +313,13 @@ def kernel_sources(operation: str, kind: str, root: Path) -> list[str]:
         files = (f for pattern in patterns for f in root.glob(pattern) if f.is_file())
         return {f.relative_to(root).as_posix() for f in files}
 
-    if operation == "attention_training":
-        parts = (kernel_sources(f"attention_{way}", kind, root) for way in ("forward", "backward"))
+    of, _, way = operation.rpartition("_")
+    if way == "training":
+        parts = (kernel_sources(f"{of}_{each}", kind, root) for each in ("forward", "backward"))
         return sorted(set().union(*parts))
     names: set[str] = set()
     following = found(_KERNELS[operation, kind])
-    if (operation, kind) == ("attention_forward", "cuda"):  # on the CPU one file has both
+    if way == "forward" and kind == "cuda":  # on the CPU a hash is of both
         following = {name for name in following if "backward" not in name}
     while following:
         names |= following

@@ -12,7 +12,7 @@ from flashmoe_science.cli.environment import last_launches, plan_as_dict
 from flashmoe_science.cli.measure import Procedure, describe, measure_row
 from flashmoe_science.cli.moe_inputs import MoeInputs, make_moe_inputs
 from flashmoe_science.cli.moe_reference import judge_moe, loads, routing_fault
-from flashmoe_science.cli.moe_shapes import MoeShape
+from flashmoe_science.cli.moe_shapes import MOE_BACKWARD, MoeShape
 from flashmoe_science.cli.peers.peer import Missing, Peer
 from flashmoe_science.cli.timing import Contender, Sampling
 
@@ -59,24 +59,47 @@ def call_ours(
 
 
 def dense_bound(arrays: Arrays, shape: MoeShape, seed: int) -> Contender:
-    """The layer's products as two plain ones of the same FLOPs: no routing, one expert for all.
+    """The layer's products as plain ones of the same FLOPs, two of its forward and four of its
+    backward: no routing, one expert for all.
 
     No implementation of the layer that multiplies by the same library can be faster; it computes
     something else, so it is no peer.
     """
+    matmul = arrays.xp.matmul
     rows = arrays.normal((shape.pairs, shape.hidden), shape.dtype, seed)
     w_up = arrays.normal((shape.hidden, 2 * shape.inner), shape.dtype, seed + 1)
     inner = arrays.normal((shape.pairs, shape.inner), shape.dtype, seed + 2)
     w_down = arrays.normal((shape.inner, shape.hidden), shape.dtype, seed + 3)
-    matmul = arrays.xp.matmul
-    up = matmul(rows, w_up)
-    down = matmul(inner, w_down)
+    products = []
+    if shape.operation != MOE_BACKWARD:
+        products += [(rows, w_up), (inner, w_down)]
+    if shape.gradients:
+        both = arrays.normal((shape.pairs, 2 * shape.inner), shape.dtype, seed + 4)
+        products += [(rows, w_down.T), (inner.T, rows), (both, w_up.T), (rows.T, both)]
+    outputs = [matmul(a, b) for a, b in products]
 
     def call() -> None:
-        matmul(rows, w_up, out=up)
-        matmul(inner, w_down, out=down)
+        for (a, b), out in zip(products, outputs, strict=True):
+            matmul(a, b, out=out)
 
     return Contender(BOUND, call)
+
+
+def bounds(arrays: Arrays, shape: MoeShape, seed: int) -> list[Contender]:
+    """What is timed beside the peers: of many tokens the bound of their products."""
+    return [] if shape.tokens < _BOUND_TOKENS else [dense_bound(arrays, shape, seed)]
+
+
+def with_bound(made: dict[str, Any]) -> dict[str, Any]:
+    """A row whose bound, where it has one, is none of its contenders."""
+    bound = made.get("contenders", {}).pop(BOUND, None)
+    if bound is None:
+        return made
+    for entry in made["contenders"].values():
+        if entry["status"] == "ok":
+            entry["bound_fraction"] = bound["median_s"] / entry["median_s"]
+    kept = ("median_s", "q1_s", "q3_s", "samples_s", "tflops")
+    return made | {"bound": {key: bound[key] for key in kept}}
 
 
 def measure_moe(
@@ -101,10 +124,6 @@ def measure_moe(
     record["bytes"] = shape.traffic(round(active_mean))
     call = our_call(flashmoe, shape, inputs, kernel)
 
-    def beside() -> list[Contender]:
-        few = shape.tokens < _BOUND_TOKENS
-        return [] if few else [dense_bound(arrays, shape, sampling.seed)]
-
     procedure = Procedure(
         inputs,
         checked=lambda: call_ours(flashmoe, arrays, shape, inputs, kernel),
@@ -112,20 +131,13 @@ def measure_moe(
         again=lambda: call(inputs.logits[0]),
         timed=inputs.rotation(call),
         fault=lambda ours: routing_fault(arrays, shape, inputs.logits[0], ours.routing),
-        beside=beside,
+        beside=lambda: bounds(arrays, shape, sampling.seed),
     )
-    made = measure_row(flashmoe, arrays, shape, peers, sampling, ceiling, procedure, record)
-    if made["status"] != "ok":
-        return made
-    bound = made["contenders"].pop(BOUND, None)
-    for entry in made["contenders"].values():
-        if entry["status"] != "ok":
-            continue
-        seconds = entry.get("graph_s") or entry["median_s"]
-        entry["weight_bytes_per_s"] = active_mean * shape.expert_bytes / seconds
-        if bound is not None:
-            entry["bound_fraction"] = bound["median_s"] / entry["median_s"]
-    if bound is not None:
-        kept = ("median_s", "q1_s", "q3_s", "samples_s", "tflops")
-        made["bound"] = {key: bound[key] for key in kept}
+    made = with_bound(
+        measure_row(flashmoe, arrays, shape, peers, sampling, ceiling, procedure, record)
+    )
+    for entry in made.get("contenders", {}).values():
+        if entry["status"] == "ok":
+            seconds = entry.get("graph_s") or entry["median_s"]
+            entry["weight_bytes_per_s"] = active_mean * shape.expert_bytes / seconds
     return made

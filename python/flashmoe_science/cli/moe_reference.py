@@ -65,12 +65,18 @@ def routing_fault(arrays: Arrays, shape: MoeShape, logits: Any, routing: Any) ->
     return ""
 
 
-def loads(arrays: Arrays, shape: MoeShape, logits: Any) -> dict[str, int]:
-    """How tokens lie on experts: how many experts have any, and the most that one has."""
+def counts_of(arrays: Arrays, shape: MoeShape, logits: Any) -> list[int]:
+    """How many tokens each expert has."""
     ids, _ = routing_of(arrays, shape, logits)
     counts = [0] * shape.experts
     for expert in ids.reshape((shape.pairs,)).tolist():
         counts[expert] += 1
+    return counts
+
+
+def loads(arrays: Arrays, shape: MoeShape, logits: Any) -> dict[str, int]:
+    """How tokens lie on experts: how many experts have any, and the most that one has."""
+    counts = counts_of(arrays, shape, logits)
     return {"active_experts": sum(c > 0 for c in counts), "most_tokens": max(counts)}
 
 

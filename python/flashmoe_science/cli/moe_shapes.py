@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from flashmoe_science.cli.output import CommandError, at_least
-from flashmoe_science.cli.shapes import ITEM_BYTES
+from flashmoe_science.cli.shapes import ITEM_BYTES, given_pass_options
+
+MOE = "moe_forward"
+MOE_BACKWARD = "moe_backward"
+MOE_TRAINING = "moe_training"
+_HELD_EXPERTS = (
+    3  # of which gradients of weights are kept to be checked: all are as many as weights
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +32,8 @@ class MoeShape:
             weight r^-skew (Zipf's law). 0: every expert alike.
         model: Whose shape it is, for people; not part of what is compared.
     """
+
+    operation: ClassVar[str] = MOE
 
     tokens: int
     hidden: int
@@ -50,6 +59,11 @@ class MoeShape:
         """Of one expert's weights."""
         return 3 * self.hidden * self.inner * ITEM_BYTES[self.dtype]
 
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients are among what is computed."""
+        return self.operation != MOE
+
     def traffic(self, active: int) -> int:
         """Least traffic where `active` experts have tokens: their weights, the tokens, the logits
         and the output, each once."""
@@ -62,7 +76,7 @@ class MoeShape:
         return self.traffic(min(self.experts, self.pairs))
 
     @property
-    def output_extents(self) -> tuple[int, ...]:
+    def output_extents(self) -> tuple[Any, ...]:
         """[tokens, hidden]"""
         return (self.tokens, self.hidden)
 
@@ -74,6 +88,71 @@ class MoeShape:
     def __str__(self) -> str:
         extents = f"T{self.tokens} H{self.hidden} I{self.inner} E{self.experts} K{self.top_k}"
         return f"{self.dtype} {extents}{skew_text(self.skew)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeBackwardShape(MoeShape):
+    """The backward of one layer and of its routing: the gradients of the tokens, the router's
+    logits and the experts' weights, from a forward that saved what activations were applied to."""
+
+    operation: ClassVar[str] = MOE_BACKWARD
+
+    @property
+    def flops(self) -> float:
+        """Of the experts' products, two for each of the forward's: 12 T K H I."""
+        return 2.0 * super().flops
+
+    @property
+    def _saved_bytes(self) -> int:
+        """Of what activations were applied to, [T K, 2I]."""
+        return self.pairs * 2 * self.inner * ITEM_BYTES[self.dtype]
+
+    def traffic(self, active: int) -> int:
+        """Least traffic where `active` experts have tokens: their weights, the gradients of all
+        weights, what was saved, and the tokens, the logits, the output's gradient and those of
+        tokens and logits, each once."""
+        values = self.tokens * (3 * self.hidden + 2 * self.experts)
+        weights = (active + self.experts) * self.expert_bytes
+        return weights + self._saved_bytes + values * ITEM_BYTES[self.dtype]
+
+    @property
+    def held_experts(self) -> int:
+        """Of how many experts the gradients of weights are held to the accuracy rule."""
+        return min(self.experts, _HELD_EXPERTS)
+
+    @property
+    def output_extents(self) -> tuple[Any, ...]:
+        """Those of what is checked: the gradients of tokens and logits, and of a few experts'
+        weights."""
+        held = self.held_experts
+        return (
+            (self.tokens, self.hidden),
+            (self.tokens, self.experts),
+            (held, 2 * self.inner, self.hidden),
+            (held, self.hidden, self.inner),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeTrainingShape(MoeBackwardShape):
+    """A forward from the router's logits and the backward of it."""
+
+    operation: ClassVar[str] = MOE_TRAINING
+
+    @property
+    def flops(self) -> float:
+        """Of the forward's products and the backward's, 18 T K H I."""
+        return 1.5 * super().flops
+
+    def traffic(self, active: int) -> int:
+        """Least traffic of both calls, one after the other; the first of them saves."""
+        forward = MoeShape.traffic(self, active) + self._saved_bytes
+        return forward + super().traffic(active)
+
+
+MOE_SHAPES: dict[str, type[MoeShape]] = {
+    shape.operation: shape for shape in (MoeShape, MoeBackwardShape, MoeTrainingShape)
+}
 
 
 def skew_text(skew: float) -> str:
@@ -117,7 +196,8 @@ def given_moe_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def moe_shape_from_options(arguments: argparse.Namespace, dtype: str) -> MoeShape:
-    """The shape the flags describe; refuses flags that leave an extent open."""
+    """The shape the flags describe, of the way they ask for; refuses flags that leave an extent
+    open."""
     extents = {}
     for name, field in _EXTENTS.items():
         extents[field] = getattr(arguments, field)
@@ -126,4 +206,8 @@ def moe_shape_from_options(arguments: argparse.Namespace, dtype: str) -> MoeShap
     top_k, experts = extents["top_k"], extents["experts"]
     if top_k > experts:
         raise CommandError(f"--top-k: got {top_k}, accepted are at most the {experts} experts")
-    return MoeShape(**extents, dtype=arguments.dtype or dtype, skew=arguments.skew or 0.0)
+    by_flag = {"--backward": MOE_BACKWARD, "--training": MOE_TRAINING}
+    operations = [by_flag[flag] for flag in given_pass_options(arguments)] or [MOE]
+    return MOE_SHAPES[operations[0]](
+        **extents, dtype=arguments.dtype or dtype, skew=arguments.skew or 0.0
+    )

@@ -293,10 +293,10 @@ def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:
 
 
 def add_pass_options(parser: argparse.ArgumentParser, training: bool = False) -> None:
-    """Which way through attention a shape is of; without these flags it is the forward."""
+    """Which way through an operation a shape is of; without these flags it is the forward."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
-        "--backward", action="store_true", help="the gradients of q, k and v, of saved out and lse"
+        "--backward", action="store_true", help="the gradients alone, of what a forward saved"
     )
     if training:
         group.add_argument(

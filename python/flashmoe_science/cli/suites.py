@@ -8,14 +8,19 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from flashmoe_science.cli.moe_shapes import MoeShape
+from flashmoe_science.cli.moe_shapes import (
+    MOE,
+    MOE_BACKWARD,
+    MOE_SHAPES,
+    MOE_TRAINING,
+    MoeShape,
+)
 from flashmoe_science.cli.output import CommandError
 from flashmoe_science.cli.shapes import ATTENTION_SHAPES, BACKWARD, FORWARD, TRAINING, Shape
 
-__all__ = ["ATTENTION", "BACKWARD", "MOE", "TRAINING"]
+__all__ = ["ATTENTION", "BACKWARD", "MOE", "MOE_BACKWARD", "MOE_TRAINING", "TRAINING"]
 
 ATTENTION = FORWARD
-MOE = "moe_forward"
 AnyShape = Shape | MoeShape
 
 
@@ -33,12 +38,14 @@ class Suite:
 
 def operation_of(shape: AnyShape) -> str:
     """What a record calls the operation that a shape is one of."""
-    return MOE if isinstance(shape, MoeShape) else shape.operation
+    return shape.operation
 
 
 def shape_of(fields: Mapping[str, Any], operation: str = ATTENTION) -> AnyShape:
     """The shape of a row of a record of that operation."""
-    return MoeShape(**fields) if "experts" in fields else ATTENTION_SHAPES[operation](**fields)
+    if "experts" in fields:  # a file of before there were backwards may not say its operation
+        return MOE_SHAPES.get(operation, MoeShape)(**fields)
+    return ATTENTION_SHAPES[operation](**fields)
 
 
 def _suite_files() -> dict[str, Any]:
@@ -92,10 +99,13 @@ def load_suite(name: str) -> Suite:
         raise CommandError(f"--suite: got {name}, accepted are {', '.join(files)}")
     document = json.loads(files[name].read_text(encoding="utf-8"))
     operation = document.get("operation", ATTENTION)
-    entries = [entry for group in document["shapes"] for entry in _expand(group)]
+    groups = document["shapes"]
+    if isinstance(groups, str):  # those of another suite
+        groups = json.loads(files[groups].read_text(encoding="utf-8"))["shapes"]
+    entries = [entry for group in groups for entry in _expand(group)]
     shapes: tuple[AnyShape, ...]
-    if operation == MOE:
-        shapes = tuple(MoeShape(**entry) for entry in entries)
+    if operation in MOE_SHAPES:
+        shapes = tuple(MOE_SHAPES[operation](**entry) for entry in entries)
     else:
         shapes = tuple(_attention_shape(entry, operation) for entry in entries)
     sustained = document.get("sustained", 0.0)

@@ -15,7 +15,6 @@ from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
 from flashmoe_science.torch import operators
 
 _MOST_EXPERTS, _MOST_TOP_K = 1024, 32
-_NO_BACKWARD = "a gradient is asked for, which experts have on the CPU alone in this version"
 
 # transformers' activations and torch's by our names; exactly those whose formula is ours.
 _ACTIVATIONS = {
@@ -86,8 +85,7 @@ def experts(
     w_up, w_down = (getattr(module, name) for name in names)
     options = _gate_options(module)
     tensors = (hidden_states, w_up, w_down)
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, top_k_weights))
-    reason = _NO_BACKWARD if wanted and hidden_states.is_cuda else not_ours(tensors)
+    reason = not_ours(tensors)
     if isinstance(options, str):
         reason = reason or options
     elif getattr(module, "has_post_expert_norm", False):

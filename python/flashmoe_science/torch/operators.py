@@ -27,6 +27,7 @@ from flashmoe_science._dispatch import (
     refuse_tangent,
 )
 from flashmoe_science.attention import (
+    BOUNDS,
     SEQUENCES,
     AttentionGradients,
     _flash_attention_backward,
@@ -425,13 +426,13 @@ _RAGGED_IN_TRANSFORM = (
     "{}: got one in a call that a transform of torch.func differentiates, accepted is None: "
     "of ragged and padded batches torch's autograd alone takes gradients in this version"
 )
-_TABLES = len(SEQUENCES) - 2  # the first of them; behind are bounds
+_TABLES = len(SEQUENCES) - BOUNDS  # the first of them
 _RAGGED_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, "
-    "Tensor? page_table, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str causal, "
-    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
-    "str? kernel) -> "
+    "Tensor? page_table, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? split_size, "
+    "str causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, "
+    "str layout, str? kernel) -> "
 )
 
 
@@ -467,7 +468,7 @@ def _ragged_check(return_lse: bool) -> Callable[..., None]:
         dense, sequences = _ragged_arguments(arguments)
         tensors, options = _attention_arguments(dense)
         named = dict(zip(SEQUENCES, sequences, strict=True))
-        bounds = {name: named.pop(name) for name in SEQUENCES[-2:]}
+        bounds = {name: named.pop(name) for name in SEQUENCES[-BOUNDS:]}
         described = {name: _described(tensor) for name, tensor in (tensors | named).items()}
         _core.plan("attention_forward", described, options | bounds | {"return_lse": return_lse})
 
@@ -590,12 +591,13 @@ def flash_attention(
     page_table: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    split_size: int | None = None,
 ) -> Any:
     """flashmoe_science.flash_attention, which see. In a graph, out, lse and stream are None, and
     what is returned is token by token in memory in either layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
@@ -804,9 +806,9 @@ _ragged_backward = _define(
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, Tensor? page_table, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str causal, SymInt? window_left, "
-    "SymInt? window_right, float? scale, float? softcap, str layout, bool[] wanted, str? kernel) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? split_size, str causal, "
+    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
+    "bool[] wanted, str? kernel) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _ragged_backward_kernel, _ragged_backward_fake, check=_ragged_backward_check,
     record=_ragged_backward_record,
 )  # fmt: skip
@@ -844,13 +846,14 @@ def flash_attention_backward(
     page_table: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    split_size: int | None = None,
 ) -> AttentionGradients:
     """flashmoe_science.flash_attention_backward, in a graph, too: there dq, dk, dv, dsinks and
     stream are None, accumulate is False, and what is returned is token by token in memory in either
     layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "stream": stream}
     if _is_plain(q) or _leaves_graph(q, **given):
@@ -1099,7 +1102,6 @@ def _routing_gradient(
 
 def _route_record(return_lse: bool) -> Callable[..., Any]:
     def record(below: Callable[..., Any], logits: Any, top_k: int, *options: Any) -> Any:
-        _moe_autograd.check_device(("logits",), (logits,))
         scoring, renormalize, bias, num_groups, top_groups, scale = options
         overload = _route_with_lse if return_lse else _route
 
@@ -1156,8 +1158,6 @@ def _route_given_record(
     below: Callable[..., Any], ids: Any, weights: Any, num_experts: int, renormalize: bool,
     scale: float, expert_map: Any,
 ) -> Any:  # fmt: skip
-    _moe_autograd.check_device(("weights",), (weights,))
-
     def compute(weights: Any) -> tuple[Any, ...]:
         return tuple(below(_route_given, ids, weights, num_experts, renormalize, scale, expert_map))
 
@@ -1309,8 +1309,6 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
         given, options = arguments[:7], _layer_options(*arguments[7:])
         tensors = (*given, *(options[name] for name in _LAYER_TENSORS[7:]))
-        _moe_autograd.check_device(_LAYER_TENSORS, tensors)
-
         # What is saved is what autograd is told of, and nothing beside it.
         options.update(dict.fromkeys(_LAYER_TENSORS[7:]))
 
@@ -1422,8 +1420,6 @@ def _product_check(x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel:
 def _product_record(
     below: Callable[..., Any], x: Any, w: Any, offsets: Any, counts: Any, bias: Any, kernel: Any
 ) -> Any:
-    _moe_autograd.check_device(("x", "w", "bias"), (x, w, bias))
-
     def compute(*tensors: Any) -> tuple[Any, ...]:
         return (below(_product, *tensors, kernel),)
 
@@ -1513,9 +1509,6 @@ def _fused_record(
     top_k: int, logits: Any, router_bias: Any, *options: Any,
 ) -> Any:  # fmt: skip
     """In its three parts, each of which torch records."""
-    names = ("tokens", "router_weights", "w_gate_up", "w_down", "logits", "router_bias")
-    given = (tokens, router_weights, w_gate_up, w_down, logits, router_bias)
-    _moe_autograd.check_device(names, given)
     if (router_weights is None) == (logits is None):
         got = "neither it nor logits" if logits is None else "both it and logits"
         raise InvalidArgumentError(f"router_weights: got {got}, accepted is one of the two")

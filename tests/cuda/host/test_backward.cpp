@@ -14,6 +14,8 @@
 
 #include "check.h"
 #include "core/backends.h"
+#include "cuda/attention/backward/ragged_params.h"
+#include "cuda/attention/backward/tables.h"
 #include "cuda/attention/sm89_backward/entry.h"
 #include "cuda/attention/sm90_backward/entry.h"
 #include "cuda/attention/sm90_backward/params.h"
@@ -53,6 +55,32 @@ const Entry entry_fp16_d64_dv64 = {
      192,
      0,
      5},
+    false,
+    32,
+    48,
+};
+
+static LoadedKernel loaded_ragged[3][kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_ragged;
+const Entry entry_fp16_d64_dv64_ragged = {
+    {{{"attention_backward_sm90_fp16_d64_dv64_ragged", kMain, 200000, loaded_ragged[0]},
+      Dtype::kFloat16,
+      64,
+      64,
+      80,
+      112,
+      3,
+      416},
+     1,
+     {"attention_backward_prologue_sm90_fp16_d64_dv64_ragged", kPrologue, 0, loaded_ragged[1]},
+     40,
+     160,
+     {"attention_backward_behind_sm90_fp16_d64_dv64_ragged", kBehind, 640, loaded_ragged[2]},
+     192,
+     0,
+     5,
+     1,
+     true},
     false,
     32,
     48,
@@ -117,7 +145,7 @@ template <int kKernel>
 static LoadedKernel loaded[3][kMaxDevices];
 template <int kKernel>
 static Entry entry_of(const char* name, const char* prologue, const char* sinks, Dtype dtype,
-                      int dim, int tile_q, int tile_k, int shared_bytes) {
+                      int dim, int tile_q, int tile_k, int shared_bytes, bool ragged = false) {
   return {
       {{name, kMain, shared_bytes, loaded<kKernel>[0]}, dtype, dim, dim, tile_q, tile_k, 3, 224},
       1,
@@ -127,13 +155,15 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks,
       {sinks, kSinks, 640, loaded<kKernel>[2]},
       192,
       0,
-      0};
+      0,
+      1,
+      ragged};
 }
-#define ENTRY(index, name, dtype, dim, tile_q, tile_k, shared_bytes)               \
+#define ENTRY(index, name, dtype, dim, tile_q, tile_k, ...)                        \
   extern const Entry entry_##name;                                                 \
   const Entry entry_##name = entry_of<index>(                                      \
       "attention_backward_sm89_" #name, "attention_backward_prologue_sm89_" #name, \
-      "attention_backward_sinks_sm89_" #name, Dtype::dtype, dim, tile_q, tile_k, shared_bytes);
+      "attention_backward_sinks_sm89_" #name, Dtype::dtype, dim, tile_q, tile_k, __VA_ARGS__);
 ENTRY(0, fp16_d64_dv64, kFloat16, 64, 48, 96, 190000)
 ENTRY(1, fp16_d64_dv64_ada, kFloat16, 64, 48, 96, 98000)
 // With the real tiles, for estimates.
@@ -141,6 +171,7 @@ ENTRY(2, bf16_d64_dv64, kBFloat16, 64, 128, 128, 230000)
 ENTRY(3, bf16_d128_dv128, kBFloat16, 128, 64, 128, 220000)
 ENTRY(4, bf16_d256_dv256, kBFloat16, 256, 64, 64, 210000)
 ENTRY(5, bf16_d256_dv256_ada, kBFloat16, 256, 32, 32, 90000)
+ENTRY(6, fp16_d64_dv64_ragged, kFloat16, 64, 48, 96, 98000, true)
 #undef ENTRY
 
 }  // namespace flashmoe::sm89_backward
@@ -150,6 +181,12 @@ namespace flashmoe {
 static flashmoe_status no_cpu(const AttentionBackwardProblem&, Plan*, const Reason& reason) {
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
 }
+static const void* const kTables = reinterpret_cast<const void*>(0x8c);
+static LoadedKernel loaded_tables[kMaxDevices];
+namespace attention_backward {
+const Kernel kTablesKernel = {"attention_backward_tables", kTables, 4096, loaded_tables};
+}  // namespace attention_backward
+
 const AttentionBackwardFamily kCpuAttentionBackward = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
 
 namespace {
@@ -340,8 +377,8 @@ void head_dimensions_have_their_kernels() {
     int64_t dim, dim_v;
     int kernel_dim, kernel_dim_v, panels, cluster;
   } cases[] = {{128, 128, 128, 128, 1, 1}, {192, 128, 192, 128, 3, 1}, {136, 8, 192, 128, 3, 1},
-               {192, 136, 192, 192, 6, 2}, {8, 136, 192, 192, 6, 2},   {200, 64, 256, 256, 8, 2},
-               {256, 256, 256, 256, 8, 2}};
+               {192, 136, 192, 192, 6, 2}, {8, 136, 192, 192, 6, 2},   {200, 64, 256, 256, 2, 2},
+               {256, 256, 256, 256, 2, 2}};
   for (const auto& each : cases) {
     const Call call({1, 300, 1000, 2, 2, each.dim, each.dim_v}, FLASHMOE_DTYPE_BFLOAT);
     watch();
@@ -813,16 +850,16 @@ constexpr Measured kMeasuredSm90[] = {
     {{1, 16384, 16384, 32, 32, 64, 64}, true, 0, 6297},
     {{2, 8192, 8192, 16, 16, 128, 128}, true, 1023, 745},
     {{2, 4096, 4096, 16, 16, 192, 128}, true, 0, 920},
-    {{2, 4096, 4096, 16, 16, 192, 192}, false, 0, 3570},
-    {{2, 4096, 4096, 16, 16, 192, 192}, true, 0, 1746},
-    {{32, 512, 512, 8, 8, 256, 256}, false, 0, 665},
-    {{32, 512, 512, 8, 8, 256, 256}, true, 0, 479},
-    {{8, 2048, 2048, 8, 8, 256, 256}, false, 0, 2027},
-    {{8, 2048, 2048, 8, 8, 256, 256}, true, 0, 1105},
-    {{2, 8192, 8192, 8, 8, 256, 256}, false, 0, 7769},
-    {{2, 8192, 8192, 8, 8, 256, 256}, true, 0, 3777},
-    {{1, 16384, 16384, 8, 8, 256, 256}, true, 0, 7084},
-    {{2, 4096, 4096, 32, 8, 256, 256}, true, 0, 3899},
+    {{2, 4096, 4096, 16, 16, 192, 192}, false, 0, 3035},
+    {{2, 4096, 4096, 16, 16, 192, 192}, true, 0, 1502},
+    {{32, 512, 512, 8, 8, 256, 256}, false, 0, 493},
+    {{32, 512, 512, 8, 8, 256, 256}, true, 0, 354},
+    {{8, 2048, 2048, 8, 8, 256, 256}, false, 0, 1373},
+    {{8, 2048, 2048, 8, 8, 256, 256}, true, 0, 771},
+    {{2, 8192, 8192, 8, 8, 256, 256}, false, 0, 5200},
+    {{2, 8192, 8192, 8, 8, 256, 256}, true, 0, 2470},
+    {{1, 16384, 16384, 8, 8, 256, 256}, true, 0, 4793},
+    {{2, 4096, 4096, 32, 8, 256, 256}, true, 0, 2754},
 };
 
 // docs/lab/attention_backward_sm89.md
@@ -1023,6 +1060,149 @@ void sm89_refuses_what_it_cannot_compute() {
             .find("sm89: more than 2^30 tiles of rows or keys") != std::string::npos);
 }
 
+// ---- sequences ----------------------------------------------------------------------------------
+
+// Three of them, packed one behind the other, or in padded rows.
+struct RaggedCall : Call {
+  int64_t offsets_shape[1] = {4}, lengths_shape[1] = {3}, step[1] = {1};
+  flashmoe_tensor offsets, lengths;
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+
+  explicit RaggedCall(const char* family, bool packed = true)
+      : Call(packed ? Size{1, 700, 1000, 6, 2, 64, 64} : Size{3, 700, 1000, 6, 2, 64, 64}) {
+    offsets = {reinterpret_cast<void*>(int64_t{1} << 20),
+               {FLASHMOE_DEVICE_CUDA, 0},
+               1,
+               {FLASHMOE_DTYPE_INT, 32, 1},
+               offsets_shape,
+               step,
+               0};
+    lengths = offsets;
+    lengths.shape = lengths_shape;
+    params.kernel = family;
+    params.sequences = &sequences;
+    if (packed) {
+      sequences.cu_seqlens_q = sequences.cu_seqlens_k = &offsets;
+    } else {
+      sequences.seqused_q = sequences.seqused_k = &lengths;
+    }
+  }
+};
+
+template <class AnyParams>
+thread_local std::vector<AnyParams> seen_ragged;
+
+template <class AnyParams>
+void watch_ragged() {
+  watch();
+  seen_ragged<AnyParams>.clear();
+  fake::on_launch = [](const void* params) {
+    AnyParams one;
+    std::memcpy(static_cast<void*>(&one), params, sizeof one);
+    seen_ragged<AnyParams>.push_back(one);
+  };
+}
+
+void sequences_are_planned_by_what_the_host_knows() {
+  const flashmoe_plan plan = RaggedCall("sm89").plan();
+  CHECK(plan.launch_count == 3 && plan.flops == 0 && plan.microseconds > 0);
+  CHECK(std::strcmp(plan.launches[0].kernel, "attention_backward_tables") == 0);
+  CHECK(plan.launches[0].grid[0] == 1 && plan.launches[0].block[0] == 1024);
+  CHECK(plan.launches[0].shared_bytes == 4096 + fake::kStaticSharedBytes);
+  // 700 / 48 + 3 tiles, two blocks each, of 6 heads; chunks of 256 rows of q and of k; 26 items.
+  CHECK(plan.launches[1].grid[0] == 17 * 6 * 2 + 3 + 4 + 1);
+  CHECK(std::strcmp(plan.launches[2].kernel, "attention_backward_sm89_fp16_d64_dv64_ragged") == 0);
+  CHECK(plan.launches[2].grid[0] == (1000 / 96 + 3) * 2);
+  // In padded rows each sequence may have all that there is room for, or what the bounds say.
+  RaggedCall padded("sm89", false);
+  CHECK(padded.plan().launches[1].grid[0] == 3 * 15 * 6 * 2 + 3 * 3 + 3 * 4 + 1);
+  CHECK(padded.plan().launches[2].grid[0] == 3 * 11 * 2);
+  padded.sequences.max_seqlen_q = 100;
+  padded.sequences.max_seqlen_k = 90;
+  CHECK(padded.plan().launches[1].grid[0] == 3 * 3 * 6 * 2 + 3 * 3 + 3 * 4 + 1);
+  CHECK(padded.plan().launches[2].grid[0] == 3 * 2);
+  // What is added to is not set to 0.
+  padded.params.accumulate = 1;
+  CHECK(padded.plan().launches[1].grid[0] == 3 * 3 * 6 * 2 + 1);
+  // Dense calls keep their kernels, and the other way round.
+  CHECK(std::strcmp(Sm89Call().plan().launches[1].kernel,
+                    "attention_backward_sm89_fp16_d64_dv64") == 0);
+  RaggedCall named("attention_backward_sm89_fp16_d64_dv64");
+  CHECK(named.refusal().find("_ragged serves this call") != std::string::npos);
+  // Calls with bounds have a repair by the family that has one.
+  RaggedCall bounded("sm90");
+  CHECK(bounded.plan().launch_count == 3);
+  bounded.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  CHECK(bounded.plan().launch_count == 4 && bounded.plan().launches[3].grid[0] == 5);
+  bounded.params.kernel = "sm89";
+  CHECK(bounded.plan().launch_count == 3);
+}
+
+void sums_are_of_sequences_of_several_tiles() {
+  RaggedCall call("sm89");
+  using attention_backward::RaggedParams;
+  watch_ragged<RaggedParams>();
+  CHECK(call.run() == FLASHMOE_OK && seen_ragged<RaggedParams>.size() == 3);
+  const RaggedParams& p = seen_ragged<RaggedParams>[0];
+  CHECK(p.batch == 1 && p.tiles_q == 17 && p.most_tiles_k == 13 && p.sum_tiles == 17);
+  CHECK(p.sequences.count == 3 && p.sequences.rows_q == 700 && p.sequences.room_k == 1000);
+  CHECK(p.sequences.cu_seqlens_q.data == call.offsets.data);
+  CHECK(p.chunks_q == 3 && p.chunks_k == 4 && p.prologue_blocks == 17 * 6 * 2);
+  CHECK(p.tile_q == 48 && p.tile_k == 96 && p.at_a_time == 132);
+  // Parts of the workspace follow one another.
+  const int64_t sums = offset(p.dq_sums);
+  CHECK(offset(p.row_delta) >= 17 * 6 * 48 * 4 && offset(p.items) >= offset(p.totals) + 16);
+  CHECK(sums >= offset(p.items) + 26 * 64 && sums % 128 == 0);
+  CHECK(call.plan().workspace_bytes ==
+        static_cast<uint64_t>(sums) + uint64_t{17} * 6 * 48 * 64 * 4);
+  // Keys of one tile alone need none.
+  call.sequences.max_seqlen_k = 96;
+  watch_ragged<RaggedParams>();
+  CHECK(call.run() == FLASHMOE_OK && seen_ragged<RaggedParams>[0].sum_tiles == 0);
+  // Tables at other addresses.
+  call.offsets.data = static_cast<char*>(call.offsets.data) + 4096;
+  watch_ragged<RaggedParams>();
+  CHECK(call.run() == FLASHMOE_OK);
+  CHECK(seen_ragged<RaggedParams>[2].sequences.cu_seqlens_k.data == call.offsets.data);
+}
+
+void ragged_maps_count_rows_of_the_batch() {
+  RaggedCall call("sm90", false);
+  using sm90_backward::RaggedParams;
+  watch_ragged<RaggedParams>();
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == kMaps);
+  const RaggedParams& p = seen_ragged<RaggedParams>[2];
+  CHECK(p.q_rows_per_batch == 700 && p.dout_rows_per_batch == 700 && p.dq_rows_per_batch == 700);
+  CHECK(p.k_rows_per_batch == 1000 && p.v_rows_per_batch == 1000);
+  CHECK(p.dk_rows_per_batch == 1000 && p.dv_rows_per_batch == 1000);
+  // Rows of a batch that are no multiple of a row apart.
+  RaggedCall odd("sm90", false);
+  odd.strides[kK][0] += 8;
+  CHECK(odd.refusal().find("sm90: k has sequences with a stride of") != std::string::npos);
+  odd.params.kernel = "sm89";
+  CHECK(std::strcmp(odd.plan().family, "sm89") == 0);
+  // Written by consumers, gradients may lie so.
+  RaggedCall added("sm90", false);
+  added.strides[kDk][0] += 8;
+  CHECK(added.refusal().find("sm90: dk has sequences") != std::string::npos);
+  added.params.accumulate = 1;
+  CHECK(std::strcmp(added.plan().family, "sm90") == 0);
+}
+
+void sequences_have_head_dimensions_of_their_own() {
+  RaggedCall call("sm90");
+  for (int tensor : {kQ, kK, kDq, kDk}) call.shapes[tensor][3] = 48;
+  CHECK(call.plan().launch_count == 3);
+  for (int tensor : {kQ, kK, kDq, kDk}) {
+    call.shapes[tensor][3] = 72;
+    call.strides[tensor][2] = 72;
+    call.strides[tensor][1] = 72 * call.shapes[tensor][2];
+  }
+  CHECK(
+      call.refusal().find("sm90: head dimensions 72 and 64, accepted are up to 64 of sequences") !=
+      std::string::npos);
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -1058,5 +1238,9 @@ int main(int argc, char** argv) {
   sm89_workspace_holds_its_parts();
   the_faster_family_serves();
   sm89_refuses_what_it_cannot_compute();
+  sequences_are_planned_by_what_the_host_knows();
+  sums_are_of_sequences_of_several_tiles();
+  ragged_maps_count_rows_of_the_batch();
+  sequences_have_head_dimensions_of_their_own();
   return 0;
 }

@@ -52,6 +52,14 @@ static flashmoe_status no_cpu(const AttentionProblem&, Plan*, const Reason& reas
 }
 const AttentionFamily kCpuAttention = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
 
+// Of sequences, of which there are none here.
+static flashmoe_status no_sequences(const AttentionProblem&, Plan*, const Reason& reason) {
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
+}
+const AttentionFamily kSm89DecodeAttention = {"sm89_decode", FLASHMOE_DEVICE_CUDA, no_sequences,
+                                              nullptr};
+const AttentionFamily kMixedAttention = {"mixed", FLASHMOE_DEVICE_CUDA, no_sequences, nullptr};
+
 namespace sm89_few_rows {
 
 template <class Traits>

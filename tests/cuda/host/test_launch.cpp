@@ -15,8 +15,10 @@
 #include "check.h"
 #include "core/backends.h"
 #include "cuda/attention/combine.h"
+#include "cuda/attention/mixed/lengths.h"
 #include "cuda/attention/sm89/entry.h"
 #include "cuda/attention/sm89/params.h"
+#include "cuda/attention/sm89_decode/entry.h"
 #include "cuda/attention/sm89_few_rows/entry.h"
 #include "cuda/attention/sm89_few_rows/params.h"
 #include "cuda/attention/sm90/entry.h"
@@ -61,6 +63,45 @@ const Entry entry_fp16_d64_dv64_r8 = {
      loaded_combine},
 };
 }  // namespace flashmoe::sm89_few_rows
+
+namespace flashmoe::sm89_decode {
+static LoadedKernel loaded[3][kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_r8;
+extern const Entry entry_fp16_d64_dv64_r16;
+const Entry entry_fp16_d64_dv64_r8 = {
+    {{"attention_forward_sm89_decode_fp16_d64_dv64_r8", reinterpret_cast<const void*>(0x57), 5000,
+      loaded[0]},
+     Dtype::kFloat16,
+     64,
+     64,
+     8,
+     32,
+     1,
+     kThreads},
+    4,
+};
+const Entry entry_fp16_d64_dv64_r16 = {
+    {{"attention_forward_sm89_decode_fp16_d64_dv64_r16", reinterpret_cast<const void*>(0x58), 6000,
+      loaded[1]},
+     Dtype::kFloat16,
+     64,
+     64,
+     16,
+     32,
+     1,
+     kThreads},
+    4,
+};
+const Kernel kCombineFp16 = {"attention_combine_sm89_decode_fp16",
+                             reinterpret_cast<const void*>(0x59), 0, loaded[2]};
+const Kernel kCombineBf16 = kCombineFp16;
+}  // namespace flashmoe::sm89_decode
+
+namespace flashmoe::mixed {
+static LoadedKernel loaded[kMaxDevices];
+const Kernel kLengths = {"attention_forward_mixed_lengths", reinterpret_cast<const void*>(0x5a), 0,
+                         loaded};
+}  // namespace flashmoe::mixed
 
 namespace flashmoe::sm89 {
 static LoadedKernel loaded[kMaxDevices];
@@ -442,6 +483,140 @@ void ragged_batches_have_kernels_of_their_own() {
   call.params.sequences = nullptr;
   for (const int i : {1, 2}) call.shapes[i][0] = 1;
   CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+}
+
+// Pages of 16 keys for a call of so many sequences.
+struct PagedCall : Call {
+  Table cu_seqlens_q, seqused_k, page_table;
+  flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+
+  PagedCall(const char* kernel, int64_t count, int64_t rows, int64_t of_q, int64_t of_kv)
+      : Call(kernel, 1, rows, 1000, of_q, of_kv),
+        cu_seqlens_q(count + 1, 1, 1),
+        seqused_k(count, 1, 2),
+        page_table(count, 9, 3) {
+    for (const int i : {1, 2}) {
+      shapes[i][0] = 30;
+      shapes[i][1] = 16;
+      strides[i][0] = 16 * of_kv * 64;
+    }
+    sequences.cu_seqlens_q = &cu_seqlens_q.tensor;
+    sequences.seqused_k = &seqused_k.tensor;
+    sequences.page_table = &page_table.tensor;
+    params.sequences = &sequences;
+  }
+};
+
+std::vector<sm89_decode::Params> seen_decode;
+
+// Blocks for each multiprocessor, or for each unit if these are fewer, and a part of two tiles
+// each.
+void few_queries_share_their_keys() {
+  fake::on_launch = [](const void* params) {
+    seen_decode.push_back(*static_cast<const sm89_decode::Params*>(params));
+  };
+  PagedCall call("sm89_decode", 4, 5, 6, 2);
+  const auto run = [&](int64_t blocks, int64_t rows, int64_t places, int64_t rows_to_combine) {
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, "sm89_decode") == 0 && plan.launch_count == 2);
+    CHECK(plan.microseconds > 0 && plan.launches[0].tile_m == rows);
+    CHECK(plan.launches[0].grid[0] == blocks && plan.launches[1].grid[0] == blocks);
+    CHECK(plan.launches[1].grid[1] == rows_to_combine);
+    CHECK(plan.workspace_bytes ==
+          places * (rows * 64 * 4 + rows * 8) + blocks * sizeof(sm89_decode::CutTile));
+    seen_decode.clear();
+    CHECK(flashmoe_attention_forward(&call.params, workspace, plan.workspace_bytes, nullptr) ==
+          FLASHMOE_OK);
+    check_read_back(plan);
+    CHECK(seen_decode.size() == 2);
+    const sm89_decode::Params& seen = seen_decode[0];
+    CHECK(std::memcmp(&seen, &seen_decode[1], sizeof seen) == 0);
+    CHECK(seen.blocks == blocks && seen.part_rows == rows && seen.part_units_log2 == 4);
+    CHECK(static_cast<void*>(seen.parts) == workspace);
+    CHECK(reinterpret_cast<char*>(seen.statistics) ==
+          reinterpret_cast<char*>(seen.parts) + places * rows * 64 * 4);
+    CHECK(reinterpret_cast<char*>(seen.cut_tiles) ==
+          reinterpret_cast<char*>(seen.statistics) + places * rows * 8);
+    return seen;
+  };
+  // 3 heads of 5 queries at most are 15 rows; 4 sequences, 2 heads, 144 keys in steps of 32.
+  sm89_decode::Params seen = run(40, 16, 80, 15);
+  CHECK(seen.group.value == 3 && seen.heads_kv == 2 && seen.split_keys == 0);
+  CHECK(seen.k_chunks.page == 16 * 2 * 8 && seen.k_chunks.row == 16 && seen.k_chunks.head == 8);
+  CHECK(seen.sequences.most_q == 5 && seen.sequences.most_k == 144);
+  // One query each is 3.
+  call.sequences.max_seqlen_q = 1;
+  seen = run(40, 8, 80, 3);
+  CHECK(seen.sequences.most_q == 1);
+  // By chunks the kernel is that of one query, and the parts are of all chunks.
+  call.sequences.max_seqlen_q = 5;
+  call.sequences.split_size = 100;
+  seen = run(80, 8, 80 * 32, 8);
+  CHECK(seen.split_keys == 100);
+  call.sequences.split_size = INT64_MAX;
+  CHECK(run(80, 8, 80 * 32, 8).split_keys == 1 << 29);
+  // Keys beyond what an offset of 32 bits reaches.
+  flashmoe_plan plan = flashmoe_plan_init();
+  call.strides[2][0] = int64_t{1} << 33;
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(flashmoe_last_error(), "v of 64 GiB or more") != nullptr);
+  // A dense call has no sequences.
+  const Call dense("sm89_decode", 1, 1, 100, 2, 2);
+  CHECK(flashmoe_attention_forward_plan(&dense.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(flashmoe_last_error(), "dense batches, accepted are ragged") != nullptr);
+}
+
+struct SeenMixed {
+  mixed::LengthsParams lengths;
+  const void* many_q;
+  sm89_decode::Params few;
+};
+SeenMixed seen_mixed;
+int seen_mixed_launches = 0;
+
+// Prompts by a family of tiles, the others by sm89_decode, each with a table of its own.
+void prompts_beside_decoding_are_two_parts() {
+  fake::on_launch = [](const void* params) {
+    const int i = seen_mixed_launches++;
+    if (i == 0) seen_mixed.lengths = *static_cast<const mixed::LengthsParams*>(params);
+    if (i == 1) {
+      seen_mixed.many_q = static_cast<const sm90::RaggedParams*>(params)->sequences.seqused_q.data;
+    }
+    if (i == 2) seen_mixed.few = *static_cast<const sm89_decode::Params*>(params);
+  };
+  PagedCall call("mixed", 4, 500, 6, 2);
+  for (const int64_t split_size : {0, 64}) {
+    call.sequences.split_size = split_size;
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, "mixed") == 0 && plan.launch_count == 4);
+    CHECK(std::strcmp(plan.launches[0].kernel, "attention_forward_mixed_lengths") == 0);
+    CHECK(std::strcmp(plan.launches[1].kernel, "attention_forward_sm90_fp16_d64_dv64_ragged") == 0);
+    CHECK(std::strncmp(plan.launches[2].kernel, "attention_forward_sm89_decode_", 30) == 0);
+    CHECK(std::strcmp(plan.launches[3].kernel, "attention_combine_sm89_decode_fp16") == 0);
+    for (int i = 0; i < 2; ++i) {
+      seen_mixed_launches = 0;
+      CHECK(flashmoe_attention_forward(&call.params, workspace, plan.workspace_bytes, nullptr) ==
+            FLASHMOE_OK);
+      CHECK(seen_mixed_launches == 4);
+      check_read_back(plan);
+      CHECK(reinterpret_cast<const char*>(seen_mixed.lengths.many_q) == workspace);
+      CHECK(reinterpret_cast<const char*>(seen_mixed.lengths.few_q) == workspace + 128);
+      CHECK(seen_mixed.lengths.few == 10 && !seen_mixed.lengths.sequences.seqused_q.given());
+      CHECK(seen_mixed.many_q == workspace);
+      CHECK(seen_mixed.few.sequences.seqused_q.data == seen_mixed.lengths.few_q);
+      CHECK(seen_mixed.few.sequences.most_q == 10 && seen_mixed.few.split_keys == split_size);
+      CHECK(reinterpret_cast<const char*>(seen_mixed.few.parts) == workspace + 256);
+    }
+  }
+  // Chunks promise more than an estimate may choose.
+  call.params.kernel = nullptr;
+  CHECK(std::strcmp(plan_of(call).family, "mixed") == 0);
+  call.sequences.max_seqlen_q = 10;
+  CHECK(std::strcmp(plan_of(call).family, "sm89_decode") == 0);
+  call.params.kernel = "mixed";
+  flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(flashmoe_last_error(), "may have more than 10 queries") != nullptr);
 }
 
 sm90::RaggedParams seen_ragged90;
@@ -1455,7 +1630,7 @@ void kernels_and_schedules_are_served_by_name() {
   call.params.kernel = "sm90_split";
   CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(std::strstr(flashmoe_last_error(),
-                    "got \"sm90_split\", built in are sm89_few_rows, sm90, "
+                    "got \"sm90_split\", built in are sm89_few_rows, sm89_decode, mixed, sm90, "
                     "sm90_whole_tiles, sm90_split_kv, sm89, cpu") != nullptr);
 }
 
@@ -1537,6 +1712,8 @@ int main(int argc, char** argv) {
   driver_launches = without.empty() || without == "no-map-moves";
   the_plan_is_what_the_launch_gets();
   ragged_batches_have_kernels_of_their_own();
+  few_queries_share_their_keys();
+  prompts_beside_decoding_are_two_parts();
   sm90_cuts_boxes_at_sequences();
   loose_bounds_cost_little();
   sm90_encodes_its_maps_once();

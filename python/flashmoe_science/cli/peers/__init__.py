@@ -22,6 +22,7 @@ from flashmoe_science.cli.peers import (
     flashinfer,
     gradients,
     jax_cudnn,
+    moe_gradients,
     sonicmoe,
     torch_moe,
     torch_sdpa,
@@ -42,6 +43,7 @@ _BUILT_IN = (
     *torch_moe.PEERS,
     *sonicmoe.PEERS,
     *vllm_moe.PEERS,
+    *moe_gradients.PEERS,
 )
 
 

@@ -48,11 +48,13 @@ class Peer:
             very memory of the inputs. Of attention: q, k, v [batch, seq, heads, dim] as torch
             tensors; of its backward and of training q, k, v and dout, of which the call gives dq,
             dk and dv; of a mixture of experts: a MoeInputs, whose logits the call takes in turn
-            (MoeInputs.rotation), the first of them first. All that is not the operation (plans,
+            (MoeInputs.rotation), the first of them first; of its backward and of training a
+            MoeGradientInputs, of which the call gives the gradients of all `leaves`, and the
+            contender's output is `checked`. All that is not the operation (plans,
             views, compilation) is done here and not timed. Raises Refused with the reason where
             it does not serve the shape.
-        operation: "attention_forward", "attention_backward", "attention_training" or
-            "moe_forward".
+        operation: "attention_forward", "attention_backward", "attention_training",
+            "moe_forward", "moe_backward" or "moe_training".
     """
 
     name: str

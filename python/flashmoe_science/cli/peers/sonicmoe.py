@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from flashmoe_science.cli.arrays import Arrays
@@ -13,7 +15,10 @@ from flashmoe_science.cli.suites import MOE
 from flashmoe_science.cli.timing import Contender
 
 
-def _prepare(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
+def _layer(
+    arrays: Arrays, shape: MoeShape, inputs: MoeInputs, *, inference: bool
+) -> Callable[[Any], Any]:
+    """Its layer of one logits. Inference saves nothing for a backward."""
     if shape.dtype != "bf16":
         raise Refused("SonicMoE is tested in bf16 only")
     torch = arrays.xp
@@ -37,17 +42,27 @@ def _prepare(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
         )
         maps = (gather, scatter, reverse, None, False)
         inner, saved = functional._UpProjection.apply(
-            inputs.x, w_up, None, offsets, pairs, top_k, *maps, swiglu, True, True
+            inputs.x, w_up, None, offsets, pairs, top_k, *maps, swiglu, inference, True
         )
         return functional._DownProjection.apply(
             inner, saved, w_down, None, scores, offsets, tokens, top_k, *maps, swiglu
         )
 
+    return call
+
+
+def _prepare(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
+    layer = _layer(arrays, shape, inputs, inference=True)
+
     def without_gradients(logits: Any) -> Any:
-        with torch.no_grad():
-            return call(logits)
+        with arrays.xp.no_grad():
+            return layer(logits)
 
     return Contender("", inputs.rotation(without_gradients))
+
+
+def _prepare_to_differentiate(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
+    return Contender("", inputs.rotation(_layer(arrays, shape, inputs, inference=False)))
 
 
 PEERS = (
@@ -61,3 +76,5 @@ PEERS = (
         MOE,
     ),
 )
+# Its forward as peers/moe_gradients.py differentiates it.
+TO_DIFFERENTIATE = (dataclasses.replace(PEERS[0], prepare=_prepare_to_differentiate),)

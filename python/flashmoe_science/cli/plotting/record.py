@@ -10,7 +10,7 @@ from typing import Any
 
 from flashmoe_science.cli import records
 from flashmoe_science.cli.measure import OURS
-from flashmoe_science.cli.moe_shapes import skew_text
+from flashmoe_science.cli.moe_shapes import MOE_BACKWARD, MOE_TRAINING, skew_text
 from flashmoe_science.cli.records import is_moe
 from flashmoe_science.cli.shapes import BACKWARD, TRAINING, logits_text, window_text
 from flashmoe_science.cli.stats import summary
@@ -270,7 +270,8 @@ def _device_flags(document: dict[str, Any]) -> list[str]:
 
 def row_command(document: dict[str, Any], cell: dict[str, Any]) -> str:
     """The command that measures this one row again."""
-    of_pass = {BACKWARD: ["--backward"], TRAINING: ["--training"]}
+    of_pass = {operation: ["--backward"] for operation in (BACKWARD, MOE_BACKWARD)}
+    of_pass |= {operation: ["--training"] for operation in (TRAINING, MOE_TRAINING)}
     words = ["flashmoe", "bench", *shape_flags(cell["shape"])]
     words += of_pass.get(document.get("operation", ""), [])
     sustained = document["sampling"].get("sustained") if "sampling" in document else None

@@ -23,7 +23,14 @@ from flashmoe_science.cli.plotting.sheet import (
     spread,
 )
 from flashmoe_science.cli.plotting.theme import Style, Theme, styles
-from flashmoe_science.cli.suites import ATTENTION, BACKWARD, MOE, TRAINING
+from flashmoe_science.cli.suites import (
+    ATTENTION,
+    BACKWARD,
+    MOE,
+    MOE_BACKWARD,
+    MOE_TRAINING,
+    TRAINING,
+)
 
 _PANEL_W, _PANEL_H, _GAP_X, _GAP_Y = 2.3, 1.75, 0.22, 0.52  # inches
 _LEFT = 0.62  # for the numbers of the axis
@@ -158,6 +165,8 @@ _TRAFFIC = {
     MOE: "tokens, logits, output and weights of experts that have tokens",
     BACKWARD: "q, k, v, output, their gradients and LSE",
     TRAINING: "both calls' tensors",
+    MOE_BACKWARD: "what was saved, tokens, logits, weights and all gradients",
+    MOE_TRAINING: "both calls' tensors",
 }
 
 

@@ -1,0 +1,39 @@
+// Between the launcher and the per-ISA kernels of appending to a cache: the heads of one row and
+// who rotates them. Included by translation units compiled with different -m flags, so it holds
+// plain declarations only: no inline function, no standard header that brings any.
+#pragma once
+
+#include <stdint.h>
+
+#include "core/dtype.h"
+
+namespace flashmoe::cpu {
+
+// The first 2 * pairs numbers of each head, of one dtype, which go to where `to` is: that may be
+// `from`. Steps are bytes from one head to the next.
+struct RotatedHeads {
+  const void* from;
+  int64_t from_step;
+  void* to;
+  int64_t to_step;
+  int64_t heads;
+  const void* cos;  // [pairs], fp32 or of the heads' dtype
+  const void* sin;
+  int64_t pairs;
+  bool interleaved;  // pairs are neighbours, else one of each half
+};
+
+// The kernel of one instruction set for one dtype of heads and one of cosines.
+struct RotationKernel {
+  const char* isa;
+  void (*rotate)(const RotatedHeads& heads);
+};
+
+// One of each instruction set, indexed by the heads' Dtype and by whether cosines are fp32.
+extern const RotationKernel kScalarRotation[3][2];
+#if FLASHMOE_CPU_X86
+extern const RotationKernel kAvx2Rotation[3][2];
+extern const RotationKernel kAvx512Rotation[3][2];
+#endif
+
+}  // namespace flashmoe::cpu

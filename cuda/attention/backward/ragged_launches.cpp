@@ -1,0 +1,178 @@
+#include "cuda/attention/backward/ragged_launches.h"
+
+#include <algorithm>
+
+#include "cuda/attention/backward/tables.h"
+#include "cuda/attention/launch.h"
+#include "cuda/tile/extents.h"
+
+namespace flashmoe::attention_backward {
+namespace {
+
+constexpr int64_t kMostTiles = int64_t{1} << 30;
+
+// What the host knows of all sequences that share no rows: the most that there can be.
+struct Bounds {
+  int64_t tiles_q;
+  int64_t tiles_k;
+  int64_t sum_tiles;  // of dQ, of sequences of several tiles of keys
+  int64_t chunks_q;
+  int64_t chunks_k;
+  int64_t prologue_blocks;  // before those of chunks
+};
+
+// Tiles of so many sequences of at most `most` rows each, of `rows` one behind the other or (0) of
+// any.
+int64_t most_tiles(int64_t sequences, int64_t most, int64_t tile, bool packed, int64_t rows) {
+  const int64_t by_sequence = sequences * ceil_div(most, tile);
+  return packed ? std::min(rows / tile + sequences, by_sequence) : by_sequence;
+}
+
+Bounds bounds_of(const AttentionBackwardProblem& p, const Entry& entry) {
+  const SequenceTables& tables = p.sequences;
+  const bool packed_q = tables.cu_seqlens_q.data != nullptr;
+  const bool packed_k = tables.cu_seqlens_k.data != nullptr;
+  Bounds bounds = {};
+  bounds.tiles_q = most_tiles(p.batch, p.seq_q, entry.tile_q, packed_q, tables.rows_q);
+  bounds.tiles_k = most_tiles(p.batch, p.seq_k, entry.tile_k, packed_k, tables.rows_k);
+  int64_t with_sums = p.seq_k > entry.tile_k ? p.batch : 0;
+  if (packed_k) with_sums = std::min(with_sums, tables.rows_k / (entry.tile_k + 1));
+  bounds.sum_tiles = std::min(
+      bounds.tiles_q, most_tiles(with_sums, p.seq_q, entry.tile_q, packed_q, tables.rows_q));
+  const auto chunks = [](int64_t batch, int64_t rows) {
+    return batch * ceil_div(rows, int64_t{kChunkRows});
+  };
+  if (!p.accumulate && p.dq.data != nullptr) {
+    bounds.chunks_q = chunks(packed_q ? 1 : p.batch, tables.rows_q);
+  }
+  if (!p.accumulate && (p.dk.data != nullptr || p.dv.data != nullptr)) {
+    bounds.chunks_k = chunks(tables.batch_k, tables.rows_k);
+  }
+  bounds.prologue_blocks = bounds.tiles_q * p.heads_q * (entry.tile_q / entry.prologue_rows);
+  return bounds;
+}
+
+// The workspace, as offsets of its parts.
+struct RaggedLayout {
+  Layout common;
+  int64_t places;
+  int64_t first_tiles;
+  int64_t classes;
+  int64_t first_items;
+  int64_t totals;
+  int64_t items;
+  int64_t bytes;
+};
+
+RaggedLayout ragged_layout_of(const AttentionBackwardProblem& p, const Entry& entry) {
+  constexpr int64_t kAlignment = 128;
+  constexpr int64_t kWord = sizeof(float);
+  static_assert(sizeof(int32_t) == kWord && sizeof(uint32_t) == kWord);
+  const Bounds bounds = bounds_of(p, entry);
+  RaggedLayout layout = {};
+  const auto take = [&](int64_t bytes) {
+    const int64_t begin = layout.bytes;
+    layout.bytes += ceil_div(bytes, kAlignment) * kAlignment;
+    return begin;
+  };
+  const int64_t tiles = bounds.tiles_q * p.heads_q;
+  layout.common.row_lse = take(tiles * entry.tile_q * kWord);
+  layout.common.row_delta = take(tiles * entry.tile_q * kWord);
+  layout.common.turns = take(tiles * entry.dq_panels * kWord);
+  layout.common.ticket = take(kWord);
+  layout.common.split_turns = take(kWord);  // nothing is split
+  layout.common.unwanted = take(std::max(p.dim, p.dim_v) * dtype_bytes(p.q.dtype));
+  layout.places = take(p.batch * int64_t{sizeof(SequencePlace)});
+  layout.first_tiles = take((p.batch + 1) * kWord);
+  layout.classes = take((p.batch + 1) * int64_t{sizeof(SequenceClass)});
+  layout.first_items = take((p.batch + 1) * kWord);
+  layout.totals = take(sizeof(SequenceTotals));
+  layout.items = take(bounds.tiles_k * p.heads_kv * int64_t{sizeof(RaggedItem)});
+  layout.common.dq_sums = take(bounds.sum_tiles * p.heads_q * entry.tile_q * entry.dim * kWord);
+  layout.common.split_sums = layout.common.dq_sums;
+  layout.common.bytes = layout.bytes;
+  return layout;
+}
+
+}  // namespace
+
+flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, const Entry& entry,
+                                     const DeviceFacts& facts, const char* suffix,
+                                     int64_t most_blocks, const Reason& reason, Plan* plan) {
+  FLASHMOE_TRY(check_sequences_fit(problem, reason));
+  const int device_id = problem.device.device_id;
+  const Bounds bounds = bounds_of(problem, entry);
+  const auto too_many = [](int64_t tiles, int64_t heads) {
+    return heads > kMostTiles || tiles > kMostTiles / heads;
+  };
+  const int64_t chunks = bounds.chunks_q + bounds.chunks_k;
+  const int64_t items = bounds.tiles_k * problem.heads_kv;
+  const int64_t item_blocks = ceil_div(items, int64_t{entry.prologue_threads});
+  if (too_many(bounds.tiles_q * (entry.tile_q / entry.prologue_rows), problem.heads_q) ||
+      too_many(bounds.tiles_k, problem.heads_kv) || chunks > kMostTiles) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "more than 2^30 tiles of rows or keys");
+  }
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(entry.prologue, device_id, facts, &arch, reason));
+  FLASHMOE_TRY(load_kernel(entry, device_id, facts, &arch, reason));
+  FLASHMOE_TRY(load_kernel(kTablesKernel, device_id, facts, &arch, reason));
+  plan_launch(kTablesKernel, device_id, suffix, 1, kTablesThreads, kTablesKernel.shared_bytes,
+              plan);
+  plan_launch(entry.prologue, device_id, suffix,
+              std::max<int64_t>(bounds.prologue_blocks + chunks + item_blocks, 1),
+              entry.prologue_threads, 0, plan)
+      .tile_m = entry.prologue_rows;
+  const int64_t clusters =
+      std::clamp<int64_t>(bounds.tiles_k * problem.heads_kv, 1, most_blocks / entry.cluster);
+  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
+  if (entry.cluster > 1) launch.cluster = entry.cluster;
+  const AttentionMask& mask = problem.sequences.mask;
+  const bool bounded = mask.causal != FLASHMOE_CAUSAL_NONE || mask.window != 0;
+  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
+                         (bounded && !problem.accumulate ? entry.repair_blocks : 0);
+  if (behind > 0) {
+    FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
+    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
+                entry.behind.shared_bytes, plan);
+  }
+  plan->info.workspace_bytes = static_cast<uint64_t>(ragged_layout_of(problem, entry).bytes);
+  return FLASHMOE_OK;
+}
+
+void fill_ragged_params(const AttentionBackwardProblem& p, const Entry& entry,
+                        RaggedParams* params) {
+  fill_params(p, entry, params);
+  const Bounds bounds = bounds_of(p, entry);
+  params->batch = 1;
+  params->tiles_q = static_cast<int32_t>(bounds.tiles_q);
+  params->tiles_k = 0;
+  params->split = {};
+  params->tile_q = entry.tile_q;
+  params->tile_k = entry.tile_k;
+  params->at_a_time = static_cast<int32_t>(kBlocksOfLargest / entry.cluster);
+  params->row_bytes = static_cast<int32_t>(row_bytes_of(p));
+  params->sum_tiles = static_cast<int32_t>(bounds.sum_tiles);
+  params->most_tiles_k = static_cast<int32_t>(bounds.tiles_k);
+  params->chunks_q = static_cast<int32_t>(bounds.chunks_q);
+  params->chunks_k = static_cast<int32_t>(bounds.chunks_k);
+  params->prologue_blocks = static_cast<int32_t>(bounds.prologue_blocks);
+}
+
+void* unwanted_row(const AttentionBackwardProblem& p, const Entry& entry, char* workspace) {
+  return workspace + ragged_layout_of(p, entry).common.unwanted;
+}
+
+void fill_ragged_addresses(const AttentionBackwardProblem& p, const Entry& entry, char* workspace,
+                           RaggedParams* params) {
+  const RaggedLayout layout = ragged_layout_of(p, entry);
+  fill_addresses(p, layout.common, workspace, params);
+  params->sequences = sequence_params(p);
+  params->places = reinterpret_cast<SequencePlace*>(workspace + layout.places);
+  params->first_tiles = reinterpret_cast<int32_t*>(workspace + layout.first_tiles);
+  params->classes = reinterpret_cast<SequenceClass*>(workspace + layout.classes);
+  params->first_items = reinterpret_cast<int32_t*>(workspace + layout.first_items);
+  params->totals = reinterpret_cast<SequenceTotals*>(workspace + layout.totals);
+  params->items = reinterpret_cast<RaggedItem*>(workspace + layout.items);
+}
+
+}  // namespace flashmoe::attention_backward

@@ -1,0 +1,84 @@
+// The second kernel: rows of tiles whose keys several blocks have.
+//
+// A block takes one row of the tile that a block of the first kernel has shared, if any. Each of
+// its units of four columns has some threads; each of these adds up every so many-th part, and then
+// their sums are added up. The parts of chunks are added up by one thread in their order, as the
+// first kernel does.
+#pragma once
+
+#include "cuda/attention/sm89_decode/results.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#include "cuda/ptx/pdl.cuh"
+#endif
+
+namespace flashmoe::sm89_decode {
+
+// Calls add(sum) for each part from `begin` on, one in `step`, in their order: the loads of some
+// are on their way together.
+template <class Add>
+__device__ __forceinline__ void for_parts(const Params& params, const CutTile& cut, int row,
+                                          int unit, int begin, int step, const Add& add) {
+  for (int first = begin; first < cut.parts; first += kCombineBatch * step) {
+    Sum batch[kCombineBatch];
+#pragma unroll
+    for (int j = 0; j < kCombineBatch; ++j) {
+      const int part = first + j * step;
+      batch[j] = Sum::none();
+      if (part >= cut.parts) continue;
+      const int64_t place = part == 0 ? cut.first : cut.second + part;
+      const int64_t at = place * params.part_rows + row;
+      const float2 statistics = params.statistics[at];
+      batch[j] = {params.parts[(at << params.part_units_log2) + unit], statistics.x, statistics.y};
+    }
+#pragma unroll
+    for (int j = 0; j < kCombineBatch; ++j) {
+      if (first + j * step < cut.parts) add(batch[j]);
+    }
+  }
+}
+
+// Grid: blocks of the first kernel, rows of a part.
+template <class Element>
+__global__ void __launch_bounds__(kCombineThreads)
+    attention_combine_kernel(const __grid_constant__ Params params) {
+  __shared__ float4 outs[kCombineThreads];
+  __shared__ float2 statistics[kCombineThreads];
+  const int thread = thread_index();
+  const int row = static_cast<int>(blockIdx.y);
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+  const CutTile& cut = params.cut_tiles[blockIdx.x];
+  if (cut.parts == 0 || row >= cut.tile.rows) return;
+  const int unit = thread & ((1 << params.part_units_log2) - 1);
+  const int worker = thread >> params.part_units_log2;
+  const bool chunks = params.split_keys > 0;
+  const int workers = chunks ? 1 : kCombineThreads >> params.part_units_log2;
+  Sum total = Sum::none();
+  if (worker < workers) {
+    for_parts(params, cut, row, unit, worker, workers,
+              [&](const Sum& part) { total = add_sums(total, part); });
+  }
+  if (workers > 1) {
+    outs[thread] = total.out;
+    statistics[thread] = make_float2(total.row_max, total.sum);
+    __syncthreads();
+    if (worker == 0) {
+      total = add_parts(
+          workers, [&](int i) { return statistics[thread + (i << params.part_units_log2)]; },
+          [&](int i) { return outs[thread + (i << params.part_units_log2)]; });
+    }
+  }
+  const bool suspect = worker == 0 && write_unit<Element>(total, params, cut.tile, row, unit);
+  if (!__syncthreads_or(suspect) || thread >= kThreadsPerWarp) return;
+  const SequenceParams& sequences = params.sequences;
+  const SequenceRows rows = sequences.keys_of(cut.tile.sequence);
+  const KeysOfRow keys = {
+      params, sequences.paged != 0 ? sequences.keys.pages_of(cut.tile.sequence) : nullptr,
+      rows.batch, rows.begin, cut.tile.head_kv};
+  compute_row_again<Element, static_cast<int>(kMaxHeadDim)>(params, cut.tile, keys, row);
+}
+
+}  // namespace flashmoe::sm89_decode

@@ -1,0 +1,35 @@
+// What a call takes by the decoding kernels, an estimate: lengths are not known.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/attention/cost.h"
+
+namespace flashmoe::sm89_decode {
+
+// Times in microseconds, rates per microsecond of one multiprocessor, of bytes that reach its
+// registers. On an H200 decoding took about 12 us and the bytes at 0.92 of the memory's peak
+// (docs/kernels/attention_sm89_decode.md). The start is less here, since sm90's estimates of such
+// tiles are low by more.
+inline constexpr double kStart = 4.5;   // launch, shares, first loads and the last tile's end
+inline constexpr double kSecond = 2.5;  // the second kernel
+inline constexpr double kTile = 0.5;    // the end of a tile, of which loads hide the rest
+inline constexpr double kRate = 40e3;
+inline constexpr double kShareOfMemory = 0.92;
+
+// Floating-point operations.
+inline double product_rate(const DeviceFacts& facts) {
+  return facts.compute_capability == 90 ? 1.5e6 : 0.7e6;
+}
+
+// Tiles of so many rows, which blocks share evenly.
+inline double decode_microseconds(const Work& work, int rows, const DeviceFacts& facts) {
+  const double tiles = work.heads_kv * ceil_of(work.rows, rows);
+  const double blocks = facts.multiprocessors;
+  const double load = tiles * work.keys * work.key_bytes / (kRate * blocks);
+  const double product = tiles * work.keys * work.dims * 2 * rows / (product_rate(facts) * blocks);
+  const double run = std::max(load, product) + tiles * kTile / blocks;
+  return kStart + kSecond + std::max(run, memory_microseconds(work, facts, kShareOfMemory));
+}
+
+}  // namespace flashmoe::sm89_decode

@@ -1,0 +1,197 @@
+// The sm89_decode family: ragged, padded and paged batches whose sequences have few queries, keys
+// of which blocks share. Lengths are read by the kernels alone: nothing here depends on them.
+#include <algorithm>
+#include <climits>
+#include <cstring>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/attention/combine.h"
+#include "cuda/attention/few_queries.h"
+#include "cuda/attention/sm89_decode/cost.h"
+#include "cuda/attention/sm89_decode/entry.h"
+
+namespace flashmoe::sm89_decode {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/attention/sm89_decode/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/attention/sm89_decode/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+constexpr int64_t kChunkElements = 8;  // of 16 bytes
+
+int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
+
+// Keys of a chunk; 0: blocks take equal shares.
+int64_t split_keys(const AttentionProblem& p) { return p.sequences.split_size; }
+
+// Rows of a KV head by which a kernel is chosen. Where bits are to depend on a sequence alone,
+// those of one query.
+int64_t rows_wanted(const AttentionProblem& p) {
+  return group_of(p) * (split_keys(p) > 0 ? 1 : std::max<int64_t>(p.seq_q, 1));
+}
+
+// The kernel that the problem names, else of those with the least padding the one with the fewest
+// rows that are enough, or with the most.
+const Entry* find_kernel(const AttentionProblem& p) {
+  const Entry* best = nullptr;
+  const auto padding = [](const Entry& entry) { return entry.dim + entry.dim_v; };
+  for (const Entry* entry : kEntries) {
+    if (entry->dtype != p.q.dtype || entry->dim < p.dim || entry->dim_v < p.dim_v) continue;
+    if (std::strcmp(p.kernel, entry->name) == 0) return entry;
+    const bool better = best == nullptr || padding(*entry) < padding(*best) ||
+                        (padding(*entry) == padding(*best) &&
+                         (best->tile_q < rows_wanted(p)
+                              ? entry->tile_q > best->tile_q
+                              : entry->tile_q >= rows_wanted(p) && entry->tile_q < best->tile_q));
+    if (better) best = entry;
+  }
+  return best;
+}
+
+const Kernel& combine_of(const AttentionProblem& p) {
+  return p.q.dtype == Dtype::kFloat16 ? kCombineFp16 : kCombineBf16;
+}
+
+// A stride of an extent that has no second row may be anything.
+uint32_t chunks_of(int64_t stride, int64_t extent) {
+  return extent > 1 ? static_cast<uint32_t>(stride / kChunkElements) : 0;
+}
+
+ChunkStrides chunk_strides(const AttentionProblem& p, const RowStrides& strides) {
+  const SequenceTables& tables = p.sequences;
+  return {chunks_of(strides.batch, tables.batch_k), chunks_of(strides.seq, tables.rows_k),
+          chunks_of(strides.head, p.heads_kv)};
+}
+
+flashmoe_status check_offsets(const char* name, const RowStrides& strides,
+                              const AttentionProblem& p, const Reason& reason) {
+  constexpr int64_t kMost = (int64_t{1} << 32) - 1;
+  const SequenceTables& tables = p.sequences;
+  int64_t last = 0;
+  const auto fits = [&](int64_t stride, int64_t extent) {
+    if (extent <= 1) return true;
+    if (stride % kChunkElements != 0 || stride < 0) return false;
+    const int64_t chunks = stride / kChunkElements;
+    if (chunks > 0 && extent - 1 > (kMost - last) / chunks) return false;
+    last += (extent - 1) * chunks;
+    return true;
+  };
+  if (fits(strides.batch, tables.batch_k) && fits(strides.seq, tables.rows_k) &&
+      fits(strides.head, p.heads_kv)) {
+    return FLASHMOE_OK;
+  }
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "%s of 64 GiB or more, or with strides below 0, accepted are others", name);
+}
+
+// Units of all tiles, at most.
+int64_t most_blocks(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
+  const int64_t most = facts.multiprocessors;
+  const auto times = [&](int64_t a, int64_t b) {
+    return a == 0 || b == 0 ? 0 : (a >= most || b >= most ? most : std::min(a * b, most));
+  };
+  const int64_t tiles = (p.seq_q * group_of(p) + entry.tile_q - 1) / entry.tile_q;
+  const int64_t units = std::max<int64_t>((p.seq_k + entry.tile_k - 1) / entry.tile_k, 1);
+  return std::max<int64_t>(times(times(times(p.batch, p.heads_kv), tiles), units), 1);
+}
+
+int64_t part_units(const Entry& entry) { return int64_t{entry.tile_q} << entry.units_log2; }
+
+flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
+  const auto refuse = [&](flashmoe_status status, const char* sentence) {
+    return reason.refuse(status, "%s", sentence);
+  };
+  const int device_id = problem.device.device_id;
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_supported(device_id, &facts, reason));
+  if (!problem.sequences.given) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                  "dense batches, accepted are ragged, padded and paged ones");
+  }
+  FLASHMOE_TRY(check_sequences_fit(problem, reason));
+  if (split_keys(problem) > 0 && problem.seq_q > few_queries(problem) && *problem.kernel == '\0') {
+    return refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "split_size and sequences of many queries, whose kernels may not depend on how many "
+        "there are");
+  }
+  const Entry* entry = find_kernel(problem);
+  if (entry == nullptr) {
+    return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
+  }
+  const int64_t group = group_of(problem);
+  if (group > kMaxSequence || problem.seq_q > kMaxSequence / group ||
+      problem.heads_kv > INT_MAX / (problem.seq_q * group / entry->tile_q + 1)) {
+    return refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                  "more than 2^30 queries of a KV head, all its query heads counted, or 2^31 tiles "
+                  "of these");
+  }
+  FLASHMOE_TRY(check_offsets("k", problem.k.strides, problem, reason));
+  FLASHMOE_TRY(check_offsets("v", problem.v.strides, problem, reason));
+
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
+  const Kernel& combine = combine_of(problem);
+  FLASHMOE_TRY(load_kernel(combine, device_id, *facts, &arch, reason));
+  const int64_t blocks = most_blocks(problem, *entry, *facts);
+  plan_launch(*entry, device_id, "", blocks, plan);
+  flashmoe_launch& second = plan_launch(combine, device_id, "", blocks, kCombineThreads, 0, plan);
+  second.grid[1] =
+      static_cast<uint32_t>(std::clamp<int64_t>(problem.seq_q * group, 1, entry->tile_q));
+  second.tile_m = 1;
+  const int64_t places = places_of(blocks, split_keys(problem) > 0);
+  plan->info.workspace_bytes =
+      static_cast<uint64_t>(places * (part_units(*entry) * 16 + entry->tile_q * 8) +
+                            blocks * static_cast<int64_t>(sizeof(CutTile)));
+  plan->info.microseconds = decode_microseconds(work_of(problem), entry->tile_q, *facts);
+  return FLASHMOE_OK;
+}
+
+Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
+  Params params = {};
+  fill_tensors_and_score(p, &params);
+  params.sequences = sequence_params(p);
+  params.k_chunks = chunk_strides(p, p.k.strides);
+  params.v_chunks = chunk_strides(p, p.v.strides);
+  params.group = Divisor::of(static_cast<uint32_t>(group_of(p)));
+  params.heads_kv = static_cast<int32_t>(p.heads_kv);
+  params.split_keys = static_cast<int32_t>(std::min<int64_t>(split_keys(p), kMostTableRows));
+  params.blocks = static_cast<int32_t>(plan.info.launches[0].grid[0]);
+  params.part_rows = entry.tile_q;
+  params.part_units_log2 = entry.units_log2;
+  const int64_t places = places_of(params.blocks, params.split_keys > 0);
+  params.parts = static_cast<float4*>(workspace);
+  params.statistics = reinterpret_cast<float2*>(params.parts + places * part_units(entry));
+  params.cut_tiles = reinterpret_cast<CutTile*>(params.statistics + places * entry.tile_q);
+  return params;
+}
+
+flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* workspace,
+                       void* stream) {
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const Params params = make_params(problem, plan, workspace);
+  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+    FLASHMOE_TRY(launch_planned(plan, i, &params, stream));
+  }
+  return FLASHMOE_OK;
+}
+
+}  // namespace
+}  // namespace flashmoe::sm89_decode
+
+namespace flashmoe {
+
+const AttentionFamily kSm89DecodeAttention = {"sm89_decode", FLASHMOE_DEVICE_CUDA,
+                                              &sm89_decode::plan, &sm89_decode::launch};
+
+}  // namespace flashmoe

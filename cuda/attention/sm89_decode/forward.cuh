@@ -1,0 +1,147 @@
+// Attention forward of sequences with few queries each, over keys in pages or rows: decoding.
+//
+//   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
+//
+// A tile is kRows packed query rows of one KV head of a sequence, and a block of 8 warps takes an
+// equal share of the keys of all tiles, whoever's they are (share.cuh). In a tile its warps take
+// steps of kStepKeys keys in turn, each with an online softmax of its own. K and V go from global
+// memory to registers without a stop (loads.cuh), and the next step's are on their way while one is
+// computed, also where that is the next tile's: between two tiles memory does not rest. At the end
+// of a tile the parts of the warps are added up (results.cuh). A tile that lies in one block is
+// written; others leave parts in the workspace, which the second kernel adds up (combine.cuh).
+//
+// With split_keys, blocks share whole chunks of so many keys, counted from the sequence's first,
+// and the parts of a tile's chunks are added up in their order, by whichever block has them: bits
+// depend on the sequence alone.
+#pragma once
+
+#include "cuda/attention/sm89_decode/results.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#include "cuda/ptx/pdl.cuh"
+#endif
+
+namespace flashmoe::sm89_decode {
+
+// The fragments of the step that a warp computes next, loaded or on their way.
+template <class Traits>
+struct Ahead {
+  sm89_few_rows::KFragments<Traits> k;
+  sm89_few_rows::VFragments<Traits> v;
+  uint32_t valid;
+  bool loaded;
+};
+
+// This warp's first step of a segment.
+template <class Traits>
+__device__ __forceinline__ int first_step(const Segment& segment) {
+  return segment.key + warp_index() * Traits::kStepKeys;
+}
+
+// This warp's steps of a segment, and the loads of its first one of the next.
+template <class Traits>
+__device__ __forceinline__ void compute_segment(const Params& params, const Segment& segment,
+                                                const Segment& next_segment,
+                                                const sm89_few_rows::Shared<Traits>& shared,
+                                                const sm89_few_rows::QFragments<Traits>& q,
+                                                Ahead<Traits>& ahead) {
+  namespace few = sm89_few_rows;
+  few::RowStatistics<Traits> statistics;
+  statistics.reset();
+  few::Accumulators<Traits> out;
+#pragma unroll
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+#pragma unroll
+    for (int j = 0; j < Traits::kDimV / 16; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[n][j][e] = 0.0f;
+    }
+  }
+  int key = first_step<Traits>(segment);
+  if (key < segment.end && !ahead.loaded) {
+    const int page = ask_page<Traits>(params, segment, key);
+    const Step step = find_rows<Traits>(params, segment, key, page);
+    load_k<Traits>(ahead.k, params, step);
+    load_v<Traits>(ahead.v, params, step);
+    ahead.valid = step.valid;
+  }
+  while (key < segment.end) {
+    // The next step, of this segment or of the one behind it.
+    int next = key + Traits::kRoundKeys;
+    const Segment* of = &segment;
+    if (next >= segment.end) {
+      of = &next_segment;
+      next = first_step<Traits>(next_segment);
+    }
+    const bool loads = of == &segment || (next_segment.exists != 0 && next < next_segment.end);
+    int page = -1;
+    if (loads) page = ask_page<Traits>(params, *of, next);
+
+    few::Scores<Traits> scores;
+    few::multiply_k<Traits>(scores, ahead.k, q, shared);
+    Step step = {0, 0, 0};
+    if (loads) {
+      step = find_rows<Traits>(params, *of, next, page);
+      load_k<Traits>(ahead.k, params, step);
+    }
+    if (params.score.capped()) params.score.cap(scores);
+    if (ahead.valid != kAllValid<Traits> ||
+        (segment.tile.masked != 0 &&
+         (key < segment.all_first || key + Traits::kStepKeys > segment.all_end))) {
+      mask_scores<Traits>(scores, params, segment.tile, key, ahead.valid);
+    }
+    statistics.rescale(scores, params.score.scale_log2, out);
+    few::Probabilities<Traits> p;
+    statistics.exponentiate(p, scores, params.score.scale_log2);
+    few::multiply_v<Traits>(out, ahead.v, p);
+    if (loads) load_v<Traits>(ahead.v, params, step);
+    ahead.valid = step.valid;
+    ahead.loaded = loads;
+    key = of == &segment ? next : segment.end;
+  }
+  few::store_part<Traits>(out, statistics, shared, warp_index());
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kThreads, 1)
+    attention_forward_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const sm89_few_rows::Shared<Traits> shared = {memory};
+  const ChunkSum<Traits> chunks = {memory + Traits::kSumOffset};
+  BlockState& state = *reinterpret_cast<BlockState*>(memory + Traits::kStateOffset);
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+  if (!find_share<Traits>(params, state)) return;
+  if (warp_index() == 0) {
+    next_segment<Traits>(params, state, 0);
+    next_segment<Traits>(params, state, 1);
+  }
+  __syncthreads();
+  share_q<Traits>(params, state.segments[0].tile, shared);
+  if constexpr (!Traits::kQueriesInRegisters) __syncthreads();
+
+  Ahead<Traits> ahead;
+  ahead.loaded = false;
+  sm89_few_rows::QFragments<Traits> q;
+  int slot = 0;
+  while (true) {
+    const Segment& segment = state.segments[slot];
+    const int next = (slot + 1) % kSegments;
+    const Segment& next_one = state.segments[next];
+    const bool more = next_one.exists != 0;
+    // While its keys are on their way.
+    if (warp_index() == 0 && more) next_segment<Traits>(params, state, (slot + 2) % kSegments);
+    if (segment.new_tile != 0) load_q<Traits>(q, params, segment.tile);
+    compute_segment<Traits>(params, segment, next_one, shared, q, ahead);
+    __syncthreads();
+    if (more && next_one.new_tile != 0) share_q<Traits>(params, next_one.tile, shared);
+    const bool suspect = finish_segment<Traits>(params, segment, shared, chunks);
+    if (__syncthreads_or(suspect)) compute_rows_again<Traits>(params, segment);
+    if (!more) return;
+    slot = next;
+  }
+}
+
+}  // namespace flashmoe::sm89_decode

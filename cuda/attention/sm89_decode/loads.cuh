@@ -1,0 +1,198 @@
+// Keys and values of a step, wherever their rows are: from global memory straight to the fragments
+// of the few-row kernels (sm89_few_rows/products.cuh).
+//
+// A lane looks up one key of the step: its page, if there are pages, and where its rows of K and V
+// begin. The lanes that load these get it by a shuffle. So pages may be of any size, and a page's
+// number is read once a key and warp.
+#pragma once
+
+#include "cuda/attention/sm89_decode/share.cuh"
+#include "cuda/attention/sm89_few_rows/products.cuh"
+
+namespace flashmoe::sm89_decode {
+
+// A step's keys as this lane looked one up, and which of them there are: a bit for each.
+struct Step {
+  uint32_t k;  // in chunks of 16 bytes
+  uint32_t v;
+  uint32_t valid;
+};
+
+template <class Traits>
+inline constexpr uint32_t kAllValid = Traits::kStepKeys == 32 ? 0xffffffffu : 0xffffu;
+
+// The page, or the row of the batch, of this lane's key of a step; -1: there is no such key.
+template <class Traits>
+__device__ __forceinline__ int ask_page(const Params& params, const Segment& segment, int step) {
+  const int key = step + lane_index();
+  const bool there = key >= segment.first && key < segment.end && lane_index() < Traits::kStepKeys;
+  if (!there) return -1;
+  if (segment.pages == nullptr) return segment.batch_k;
+  const KeyTables& keys = params.sequences.keys;
+  return keys.page_at(segment.pages, keys.by_page_size.quotient(segment.begin_k + key));
+}
+
+template <class Traits>
+__device__ __forceinline__ Step find_rows(const Params& params, const Segment& segment, int step,
+                                          int page) {
+  const KeyTables& keys = params.sequences.keys;
+  int row = segment.begin_k + step + lane_index();
+  if (segment.pages != nullptr && page >= 0) {
+    row -= keys.by_page_size.quotient(row) * keys.page_size;
+  }
+  const auto offset_of = [&](const ChunkStrides& strides) {
+    return static_cast<uint32_t>(page) * strides.page + static_cast<uint32_t>(row) * strides.row +
+           static_cast<uint32_t>(segment.tile.head_kv) * strides.head;
+  };
+  return {offset_of(params.k_chunks), offset_of(params.v_chunks),
+          __ballot_sync(kFullWarp, page >= 0)};
+}
+
+__device__ __forceinline__ const uint16_t* row_at(const uint16_t* base, uint32_t chunk) {
+  return base + uint64_t{chunk} * 8;
+}
+
+template <class Traits>
+__device__ __forceinline__ void load_k(sm89_few_rows::KFragments<Traits>& fragments,
+                                       const Params& params, const Step& step) {
+  const int lane = lane_index();
+  const uint16_t* const base = params.tensors.k + 8 * (lane % 4);
+  if (step.valid == kAllValid<Traits> && params.tensors.dim == Traits::kDim) {
+#pragma unroll
+    for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
+      const uint16_t* const k = row_at(base, __shfl_sync(kFullWarp, step.k, 8 * i + lane / 4));
+#pragma unroll
+      for (int c = 0; c < Traits::kKChunks; ++c) {
+        ptx::load_streaming(fragments[i][c], k + 32 * c);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
+      const int key = 8 * i + lane / 4;
+      const uint16_t* const k = row_at(base, __shfl_sync(kFullWarp, step.k, key));
+#pragma unroll
+      for (int c = 0; c < Traits::kKChunks; ++c) {
+        const bool valid =
+            (step.valid >> key & 1) != 0 && 32 * c + 8 * (lane % 4) < params.tensors.dim;
+        ptx::load_streaming_or_zero(fragments[i][c], k + 32 * c, valid);
+      }
+    }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void load_v(sm89_few_rows::VFragments<Traits>& fragments,
+                                       const Params& params, const Step& step) {
+  const int lane = lane_index();
+  const uint16_t* const base = params.tensors.v + 8 * (lane / 4);
+  if (step.valid == kAllValid<Traits> && params.tensors.dim_v == Traits::kDimV) {
+#pragma unroll
+    for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
+      const int key = sm89_few_rows::v_key(i) + 2 * (lane % 4);
+      const uint16_t* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
+#pragma unroll
+      for (int c = 0; c < Traits::kVChunks; ++c) {
+        ptx::load_streaming(fragments[i][c], v + 64 * c);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
+      const int key = sm89_few_rows::v_key(i) + 2 * (lane % 4);
+      const uint16_t* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
+#pragma unroll
+      for (int c = 0; c < Traits::kVChunks; ++c) {
+        const bool valid =
+            (step.valid >> key & 1) != 0 && 64 * c + 8 * (lane / 4) < params.tensors.dim_v;
+        ptx::load_streaming_or_zero(fragments[i][c], v + 64 * c, valid);
+      }
+    }
+  }
+}
+
+// Which query of a tile's row, and which head of q.
+struct RowOf {
+  int query;
+  int head;
+
+  __device__ __forceinline__ RowOf(const Params& params, const TileRows& tile, int row) {
+    const int packed = tile.first_row + row;
+    query = params.group.quotient(packed);
+    head = tile.head_kv * params.group.number() + packed - query * params.group.number();
+  }
+  __device__ __forceinline__ int64_t offset(const TileRows& tile, const RowStrides& strides) const {
+    return tile.batch * strides.batch + head * strides.head +
+           int64_t{tile.begin_q + query} * strides.seq;
+  }
+  // The keys that it sees.
+  __device__ __forceinline__ KeyRange keys(const Params& params, const TileRows& tile) const {
+    return params.score.keys(query + tile.diagonal, tile.length_k);
+  }
+};
+
+// This lane's chunks of row 8n + g, zeros where there is no such row.
+template <class Traits>
+__device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChunks][4],
+                                             const Params& params, const TileRows& tile, int n) {
+  const int lane = lane_index();
+  const int row = 8 * n + lane / 4;
+  const uint16_t* const q = params.tensors.q +
+                            RowOf(params, tile, row).offset(tile, params.tensors.q_strides) +
+                            8 * (lane % 4);
+#pragma unroll
+  for (int c = 0; c < Traits::kKChunks; ++c) {
+    ptx::load_or_zero(fragments[c], q + 32 * c,
+                      row < tile.rows && 32 * c + 8 * (lane % 4) < params.tensors.dim);
+  }
+}
+
+// Q in registers, or a part by each warp in shared memory.
+template <class Traits>
+__device__ __forceinline__ void load_q(sm89_few_rows::QFragments<Traits>& q, const Params& params,
+                                       const TileRows& tile) {
+  if constexpr (Traits::kQueriesInRegisters) {
+#pragma unroll
+    for (int n = 0; n < Traits::kRowBlocks; ++n) load_q_block<Traits>(q[n], params, tile, n);
+  }
+}
+template <class Traits>
+__device__ __forceinline__ void share_q(const Params& params, const TileRows& tile,
+                                        const sm89_few_rows::Shared<Traits>& shared) {
+  if constexpr (!Traits::kQueriesInRegisters) {
+    for (int n = warp_index(); n < Traits::kRowBlocks; n += kWarps) {
+      uint32_t q[Traits::kKChunks][4];
+      load_q_block<Traits>(q, params, tile, n);
+#pragma unroll
+      for (int c = 0; c < Traits::kKChunks; ++c) {
+        shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()] =
+            make_uint4(q[c][0], q[c][1], q[c][2], q[c][3]);
+      }
+    }
+  }
+}
+
+// Hides the keys of a step that there are not, and those that a row does not see.
+template <class Traits>
+__device__ __forceinline__ void mask_scores(sm89_few_rows::Scores<Traits>& scores,
+                                            const Params& params, const TileRows& tile,
+                                            int first_key, uint32_t valid) {
+  const int lane = lane_index();
+  const int key = first_key + lane / 4;
+#pragma unroll
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const KeyRange keys = RowOf(params, tile, 8 * n + 2 * (lane % 4) + e).keys(params, tile);
+#pragma unroll
+      for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
+        const bool there = (valid >> (8 * i + lane / 4) & 1) != 0;
+        if (!there || key + 8 * i < keys.first || key + 8 * i >= keys.end) {
+          scores[i / 2][n][i % 2 * 2 + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace flashmoe::sm89_decode

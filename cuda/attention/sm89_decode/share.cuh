@@ -1,0 +1,253 @@
+// A block's share of all keys, and the segments of tiles that it is made of.
+//
+// What blocks share is counted in units: steps of kStepKeys keys, or chunks of a sequence. The
+// tiles of a sequence are one behind the other, heads first, and so are sequences. Block b of G has
+// the units from b W / G on, of W: each works that out from the lengths, by a sum over all
+// sequences.
+#pragma once
+
+#include <climits>
+
+#include "cuda/attention/sm89_decode/traits.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/thread.cuh"
+
+namespace flashmoe::sm89_decode {
+
+using reread::lane_index;
+using reread::thread_index;
+using reread::warp_index;
+
+template <class Traits>
+__device__ __forceinline__ Described describe(const Params& params, int index) {
+  const SequenceParams& sequences = params.sequences;
+  const SequenceRows queries = sequences.queries_of(index);
+  const SequenceRows keys = sequences.keys_of(index);
+  const int group = params.group.number();
+  const Sequence sequence = {0, 0, queries.length, keys.length,
+                             sequences.diagonal_of(queries.length, keys.length)};
+  Described known;
+  known.batch_q = queries.batch;
+  known.begin_q = queries.begin;
+  known.length_q = queries.length;
+  known.batch_k = keys.batch;
+  known.begin_k = keys.begin;
+  known.length_k = keys.length;
+  known.diagonal = sequence.diagonal;
+  known.row_tiles = (queries.length * group + Traits::kRows - 1) / Traits::kRows;
+  known.first = sequence.first_key(params.score, 0);
+  known.end = sequence.end_key(params.score, queries.length - 1);
+  if (known.first >= known.end) known.first = known.end = 0;
+  known.unit_keys = Traits::kStepKeys;
+  if (params.split_keys > 0) {
+    const int chunks = (keys.length - 1) / params.split_keys / kMostChunks + 1;
+    known.unit_keys = chunks * params.split_keys;
+  }
+  known.origin = 0;
+  if (known.first > 0) known.origin = known.first / known.unit_keys * known.unit_keys;
+  known.units = max(1, (known.end - known.origin + known.unit_keys - 1) / known.unit_keys);
+  return known;
+}
+
+__device__ __forceinline__ int64_t units_of(const Params& params, const Described& known) {
+  return int64_t{known.units} * known.row_tiles * params.heads_kv;
+}
+
+// Sets the cursor to the block's share. False, for all threads, if it has none. Ends with a
+// barrier.
+template <class Traits>
+__device__ __forceinline__ bool find_share(const Params& params, BlockState& state) {
+  const int thread = thread_index();
+  const int warp = warp_index();
+  const int each = (params.sequences.count + kThreads - 1) / kThreads;
+  const int first = thread * each;
+  const int end = min(first + each, params.sequences.count);
+  int64_t mine = 0;
+  Described known;  // the last one
+  for (int s = first; s < end; ++s) {
+    known = describe<Traits>(params, s);
+    mine += units_of(params, known);
+  }
+  int64_t upto = mine;  // this thread, in its warp
+#pragma unroll
+  for (int step = 1; step < kThreadsPerWarp; step *= 2) {
+    const int64_t before = __shfl_up_sync(kFullWarp, upto, step);
+    if (lane_index() >= step) upto += before;
+  }
+  if (lane_index() == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
+  if (thread == 0) {
+    state.cursor.left = 0;
+    state.cursor.window = -1;
+    params.cut_tiles[blockIdx.x].parts = 0;
+  }
+  __syncthreads();
+  int64_t total = 0;
+  int64_t before = upto - mine;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const int64_t units = state.warp_units[w];
+    if (w < warp) before += units;
+    total += units;
+  }
+  const int block = static_cast<int>(blockIdx.x);
+  const int blocks = static_cast<int>(min(total, int64_t{params.blocks}));
+  if (block < blocks) {
+    const int64_t begin = total * block / blocks;
+    if (before <= begin && begin < before + mine) {
+      int64_t behind = begin - before;  // of the sequence's first unit
+      int s = first;
+      for (; s + 1 < end; ++s) {
+        const int64_t units = units_of(params, describe<Traits>(params, s));
+        if (behind < units) break;
+        behind -= units;
+      }
+      Cursor& cursor = state.cursor;
+      cursor.end = total * (block + 1) / blocks;
+      cursor.left = cursor.end - begin;
+      cursor.total = total;
+      cursor.blocks = blocks;
+      cursor.sequence = s;
+      // Into tiles it is divided where the sequence is described.
+      cursor.owner = -1;
+      cursor.unit = static_cast<int>(behind & 0x7fffffff);
+      cursor.tile = static_cast<int>(behind >> 31);
+    }
+  }
+  __syncthreads();
+  if (each == 1 && block < blocks) {
+    const int at = thread - state.cursor.sequence;
+    if (at >= 0 && at < kWindow && first < end) state.window[at] = known;
+    if (thread == 0) state.cursor.window = state.cursor.sequence;
+    __syncthreads();
+  }
+  return block < blocks;
+}
+
+// The block that has a unit: the last that begins no later.
+__device__ __forceinline__ int owner_of(const Cursor& cursor, int64_t unit) {
+  return static_cast<int>(((unit + 1) * cursor.blocks - 1) / cursor.total);
+}
+
+// Describes the sequences from the cursor's on; a warp.
+template <class Traits>
+__device__ __forceinline__ void describe_window(const Params& params, BlockState& state) {
+  const int first = state.cursor.sequence;
+  const int index = first + lane_index();
+  if (index < params.sequences.count) {
+    state.window[lane_index()] = describe<Traits>(params, index);
+  }
+  __syncwarp();
+  if (lane_index() == 0) state.cursor.window = first;
+  __syncwarp();
+}
+
+// Leaves the next segment of the share in a slot; warp 0.
+template <class Traits>
+__device__ __forceinline__ void next_segment(const Params& params, BlockState& state, int slot) {
+  Segment& segment = state.segments[slot];
+  Cursor& cursor = state.cursor;
+  if (cursor.left == 0) {
+    if (lane_index() == 0) segment.exists = 0;
+    __syncwarp();
+    return;
+  }
+  while (true) {
+    if (cursor.window < 0 || cursor.sequence >= cursor.window + kWindow) {
+      describe_window<Traits>(params, state);
+    }
+    const Described& known = state.window[cursor.sequence - cursor.window];
+    const int tiles = known.row_tiles * params.heads_kv;
+    const bool found = cursor.owner < 0 || cursor.tile < tiles;
+    __syncwarp();
+    if (found) break;
+    if (lane_index() == 0) {
+      ++cursor.sequence;
+      cursor.tile = 0;
+      cursor.unit = 0;
+    }
+    __syncwarp();
+  }
+  if (lane_index() == 0) {
+    const Described& known = state.window[cursor.sequence - cursor.window];
+    const int block = static_cast<int>(blockIdx.x);
+    const bool first_of_share = cursor.owner < 0;
+    if (first_of_share) {
+      const int64_t behind = (int64_t{cursor.tile} << 31) + cursor.unit;
+      cursor.tile = static_cast<int>(behind / known.units);
+      cursor.unit = static_cast<int>(behind - int64_t{cursor.tile} * known.units);
+    }
+    const bool starts = cursor.unit == 0;
+    const bool chunks = params.split_keys > 0;
+    if (starts) {
+      cursor.owner = block;
+    } else if (first_of_share) {
+      // An earlier one; which, matters for the places of chunks alone.
+      cursor.owner = chunks ? owner_of(cursor, cursor.end - cursor.left - cursor.unit) : INT_MAX;
+    }
+    const int of_tile = known.units - cursor.unit;  // units that are left of it
+    const int of_block = static_cast<int>(min(int64_t{of_tile}, cursor.left));
+    const int taken = chunks ? 1 : of_block;
+    const bool goes_on = of_block < of_tile;
+
+    const int head_kv = known.row_tiles > 1 ? cursor.tile / known.row_tiles : cursor.tile;
+    const int group = params.group.number();
+    TileRows& tile = segment.tile;
+    tile.sequence = cursor.sequence;
+    tile.batch = known.batch_q;
+    tile.begin_q = known.begin_q;
+    tile.length_q = known.length_q;
+    tile.length_k = known.length_k;
+    tile.diagonal = known.diagonal;
+    tile.head_kv = head_kv;
+    tile.first_row = (cursor.tile - head_kv * known.row_tiles) * Traits::kRows;
+    tile.rows = min(Traits::kRows, known.length_q * group - tile.first_row);
+    const Sequence sequence = {0, 0, known.length_q, known.length_k, known.diagonal};
+    const int first_query = params.group.quotient(tile.first_row);
+    const int last_query = params.group.quotient(tile.first_row + tile.rows - 1);
+    segment.first = sequence.first_key(params.score, first_query);
+    segment.all_first = sequence.first_key(params.score, last_query);
+    segment.all_end = sequence.end_key(params.score, first_query);
+    const int end = sequence.end_key(params.score, last_query);
+    tile.masked = segment.first < segment.all_first || segment.all_end < end ? 1 : 0;
+
+    segment.key = known.origin + cursor.unit * known.unit_keys;
+    segment.end = min(end, segment.key + taken * known.unit_keys);
+    // Rounds of which no row sees a key; warps keep their places.
+    const int ahead = segment.first - segment.key;
+    if (ahead > 0) segment.key += ahead / Traits::kRoundKeys * Traits::kRoundKeys;
+
+    segment.pages =
+        params.sequences.paged != 0 ? params.sequences.keys.pages_of(cursor.sequence) : nullptr;
+    segment.batch_k = known.batch_k;
+    segment.begin_k = known.begin_k;
+    segment.exists = 1;
+    segment.new_tile = first_of_share || starts ? 1 : 0;
+    segment.last = cursor.unit + taken == known.units ? 1 : 0;
+    segment.only = known.units == taken ? 1 : 0;
+    // Chunks before this one were this block's, and those that follow will be.
+    segment.whole = cursor.owner == block && !goes_on ? 1 : 0;
+    const int places = static_cast<int>(gridDim.x);
+    if (chunks) {
+      segment.place = cursor.owner * kMostChunks + cursor.unit;
+    } else {
+      segment.place = starts ? block : places + block;
+    }
+    if (starts && goes_on) {  // the last tile of the share
+      const int64_t begin = cursor.end - cursor.left;
+      CutTile& cut = params.cut_tiles[block];
+      cut.tile = tile;
+      cut.parts = chunks ? known.units : owner_of(cursor, begin + known.units - 1) - block + 1;
+      cut.first = chunks ? block * kMostChunks : block;
+      cut.second = chunks ? block * kMostChunks : places + block;
+    }
+    cursor.left -= taken;
+    cursor.unit += taken;
+    if (cursor.unit == known.units) {
+      cursor.unit = 0;
+      ++cursor.tile;
+    }
+  }
+  __syncwarp();
+}
+
+}  // namespace flashmoe::sm89_decode

@@ -1,0 +1,86 @@
+// Every constant of the decoding kernels: the fragments and steps of the few-row kernels
+// (sm89_few_rows/traits.cuh), and the shared memory of blocks that go from tile to tile.
+#pragma once
+
+#include "cuda/attention/sm89_decode/params.h"
+#include "cuda/attention/sm89_few_rows/traits.cuh"
+
+namespace flashmoe::sm89_decode {
+
+// What a block knows of a sequence.
+struct Described {
+  int32_t batch_q;
+  int32_t begin_q;
+  int32_t length_q;
+  int32_t batch_k;
+  int32_t begin_k;
+  int32_t length_k;
+  int32_t diagonal;
+  int32_t first;  // keys that some query sees
+  int32_t end;
+  int32_t unit_keys;  // of what blocks share: steps, or chunks
+  int32_t origin;     // the key from which these are counted
+  int32_t units;      // of a tile; at least 1, since its rows are to be written
+  int32_t row_tiles;  // of a KV head; 0: no queries
+};
+
+// Keys of a tile that the block takes at a time: all that it has, or a chunk.
+struct Segment {
+  TileRows tile;
+  const int32_t* pages;  // nullptr: keys are in rows of batch_k
+  int32_t batch_k;
+  int32_t begin_k;
+  int32_t key;        // where steps begin
+  int32_t end;        // behind the last key that some row sees
+  int32_t first;      // the first of these
+  int32_t all_first;  // keys that all rows see
+  int32_t all_end;
+  int32_t exists;
+  int32_t new_tile;  // the segment before was another tile's
+  int32_t whole;     // the block has all keys of the tile
+  int32_t only;      // the tile is this segment
+  int32_t last;      // it is the tile's last one
+  int32_t place;     // of its part, where the tile is shared
+};
+
+// Where a block is in its share.
+struct Cursor {
+  int64_t left;   // units
+  int64_t end;    // of the share, units of all blocks
+  int64_t total;  // of all shares
+  int32_t sequence;
+  int32_t tile;    // of the sequence
+  int32_t unit;    // of the tile
+  int32_t blocks;  // that have a share
+  int32_t window;  // the first sequence that is described; -1: none
+  int32_t owner;   // the block in which the tile begins
+};
+
+inline constexpr int kWindow = 32;  // sequences that are described at a time: one a lane
+// The last one, whose rows some warp may be computing again, this one, the next and the one behind
+// it.
+inline constexpr int kSegments = 4;
+
+struct BlockState {
+  Cursor cursor;
+  int64_t warp_units[kWarps];
+  Described window[kWindow];
+  Segment segments[kSegments];
+};
+
+template <class Element, int kDim, int kDimV, int kRows>
+struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
+  using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
+
+  static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
+  // Behind what the few-row kernels have: the sum of a tile's chunks, and the block's state.
+  static constexpr int kSumOffset = Base::shared_bytes(kWarps, 1);
+  static constexpr int kSumBytes = Base::kUnits * (16 + 8);
+  static constexpr int kStateOffset = (kSumOffset + kSumBytes + 15) / 16 * 16;
+  static constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
+
+  static_assert(kSumOffset % 16 == 0);
+  static_assert(kSharedBytes <= 99 * 1024, "of an sm_89 block");
+};
+
+}  // namespace flashmoe::sm89_decode

@@ -1,0 +1,86 @@
+// Arguments of the kernel that appends to a cache, as the device sees them. Strides of rows and of
+// tables of cosines are bytes, those of integers elements.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/divisor.h"
+#include "cuda/tile/sequence_tables.h"
+
+namespace flashmoe::kv_append {
+
+// The three kinds of rows.
+enum Stream : int { kKeys, kValues, kQueries, kStreams };
+
+// Read, or written.
+struct Rows {
+  char* data;
+  int64_t batch;
+  int64_t seq;
+  int64_t head;
+};
+
+// [batch, seq] integers; data is nullptr: absent.
+struct Tokens {
+  const void* data;
+  int64_t batch_stride;
+  int64_t seq_stride;
+  int32_t wide;  // int64, else int32
+  int32_t gap;
+};
+
+// Division by a number of rows that may be any.
+struct RowDivisor {
+  int64_t value;
+  Divisor by;    // of numbers below 2^31
+  int32_t fits;  // value is such a number, too
+};
+
+struct Rotary {
+  const char* cos;
+  const char* sin;
+  int64_t cos_stride;  // from one position to the next
+  int64_t sin_stride;
+  int64_t rows;         // positions that there are
+  int32_t pairs;        // of a head; 0: rows are only moved
+  int32_t wide;         // tables are fp32, else of the rows' dtype
+  int32_t interleaved;  // else the halves are paired
+  int32_t vectors;      // both tables can be loaded in pieces
+  int32_t whole;        // halves are whole pieces; else they are moved number by number
+  int32_t q_stays;
+};
+
+// A unit is what a thread moves at a time. Of a head it has two pieces of 16 bytes, one of each
+// half where these are rotated against one another, or of halves that are no whole pieces a pair of
+// numbers.
+struct Params {
+  Rows from[kStreams];
+  Rows to[kStreams];
+  Tokens slots;
+  Tokens positions;
+  TableNumbers cache_seqlens;
+  TableNumbers cu_seqlens;
+  TableNumbers seqused;
+  TableNumbers batch_index;
+  TableNumbers page_table;
+  int64_t page_step;
+  int64_t page_count;
+  int64_t batch_cache;
+  RowDivisor rows_cache;
+  Rotary rotary;
+
+  int32_t sequences;
+  int32_t rows;   // of all sequences: a packed batch's, or batch * rows_of_batch
+  int32_t seq;    // of k
+  int32_t seq_q;  // of q
+  Divisor rows_of_batch;
+
+  int32_t pieces[kStreams];  // of a head
+  Divisor units[kStreams];   // of a head
+  int32_t ends[kStreams];    // of a row's units: those of a stream end here
+  Divisor row_units;
+  int32_t block_rows;
+  int32_t block_units;  // of those rows, that one block moves
+};
+
+}  // namespace flashmoe::kv_append

@@ -1,0 +1,110 @@
+// Arguments of the stages of a layer's gradients that go row by row, as the device sees them.
+// Strides in elements. Slots count where `pairs` and `slots` agree and an expert has them.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/tile/bias.h"
+
+namespace flashmoe::moe_backward {
+
+inline constexpr int kPiece = 8;     // elements of 16 bytes
+inline constexpr int kRowWarps = 4;  // of a block of `rows`, a slot each
+inline constexpr int kSumWarps = 8;  // of a block of `sums`, by turns a row each
+inline constexpr int kSumColumns = 256;
+inline constexpr int kZeroWarps = 4;  // of a block of `zeros`, a row each
+inline constexpr int kCombineThreads = 256;
+
+struct Routing {
+  const float* weights;    // [tokens, top_k]
+  const int32_t* offsets;  // [experts + 1]
+  const int32_t* pairs;    // [rows]
+  const int32_t* slots;    // [tokens, top_k]
+  int32_t rows;            // tokens * top_k
+  int32_t experts;
+  int32_t top_k;
+};
+
+// From da, the gradient of a row of what act made, and what act was applied to. Rows of slots that
+// an expert has, and that do not count, become zeros.
+struct RowsParams {
+  Routing routing;
+  int32_t* row_tokens;  // [rows]: of a slot, or -1; out
+  float* dots;          // [rows] <da, a>, and <dout, down_bias>; out, or nullptr
+  uint16_t* da;         // [rows, inner]; where `wants_a` in its place a, times the weight
+  const uint16_t* pre_activation;  // [rows, g and u] or nullptr: there is nothing but row_tokens
+  int64_t pre_activation_stride;
+  uint16_t* dz;          // [rows, g and u], in the order of w_gate_up's rows; out, or nullptr
+  uint16_t* scaled_dz;   // the same times the weight
+  const uint16_t* dout;  // [tokens, hidden]
+  int64_t dout_stride;
+  Bias down_bias;
+  float da_scale;  // da is this times what lies there
+  int32_t has_da;
+  int32_t wants_a;
+  int32_t inner;
+  int32_t hidden;
+  int32_t gated;
+  int32_t dz_places[2];  // of g's first and u's first in a row of dz
+  int32_t dz_step;       // 2: they alternate
+  int32_t weight_on_input;
+  int32_t activation;
+  float alpha;
+  float limit;
+  float up_offset;
+};
+
+// dx[t] = sum over k of y[slots[t, k]], and dweights.
+struct CombineParams {
+  Routing routing;
+  const int32_t* row_tokens;
+  const uint16_t* y[2];  // [rows, hidden], to be added up; the second may be absent
+  const float* dots;     // or nullptr: with weight_on_input they are <y, x>
+  const uint16_t* x;     // [tokens, hidden]
+  int64_t x_stride;
+  void* dx;  // [tokens, hidden] or nullptr
+  int64_t dx_stride;
+  float* dweights;  // [tokens, top_k] or nullptr
+  int32_t dx_is_fp32;
+  int32_t hidden;
+  int32_t weight_on_input;
+  int32_t adds;
+};
+
+// Sums over an expert's rows.
+struct Sum {
+  const uint16_t* rows;
+  int64_t stride;
+  int64_t expert_stride;  // with counts
+  int32_t by_token;       // its rows are tokens, else slots
+  int32_t weighted;
+  int32_t columns;
+  int32_t is_fp32;
+  void* out;  // [experts, columns]
+  int64_t out_stride;
+};
+inline constexpr int kMostSums = 3;
+struct SumsParams {
+  Sum sums[kMostSums];
+  const int32_t* offsets;     // or nullptr: counts
+  const int32_t* counts;      // of rows of each expert, `rows` of them at most
+  const int32_t* row_tokens;  // or nullptr: every row counts
+  const int32_t* pairs;       // where sums are weighted
+  const float* weights;
+  int32_t rows;
+  int32_t adds;
+};
+
+// Rows of an output that no expert has.
+struct ZerosParams {
+  void* out;  // of rows of 16-byte pieces
+  int64_t row_pieces;
+  int64_t row_stride;  // in pieces
+  int64_t expert_stride;
+  const int32_t* offsets;
+  const int32_t* counts;
+  int32_t rows;
+  int32_t experts;
+};
+
+}  // namespace flashmoe::moe_backward

@@ -1,0 +1,257 @@
+// Slot by slot, a warp each: what a slot's token is, and from da, g and u
+//
+//   a    = weight * act(g) * (u + offset)            in the place of da
+//   dz   = weight * da * slopes                      of g and of u
+//   dot  = <da, act(g) * (u + offset)> + <dout, b>   the gradient of the weight
+//
+// A lane has pieces of 16 bytes of a row, so that all loads and stores are whole sectors, and the
+// kernel runs at the speed of memory. With weight_on_input dz is without the weight, and scaled_dz,
+// of which the weights' gradients are, has it.
+#pragma once
+
+#include "cuda/moe/backward/params.h"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/global.cuh"
+#include "cuda/tile/activation_gradient.cuh"
+#include "cuda/tile/extents.h"
+#include "cuda/tile/thread.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#include "cuda/ptx/pdl.cuh"
+#endif
+
+namespace flashmoe::moe_backward {
+
+__device__ __forceinline__ void begin_kernel() {
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+}
+
+__device__ __forceinline__ float sum_of_lanes(float value) {
+#pragma unroll
+  for (int distance = kThreadsPerWarp / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, distance);
+  }
+  return value;
+}
+
+template <class Element>
+__device__ __forceinline__ void unpack_piece(float (&values)[kPiece],
+                                             const uint32_t (&words)[kPiece / 2]) {
+#pragma unroll
+  for (int i = 0; i < kPiece / 2; ++i) {
+    const float2 pair = numeric::ElementTraits<Element>::unpack(words[i]);
+    values[2 * i] = pair.x;
+    values[2 * i + 1] = pair.y;
+  }
+}
+template <class Element>
+__device__ __forceinline__ void load_piece(float (&values)[kPiece], const uint16_t* from) {
+  uint32_t words[kPiece / 2];
+  ptx::load_streaming(words, from);
+  unpack_piece<Element>(values, words);
+}
+// The same of what is written anew: the compiler sees the access.
+template <class Element>
+__device__ __forceinline__ void load_own_piece(float (&values)[kPiece], const uint16_t* from) {
+  const uint4 piece = *reinterpret_cast<const uint4*>(from);
+  const uint32_t words[] = {piece.x, piece.y, piece.z, piece.w};
+  unpack_piece<Element>(values, words);
+}
+template <class Element>
+__device__ __forceinline__ void store_piece(uint16_t* to, const float (&values)[kPiece]) {
+  using Numeric = numeric::ElementTraits<Element>;
+  *reinterpret_cast<uint4*>(to) =
+      make_uint4(Numeric::pack(values[0], values[1]), Numeric::pack(values[2], values[3]),
+                 Numeric::pack(values[4], values[5]), Numeric::pack(values[6], values[7]));
+}
+
+// The expert of a slot, one of the experts' by the warp's lanes; the last whose rows begin at or
+// before it.
+__device__ __forceinline__ int expert_of(const Routing& routing, int slot) {
+  int before = 0;
+  for (int first = 0; first < routing.experts; first += kThreadsPerWarp) {
+    const int expert = first + lane_index();
+    const bool ends = expert < routing.experts && routing.offsets[expert + 1] <= slot;
+    const int count = __popc(__ballot_sync(kFullWarp, ends));
+    before += count;
+    if (count < kThreadsPerWarp) break;
+  }
+  return min(before, routing.experts - 1);
+}
+
+template <class Element>
+class RowOfSlot {
+ public:
+  __device__ __forceinline__ RowOfSlot(const RowsParams& params, int slot)
+      : p_(params), width_(int64_t{params.inner} * (params.gated != 0 ? 2 : 1)), slot_(slot) {}
+
+  // What a lane needs of a row for a piece.
+  struct Pieces {
+    uint32_t first[kPiece / 2];  // g, or u without a gate
+    uint32_t second[kPiece / 2];
+    uint4 da;
+  };
+
+  // Begins to load them, from element i on; nothing beyond the row.
+  __device__ __forceinline__ void load(Pieces& pieces, int i) const {
+    if (i >= p_.inner || p_.pre_activation == nullptr) return;
+    const uint16_t* const before = p_.pre_activation + slot_ * p_.pre_activation_stride + i;
+    ptx::load_streaming(pieces.first, before);
+    if (p_.gated != 0) ptx::load_streaming(pieces.second, before + p_.inner);
+    // The compiler sees this access: the row is written anew.
+    if (p_.has_da != 0) {
+      pieces.da = *reinterpret_cast<const uint4*>(p_.da + slot_ * p_.inner + i);
+    }
+  }
+
+  // <da, a>, of this lane's pieces, the first of which are loaded. The next are while one is
+  // computed.
+  __device__ __forceinline__ float differentiate(Pieces& pieces, float weight) const {
+    uint16_t* const row = p_.da + slot_ * p_.inner;
+    const float factor = p_.weight_on_input != 0 ? 1.0f : weight;
+    float dot = 0.0f;
+    for (int i = lane_index() * kPiece; i < p_.inner; i += kThreadsPerWarp * kPiece) {
+      float first[kPiece];
+      float second[kPiece];
+      float da[kPiece];
+      unpack_piece<Element>(first, pieces.first);
+      if (p_.gated != 0) unpack_piece<Element>(second, pieces.second);
+      if (p_.has_da != 0) {
+        const uint32_t words[] = {pieces.da.x, pieces.da.y, pieces.da.z, pieces.da.w};
+        unpack_piece<Element>(da, words);
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) da[j] *= p_.da_scale;
+      }
+      load(pieces, i + kThreadsPerWarp * kPiece);
+      float act[kPiece];
+      float slope[kPiece];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        act[j] = p_.gated != 0 ? cut_above(first[j], p_.limit) : cut(first[j], p_.limit);
+      }
+      activate_with_slope(act, slope, p_.activation, p_.alpha);
+      float up[kPiece];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        up[j] = p_.gated != 0 ? cut(second[j], p_.limit) + p_.up_offset : 1.0f;
+      }
+      if (p_.has_da != 0) {
+        float dfirst[kPiece];
+        float dsecond[kPiece];
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          dot = fmaf(da[j], act[j] * up[j], dot);
+          const float weighted = da[j] * factor;
+          const float through = weighted * up[j] * slope[j];
+          dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, through)
+                                    : through_cut(first[j], p_.limit, through);
+          dsecond[j] = p_.gated != 0 ? through_cut(second[j], p_.limit, weighted * act[j]) : 0.0f;
+        }
+        if (p_.dz != nullptr) store_dz(p_.dz, i, dfirst, dsecond);
+        if (p_.scaled_dz != nullptr) {
+#pragma unroll
+          for (int j = 0; j < kPiece; ++j) {
+            dfirst[j] *= weight;
+            dsecond[j] *= weight;
+          }
+          store_dz(p_.scaled_dz, i, dfirst, dsecond);
+        }
+      }
+      if (p_.wants_a != 0) {
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) act[j] = act[j] * up[j] * factor;
+        store_piece<Element>(row + i, act);
+      }
+    }
+    return dot;
+  }
+
+  // What a slot leaves that does not count: products by which weights' gradients are made meet it.
+  __device__ __forceinline__ void clear() const {
+    const float zeros[kPiece] = {};
+    for (int i = lane_index() * kPiece; i < p_.inner; i += kThreadsPerWarp * kPiece) {
+      if (p_.wants_a != 0) store_piece<Element>(p_.da + int64_t{slot_} * p_.inner + i, zeros);
+      if (p_.dz != nullptr) store_dz(p_.dz, i, zeros, zeros);
+      if (p_.scaled_dz != nullptr) store_dz(p_.scaled_dz, i, zeros, zeros);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void store_dz(uint16_t* rows, int i, const float (&first)[kPiece],
+                                           const float (&second)[kPiece]) const {
+    uint16_t* const row = rows + slot_ * width_;
+    if (p_.gated == 0) {
+      store_piece<Element>(row + i, first);
+    } else if (p_.dz_step == 1) {
+      store_piece<Element>(row + p_.dz_places[0] + i, first);
+      store_piece<Element>(row + p_.dz_places[1] + i, second);
+    } else {
+      float turns[2][kPiece];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        turns[j / 4][j % 4 * 2] = first[j];
+        turns[j / 4][j % 4 * 2 + 1] = second[j];
+      }
+      store_piece<Element>(row + 2 * i, turns[0]);
+      store_piece<Element>(row + 2 * i + kPiece, turns[1]);
+    }
+  }
+
+  const RowsParams& p_;
+  const int64_t width_;
+  const int64_t slot_;
+};
+
+// <dout, bias> of this lane's columns.
+template <class Element>
+__device__ __forceinline__ float dot_with_bias(const RowsParams& p, int token, int expert) {
+  float dot = 0.0f;
+  const uint16_t* const dout = p.dout + token * p.dout_stride;
+  for (int i = lane_index(); i < p.hidden; i += kThreadsPerWarp) {
+    dot = fmaf(numeric::ElementTraits<Element>::to_float(dout[i]),
+               load_bias<Element>(p.down_bias, expert, i), dot);
+  }
+  return dot;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp, 5)
+    rows_kernel(const __grid_constant__ RowsParams params) {
+  begin_kernel();
+  const Routing& routing = params.routing;
+  const int64_t number = int64_t{blockIdx.x} * kRowWarps + warp_index();
+  if (number >= routing.rows) return;
+  const int slot = static_cast<int>(number);
+  // Before it is known whether the slot counts.
+  const RowOfSlot<Element> row(params, slot);
+  typename RowOfSlot<Element>::Pieces pieces;
+  row.load(pieces, lane_index() * kPiece);
+  int token = -1;
+  int pair = -1;
+  const bool has_expert = slot >= routing.offsets[0] && slot < routing.offsets[routing.experts];
+  if (has_expert) {
+    pair = routing.pairs[slot];
+    if (pair >= 0 && pair < routing.rows && routing.slots[pair] == slot) {
+      token = pair / routing.top_k;
+    }
+  }
+  if (lane_index() == 0) params.row_tokens[slot] = token;
+  if (!has_expert || params.pre_activation == nullptr) return;
+  if (token < 0) {
+    row.clear();
+    return;
+  }
+  const float weight = routing.weights[pair];
+  float dot = row.differentiate(pieces, weight);
+  if (params.dots == nullptr) return;
+  if (params.down_bias.data != nullptr) {
+    dot += dot_with_bias<Element>(params, token, expert_of(routing, slot));
+  }
+  dot = sum_of_lanes(dot);
+  if (lane_index() == 0) params.dots[slot] = dot;
+}
+
+}  // namespace flashmoe::moe_backward

@@ -1,0 +1,240 @@
+// Behind the products: rows of dx and gradients of the routing's weights from the rows by slot,
+// gradients of biases, and rows of zeros. All of it at the speed of memory, every sum in one order.
+#pragma once
+
+#include "core/ops/moe/problem.h"
+#include "cuda/moe/backward/rows.cuh"
+
+namespace flashmoe::moe_backward {
+
+// ---- dx and dweights: a block for each token ----------------------------------------------------
+
+template <class Element>
+__device__ __forceinline__ void add_piece(float (&sum)[kPiece], const uint16_t* y, bool valid) {
+  uint32_t words[kPiece / 2];
+  ptx::load_streaming_or_zero(words, y, valid);
+#pragma unroll
+  for (int i = 0; i < kPiece / 2; ++i) {
+    const float2 pair = numeric::ElementTraits<Element>::unpack(words[i]);
+    sum[2 * i] += pair.x;
+    sum[2 * i + 1] += pair.y;
+  }
+}
+
+// Adds up the pieces of a token's rows, of which eight are on their way at a time.
+template <class Element>
+__device__ __forceinline__ void combine_piece(const uint16_t* y, int64_t stride, int top_k,
+                                              const int* rows, const float* weights,
+                                              float (&sum)[kPiece]) {
+  constexpr int kBatch = 8;
+  for (int k = 0; k < top_k; k += kBatch) {
+    uint32_t words[kBatch][kPiece / 2];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int row = k + i < top_k ? rows[k + i] : -1;
+      ptx::load_streaming_or_zero(words[i], y + max(row, 0) * stride, row >= 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float weight = weights[min(k + i, top_k - 1)];
+#pragma unroll
+      for (int j = 0; j < kPiece / 2; ++j) {
+        const float2 pair = numeric::ElementTraits<Element>::unpack(words[i][j]);
+        sum[2 * j] = fmaf(weight, pair.x, sum[2 * j]);
+        sum[2 * j + 1] = fmaf(weight, pair.y, sum[2 * j + 1]);
+      }
+    }
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void write_piece(void* rows, int64_t at, bool is_fp32, bool adds,
+                                            float (&sum)[kPiece]) {
+  if (is_fp32) {
+    float* const to = static_cast<float*>(rows) + at;
+    float4 halves[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float4* const place = reinterpret_cast<float4*>(to) + half;
+      halves[half] =
+          make_float4(sum[4 * half], sum[4 * half + 1], sum[4 * half + 2], sum[4 * half + 3]);
+      if (adds) {
+        const float4 held = *place;
+        halves[half].x += held.x;
+        halves[half].y += held.y;
+        halves[half].z += held.z;
+        halves[half].w += held.w;
+      }
+      *place = halves[half];
+    }
+    return;
+  }
+  uint16_t* const to = static_cast<uint16_t*>(rows) + at;
+  if (adds) {
+    float held[kPiece];
+    load_own_piece<Element>(held, to);
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) sum[j] += held[j];
+  }
+  store_piece<Element>(to, sum);
+}
+
+// <y, x> of a row of y, by a warp.
+template <class Element>
+__device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int64_t token) {
+  float dot = 0.0f;
+  for (int i = lane_index() * kPiece; i < p.hidden; i += kThreadsPerWarp * kPiece) {
+    float y[kPiece] = {};
+    float x[kPiece];
+    const int64_t at = int64_t{row} * p.hidden + i;
+    add_piece<Element>(y, p.y[0] + at, true);
+    if (p.y[1] != nullptr) add_piece<Element>(y, p.y[1] + at, true);
+    load_piece<Element>(x, p.x + token * p.x_stride + i);
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) dot = fmaf(y[j], x[j], dot);
+  }
+  return sum_of_lanes(dot);
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kCombineThreads, 4)
+    combine_kernel(const __grid_constant__ CombineParams params) {
+  __shared__ int rows[kMaxTopK];
+  __shared__ float weights[kMaxTopK];
+  begin_kernel();
+  const Routing& routing = params.routing;
+  const int64_t token = blockIdx.x;
+  const int64_t first_pair = token * routing.top_k;
+  if (thread_index() < routing.top_k) {
+    const int64_t pair = first_pair + thread_index();
+    const int slot = routing.slots[pair];
+    const bool counts = slot >= 0 && slot < routing.rows && params.row_tokens[slot] == token &&
+                        routing.pairs[slot] == pair;
+    rows[thread_index()] = counts ? slot : -1;
+    weights[thread_index()] = !counts                       ? 0.0f
+                              : params.weight_on_input != 0 ? routing.weights[pair]
+                                                            : 1.0f;
+  }
+  __syncthreads();
+  if (params.dx != nullptr) {
+    for (int column = thread_index() * kPiece; column < params.hidden;
+         column += thread_count() * kPiece) {
+      float sum[kPiece] = {};
+      for (const uint16_t* y : params.y) {
+        if (y == nullptr) continue;
+        combine_piece<Element>(y + column, params.hidden, routing.top_k, rows, weights, sum);
+      }
+      write_piece<Element>(params.dx, token * params.dx_stride + column, params.dx_is_fp32 != 0,
+                           params.adds != 0, sum);
+    }
+  }
+  if (params.dweights == nullptr) return;
+  for (int k = warp_index(); k < routing.top_k; k += warp_count()) {
+    const int row = rows[k];
+    float gradient = 0.0f;
+    if (row >= 0) {
+      gradient =
+          params.weight_on_input != 0 ? dot_with_x<Element>(params, row, token) : params.dots[row];
+    }
+    if (lane_index() != 0) continue;
+    float* const to = params.dweights + first_pair + k;
+    *to = params.adds != 0 ? *to + gradient : gradient;
+  }
+}
+
+// ---- biases: a block for 256 columns of an expert -----------------------------------------------
+
+template <class Element>
+__global__ void __launch_bounds__(kSumWarps* kThreadsPerWarp)
+    sums_kernel(const __grid_constant__ SumsParams params) {
+  static_assert(kSumColumns == kThreadsPerWarp * kPiece &&
+                kSumColumns == kSumWarps * kThreadsPerWarp);
+  __shared__ float sums[kSumWarps][kSumColumns];
+  begin_kernel();
+  const Sum& job = params.sums[blockIdx.z];
+  const auto expert = static_cast<int>(blockIdx.y);
+  const int first_column = static_cast<int>(blockIdx.x) * kSumColumns;
+  if (first_column >= job.columns) return;
+  int first = 0;
+  int count;
+  if (params.counts != nullptr) {
+    count = min(max(params.counts[expert], 0), params.rows);
+  } else {
+    first = min(max(params.offsets[expert], 0), params.rows);
+    count = max(min(params.offsets[expert + 1], params.rows) - first, 0);
+  }
+  const int column = first_column + lane_index() * kPiece;
+  const uint16_t* const rows = job.rows + expert * job.expert_stride + column;
+  float sum[kPiece] = {};
+  constexpr int kBatch = 4;
+  for (int r = warp_index(); r < count; r += kSumWarps * kBatch) {
+    uint32_t words[kBatch][kPiece / 2];
+    float weights[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int slot = first + r + i * kSumWarps;
+      bool valid = r + i * kSumWarps < count;
+      int64_t row = slot;
+      weights[i] = 1.0f;
+      if (valid && params.row_tokens != nullptr) {
+        const int token = params.row_tokens[slot];
+        valid = token >= 0;
+        if (job.by_token != 0) row = token;
+        if (valid && job.weighted != 0) weights[i] = params.weights[params.pairs[slot]];
+      }
+      valid = valid && column < job.columns;
+      ptx::load_streaming_or_zero(words[i], rows + (valid ? row : 0) * job.stride, valid);
+      if (!valid) weights[i] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+      for (int j = 0; j < kPiece / 2; ++j) {
+        const float2 pair = numeric::ElementTraits<Element>::unpack(words[i][j]);
+        sum[2 * j] = fmaf(weights[i], pair.x, sum[2 * j]);
+        sum[2 * j + 1] = fmaf(weights[i], pair.y, sum[2 * j + 1]);
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kPiece; ++j) sums[warp_index()][lane_index() * kPiece + j] = sum[j];
+  __syncthreads();
+  const int mine = first_column + thread_index();
+  if (mine >= job.columns) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kSumWarps; ++w) total += sums[w][thread_index()];
+  const int64_t at = expert * job.out_stride + mine;
+  if (job.is_fp32 != 0) {
+    float* const to = static_cast<float*>(job.out) + at;
+    *to = params.adds != 0 ? *to + total : total;
+  } else {
+    uint16_t* const to = static_cast<uint16_t*>(job.out) + at;
+    if (params.adds != 0) total += numeric::ElementTraits<Element>::to_float(*to);
+    *to = static_cast<uint16_t>(numeric::ElementTraits<Element>::pack(total, 0.0f));
+  }
+}
+
+// ---- rows that no expert has --------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kZeroWarps* kThreadsPerWarp)
+    zeros_kernel(const __grid_constant__ ZerosParams params) {
+  begin_kernel();
+  const int64_t rows = int64_t{params.rows} * (params.counts != nullptr ? params.experts : 1);
+  for (int64_t i = int64_t{blockIdx.x} * kZeroWarps + warp_index(); i < rows;
+       i += int64_t{gridDim.x} * kZeroWarps) {
+    const int64_t expert = params.counts != nullptr ? i / params.rows : 0;
+    const int64_t row = i - expert * params.rows;
+    const bool is_taken = params.counts != nullptr
+                              ? row < params.counts[expert]
+                              : row >= params.offsets[0] && row < params.offsets[params.experts];
+    if (is_taken) continue;
+    uint4* const to =
+        static_cast<uint4*>(params.out) + expert * params.expert_stride + row * params.row_stride;
+    for (int64_t j = lane_index(); j < params.row_pieces; j += kThreadsPerWarp) {
+      to[j] = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+}  // namespace flashmoe::moe_backward

@@ -1,0 +1,656 @@
+// The sm_89 family of gradients, which serves every layer and grouped product on any GPU: with
+// which kernels, in which order, and with what parameters they are launched.
+//
+// A layer, stages that no wanted gradient needs being left out:
+//
+//   up       g, u   = as the forward has them, where it did not save them
+//   down     da     = w_down^T dout           rows of dout gathered by the pairs
+//   rows     a, dz  = from da, g and u        and the gradients of the weights of pairs
+//   dx       dx_k   = w_gate_up^T dz          of two matrices in two products
+//   dw       dw_gate_up = sum of dz x^T, dw_down = sum of dout a^T
+//   sums     biases' likewise
+//   combine  dx[t]  = sum over k of dx_k, and dweights
+//
+// The products but dw are those of the forward (cuda/moe/sm89), of weights that are turned round.
+#include <algorithm>
+#include <climits>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/launch.h"
+#include "cuda/moe/backward/entry.h"
+#include "cuda/moe/cost.h"
+#include "cuda/moe/sm89/stage.h"
+#include "cuda/moe/sm89_backward/entry.h"
+#include "cuda/moe/sm89_backward/params.h"
+
+namespace flashmoe::moe::sm89_backward {
+namespace {
+
+using moe_backward::kernel_for;
+using moe_backward::kPiece;
+using sm89::Extents;
+
+constexpr int kWarpThreads = 32;
+constexpr uint64_t kWorkspaceAlignment = 256;
+
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
+
+ExpertMatrix turned(ExpertMatrix matrix) {
+  std::swap(matrix.row_stride, matrix.column_stride);
+  return matrix;
+}
+
+// ---- stages that both operations have
+// ------------------------------------------------------------
+
+// Where rows of experts are told.
+struct Rows {
+  const int32_t* offsets;
+  const int32_t* counts;
+  const int32_t* row_tokens;
+  int64_t count;
+};
+
+// The gradients of matrices of one call.
+class WeightGradients {
+ public:
+  explicit WeightGradients(int32_t experts) : experts_(experts) {}
+
+  // a's columns times b's are [m, n] of the gradient.
+  void add(const MatrixGradient& gradient, const Operand& a, int64_t m, const Operand& b,
+           int64_t n) {
+    if (gradient.data == nullptr) return;
+    const bool turns = gradient.column_stride != 1;
+    if (turns) std::swap(m, n);
+    Job& job = jobs_[count_++];
+    job = {};
+    job.a = turns ? b : a;
+    job.b = turns ? a : b;
+    job.out = gradient.data;
+    job.expert_stride = gradient.expert_stride;
+    job.row_stride = turns ? gradient.column_stride : gradient.row_stride;
+    job.is_fp32 = gradient.dtype == Dtype::kFloat32 ? 1 : 0;
+    extents_ = std::max({extents_, m, n});
+    job.m = static_cast<int32_t>(m);
+    job.n = static_cast<int32_t>(n);
+    job.m_tiles = static_cast<int32_t>(ceil_div(m, entries[0].tile_m));
+    job.n_tiles = static_cast<int32_t>(ceil_div(n, entries[0].tile_n));
+    tiles_ += static_cast<double>(job.m_tiles) * job.n_tiles * experts_;
+    job.end = static_cast<int32_t>(std::min<double>(tiles_, INT_MAX));
+  }
+
+  bool wanted() const { return count_ > 0; }
+
+  flashmoe_status plan(const DeviceFacts& facts, flashmoe_device device, Dtype dtype, Plan* plan,
+                       const Reason& reason) const {
+    constexpr int64_t kMostExtent = int64_t{1} << 30;
+    if (tiles_ > INT_MAX || extents_ > kMostExtent) {
+      return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                           "gradients of weights: got %.0f tiles of %d x %d, accepted are at most "
+                           "2^31 - 1, and 2^30 rows and columns",
+                           tiles_, entries[0].tile_m, entries[0].tile_n);
+    }
+    const Entry& entry = entries[dtype == entries[0].dtype ? 0 : 1];
+    int arch = 0;
+    FLASHMOE_TRY(load_kernel(entry, device.device_id, facts, &arch, reason));
+    const int64_t most = int64_t{facts.multiprocessors} * entry.blocks_per_sm;
+    flashmoe_launch& launch =
+        plan_launch(entry, device.device_id, "", std::min(static_cast<int64_t>(tiles_), most),
+                    entry.threads, entry.shared_bytes, plan);
+    launch.tile_m = entry.tile_m;
+    launch.tile_n = entry.tile_n;
+    launch.stages = entry.stages;
+    return FLASHMOE_OK;
+  }
+
+  flashmoe_status launch(const Plan& plan, int index, const Rows& rows, bool adds,
+                         void* stream) const {
+    Params params = {};
+    for (int i = 0; i < kMostJobs; ++i) params.jobs[i] = jobs_[std::min(i, count_ - 1)];
+    params.offsets = rows.offsets;
+    params.counts = rows.counts;
+    params.row_tokens = rows.row_tokens;
+    params.rows = static_cast<int32_t>(rows.count);
+    params.tiles = static_cast<int32_t>(tiles_);
+    params.adds = adds ? 1 : 0;
+    return launch_planned(plan, index, &params, stream);
+  }
+
+ private:
+  const int32_t experts_;
+  Job jobs_[kMostJobs];
+  int count_ = 0;
+  double tiles_ = 0;
+  int64_t extents_ = 0;
+};
+
+// The gradients of biases of one call.
+class BiasGradients {
+ public:
+  explicit BiasGradients(int32_t experts) : experts_(experts) {}
+
+  void add(const BiasGradient& gradient, const Operand& rows, int64_t columns, bool weighted) {
+    if (gradient.data == nullptr) return;
+    moe_backward::Sum& sum = params_.sums[count_++];
+    sum.rows = rows.data;
+    sum.stride = rows.stride;
+    sum.expert_stride = rows.expert_stride;
+    sum.by_token = rows.by_token;
+    sum.weighted = weighted ? 1 : 0;
+    sum.columns = static_cast<int32_t>(columns);
+    sum.is_fp32 = gradient.dtype == Dtype::kFloat32 ? 1 : 0;
+    sum.out = gradient.data;
+    sum.out_stride = gradient.expert_stride;
+    columns_ = std::max(columns_, columns);
+  }
+
+  bool wanted() const { return count_ > 0; }
+
+  flashmoe_status plan(const DeviceFacts& facts, flashmoe_device device, Dtype dtype, Plan* plan,
+                       const Reason& reason) const {
+    const Kernel& kernel = kernel_for(moe_backward::sums_kernels, dtype);
+    int arch = 0;
+    FLASHMOE_TRY(load_kernel(kernel, device.device_id, facts, &arch, reason));
+    flashmoe_launch& launch =
+        plan_launch(kernel, device.device_id, "", ceil_div(columns_, moe_backward::kSumColumns),
+                    moe_backward::kSumWarps * kWarpThreads, 0, plan);
+    launch.grid[1] = static_cast<uint32_t>(experts_);
+    launch.grid[2] = static_cast<uint32_t>(count_);
+    launch.tile_m = moe_backward::kSumColumns;
+    launch.stages = 1;
+    return FLASHMOE_OK;
+  }
+
+  flashmoe_status launch(const Plan& plan, int index, const Rows& rows, const int32_t* pairs,
+                         const float* weights, bool adds, void* stream) {
+    params_.offsets = rows.offsets;
+    params_.counts = rows.counts;
+    params_.row_tokens = rows.row_tokens;
+    params_.pairs = pairs;
+    params_.weights = weights;
+    params_.rows = static_cast<int32_t>(rows.count);
+    params_.adds = adds ? 1 : 0;
+    return launch_planned(plan, index, &params_, stream);
+  }
+
+ private:
+  const int32_t experts_;
+  moe_backward::SumsParams params_ = {};
+  int count_ = 0;
+  int64_t columns_ = 0;
+};
+
+// Estimates: the forward's products, and what lies in memory between stages.
+constexpr double kStageStart = 6;
+constexpr double kMemoryShare = 0.6;
+
+double rate_of(const DeviceFacts& facts) { return facts.compute_capability == 90 ? 2.4e6 : 1e6; }
+
+double estimate(double flops, double bytes, const Plan& plan, const DeviceFacts& facts) {
+  return microseconds({bytes, flops},
+                      {kStageStart * plan.info.launch_count, kMemoryShare, rate_of(facts)}, facts);
+}
+
+double bytes_of(const MatrixGradient& gradient, double elements) {
+  return gradient.data != nullptr ? elements * static_cast<double>(dtype_bytes(gradient.dtype)) : 0;
+}
+
+// ---- the layer
+// -----------------------------------------------------------------------------------
+
+// What the wanted gradients need.
+struct Needs {
+  bool up_weights;
+  bool dx_rows;
+  bool dz;
+  bool scaled_dz;
+  bool da;
+  bool a;
+  bool activation;
+  bool up;
+  bool combine;
+
+  explicit Needs(const MoeBackwardProblem& p) {
+    const bool on_input = p.layer.weight_on_input;
+    const bool up_biases = p.db_gate_up.data != nullptr || p.db_up.data != nullptr;
+    up_weights = p.dw_gate_up.data != nullptr || p.dw_up.data != nullptr;
+    dx_rows = p.dx.data != nullptr || (p.dweights != nullptr && on_input);
+    dz = dx_rows || up_biases || (up_weights && !on_input);
+    scaled_dz = up_weights && on_input;
+    da = dz || scaled_dz || p.dweights != nullptr;
+    a = p.dw_down.data != nullptr;
+    activation = da || a;
+    up = activation && p.pre_activation.data == nullptr;
+    combine = (p.dx.data != nullptr || p.dweights != nullptr) && p.layer.tokens > 0;
+  }
+};
+
+int64_t pairs_of(const MoeBackwardProblem& p) { return p.layer.tokens * p.layer.top_k; }
+// Of g and u together.
+int64_t width_of(const MoeBackwardProblem& p) {
+  return p.layer.gated ? 2 * p.layer.inner : p.layer.inner;
+}
+// Gate and up are two matrices, each of which has rows of dx of its own.
+bool in_two_parts(const MoeBackwardProblem& p) { return p.order == FLASHMOE_MOE_SEPARATE; }
+// Rows of a matrix of gate and up.
+int64_t matrix_rows(const MoeBackwardProblem& p) {
+  return in_two_parts(p) ? p.layer.inner : width_of(p);
+}
+
+// Built on a null base it only measures. What no stage needs has no bytes.
+struct Workspace {
+  int32_t* row_tokens;  // [pairs] by slot, as all rows
+  float* dots;
+  uint16_t* da;        // [pairs, inner], then a; of recomputed layers first what is not used
+  uint16_t* computed;  // [pairs, width]
+  uint16_t* dz;        // [pairs, width]
+  uint16_t* scaled_dz;
+  uint16_t* y[2];  // [pairs, hidden]
+  uint64_t bytes = 0;
+
+  Workspace(void* base, const MoeBackwardProblem& p) {
+    const Needs needs(p);
+    const auto pairs = static_cast<uint64_t>(pairs_of(p));
+    const auto take = [&](bool needed, int64_t columns, uint64_t element) {
+      unsigned char* const at =
+          base != nullptr ? static_cast<unsigned char*>(base) + bytes : nullptr;
+      const uint64_t size = needed ? pairs * static_cast<uint64_t>(columns) * element : 0;
+      bytes += (size + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+      return needed ? at : nullptr;
+    };
+    const auto matrix = [&](bool needed, int64_t columns) {
+      return reinterpret_cast<uint16_t*>(take(needed, columns, sizeof(uint16_t)));
+    };
+    row_tokens = reinterpret_cast<int32_t*>(take(true, 1, sizeof(int32_t)));
+    dots = reinterpret_cast<float*>(
+        take(p.dweights != nullptr && !p.layer.weight_on_input, 1, sizeof(float)));
+    da = matrix(needs.activation, p.layer.inner);
+    computed = matrix(needs.up, width_of(p));
+    dz = matrix(needs.dz, width_of(p));
+    scaled_dz = matrix(needs.scaled_dz, width_of(p));
+    y[0] = matrix(needs.dx_rows, p.layer.hidden);
+    y[1] = matrix(needs.dx_rows && in_two_parts(p), p.layer.hidden);
+  }
+};
+
+Extents extents_of_down(const MoeBackwardProblem& p) {
+  const MoeForwardProblem& layer = p.layer;
+  return {pairs_of(p), 1, layer.hidden, layer.inner, layer.tokens, p.dout.row_stride, p.dout.dtype};
+}
+Extents extents_of_dx(const MoeBackwardProblem& p) {
+  return {pairs_of(p), 1,           matrix_rows(p), p.layer.hidden,
+          pairs_of(p), width_of(p), p.layer.x.dtype};
+}
+
+WeightGradients weights_gradients_of(const MoeBackwardProblem& p, const Workspace& w) {
+  const MoeForwardProblem& layer = p.layer;
+  WeightGradients gradients(layer.experts);
+  const uint16_t* const dz = layer.weight_on_input ? w.scaled_dz : w.dz;
+  const Operand x = {static_cast<const uint16_t*>(layer.x.data), layer.x.row_stride, 0, 1};
+  const Operand dout = {static_cast<const uint16_t*>(p.dout.data), p.dout.row_stride, 0, 1};
+  const auto dz_from = [&](int64_t column) {
+    return Operand{dz != nullptr ? dz + column : nullptr, width_of(p), 0, 0};
+  };
+  gradients.add(p.dw_gate_up, dz_from(0), matrix_rows(p), x, layer.hidden);
+  gradients.add(p.dw_up, dz_from(layer.inner), layer.inner, x, layer.hidden);
+  gradients.add(p.dw_down, dout, layer.hidden, {w.da, layer.inner, 0, 0}, layer.inner);
+  return gradients;
+}
+
+BiasGradients bias_gradients_of(const MoeBackwardProblem& p, const Workspace& w) {
+  const MoeForwardProblem& layer = p.layer;
+  BiasGradients gradients(layer.experts);
+  const auto dz_from = [&](int64_t column) {
+    return Operand{w.dz != nullptr ? w.dz + column : nullptr, width_of(p), 0, 0};
+  };
+  gradients.add(p.db_gate_up, dz_from(0), matrix_rows(p), false);
+  gradients.add(p.db_up, dz_from(layer.inner), layer.inner, false);
+  gradients.add(p.db_down, {static_cast<const uint16_t*>(p.dout.data), p.dout.row_stride, 0, 1},
+                layer.hidden, !layer.weight_on_input);
+  return gradients;
+}
+
+// Blocks of a stage that goes row by row.
+flashmoe_status add_stage(const Kernel& kernel, const DeviceFacts& facts, flashmoe_device device,
+                          int64_t blocks, int threads, int rows, Plan* plan, const Reason& reason) {
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(kernel, device.device_id, facts, &arch, reason));
+  flashmoe_launch& launch =
+      plan_launch(kernel, device.device_id, "", std::max<int64_t>(blocks, 1), threads, 0, plan);
+  launch.tile_n = rows;
+  launch.stages = 1;
+  return FLASHMOE_OK;
+}
+
+double flops_of(const MoeBackwardProblem& p, const Needs& needs) {
+  const double ups = p.layer.gated ? 2 : 1;
+  const double products = (needs.da ? 1 : 0) + (needs.dx_rows ? ups : 0) +
+                          (needs.up_weights ? ups : 0) + (needs.a ? 1 : 0) + (needs.up ? ups : 0);
+  return 2 * products * static_cast<double>(pairs_of(p)) * static_cast<double>(p.layer.hidden) *
+         static_cast<double>(p.layer.inner);
+}
+
+double bytes_moved(const MoeBackwardProblem& p, const Needs& needs) {
+  const MoeForwardProblem& layer = p.layer;
+  const double matrix = static_cast<double>(layer.hidden) * static_cast<double>(layer.inner);
+  const double taken = experts_taken(static_cast<double>(layer.tokens), layer.top_k, layer.experts);
+  const double ups = layer.gated ? 2 : 1;
+  const double weights =
+      2 * taken * matrix * ((needs.da ? 1 : 0) + (needs.dx_rows ? ups : 0) + (needs.up ? ups : 0));
+  const double gradients =
+      layer.experts * (bytes_of(p.dw_gate_up, matrix * ups) + bytes_of(p.dw_up, matrix) +
+                       bytes_of(p.dw_down, matrix));
+  const auto columns = static_cast<double>((needs.activation ? 8 : 0) * width_of(p) +
+                                           (needs.dx_rows ? 6 : 2) * layer.hidden);
+  return weights + gradients * (p.accumulate ? 2 : 1) + static_cast<double>(pairs_of(p)) * columns;
+}
+
+flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Reason& reason) {
+  const MoeForwardProblem& layer = p.layer;
+  const DeviceFacts* found = nullptr;
+  FLASHMOE_TRY(check_supported(p.device.device_id, &found, reason));
+  const DeviceFacts& facts = *found;
+  const Needs needs(p);
+  const Dtype dtype = layer.x.dtype;
+  const auto add_product = [&](bool gated, const ExpertMatrix& matrix, const sm89::Names& names,
+                               const Extents& extents) {
+    return sm89::add_product(facts, p.device, dtype, gated, sm89::is_transposed(matrix), names,
+                             extents, layer.experts, plan, reason);
+  };
+  if (needs.up) {
+    FLASHMOE_TRY(sm89::check_layouts(layer, reason));
+    FLASHMOE_TRY(
+        add_product(layer.gated, layer.up, {"w_gate_up", "x"}, sm89::extents_of_up(layer)));
+  }
+  if (needs.da) {
+    FLASHMOE_TRY(add_product(false, turned(layer.down), {"w_down", "dout"}, extents_of_down(p)));
+  }
+  FLASHMOE_TRY(add_stage(kernel_for(moe_backward::rows_kernels, dtype), facts, p.device,
+                         ceil_div(pairs_of(p), moe_backward::kRowWarps),
+                         moe_backward::kRowWarps * kWarpThreads, moe_backward::kRowWarps, plan,
+                         reason));
+  if (needs.dx_rows) {
+    FLASHMOE_TRY(add_product(false, turned(p.gate_up), {"w_gate_up", "weights"}, extents_of_dx(p)));
+    if (in_two_parts(p)) {
+      FLASHMOE_TRY(add_product(false, turned(layer.up), {"w_up", "weights"}, extents_of_dx(p)));
+    }
+  }
+  const Workspace workspace(nullptr, p);
+  const WeightGradients matrices = weights_gradients_of(p, workspace);
+  const BiasGradients biases = bias_gradients_of(p, workspace);
+  if (matrices.wanted()) FLASHMOE_TRY(matrices.plan(facts, p.device, dtype, plan, reason));
+  if (biases.wanted()) FLASHMOE_TRY(biases.plan(facts, p.device, dtype, plan, reason));
+  if (needs.combine) {
+    const int64_t threads =
+        ceil_div(std::min<int64_t>(layer.hidden / kPiece, moe_backward::kCombineThreads),
+                 kWarpThreads) *
+        kWarpThreads;
+    FLASHMOE_TRY(add_stage(kernel_for(moe_backward::combine_kernels, dtype), facts, p.device,
+                           layer.tokens, static_cast<int>(threads), 1, plan, reason));
+  }
+  plan->info.workspace_bytes = workspace.bytes;
+  plan->info.microseconds = estimate(flops_of(p, needs), bytes_moved(p, needs), *plan, facts);
+  return FLASHMOE_OK;
+}
+
+moe_backward::Routing routing_of(const MoeBackwardProblem& p) {
+  const MoeForwardProblem& layer = p.layer;
+  return {layer.weights, layer.offsets, layer.pairs, layer.slots, static_cast<int32_t>(pairs_of(p)),
+          layer.experts, layer.top_k};
+}
+
+moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const Workspace& w) {
+  const MoeForwardProblem& layer = p.layer;
+  const Needs needs(p);
+  moe_backward::RowsParams params = {};
+  params.routing = routing_of(p);
+  params.row_tokens = w.row_tokens;
+  params.dots = w.dots;
+  params.da = w.da;
+  params.da_scale = 1.0f;
+  if (needs.activation) {
+    params.pre_activation =
+        needs.up ? w.computed : static_cast<const uint16_t*>(p.pre_activation.data);
+    params.pre_activation_stride = needs.up ? width_of(p) : p.pre_activation.row_stride;
+  }
+  params.dz = w.dz;
+  params.scaled_dz = w.scaled_dz;
+  params.dout = static_cast<const uint16_t*>(p.dout.data);
+  params.dout_stride = p.dout.row_stride;
+  params.down_bias = {layer.down_bias.data, layer.down_bias.expert_stride,
+                      layer.down_bias.row_stride, layer.down_bias.dtype == Dtype::kFloat32 ? 1 : 0};
+  params.has_da = needs.da ? 1 : 0;
+  params.wants_a = needs.a ? 1 : 0;
+  params.inner = static_cast<int32_t>(layer.inner);
+  params.hidden = static_cast<int32_t>(layer.hidden);
+  params.gated = layer.gated ? 1 : 0;
+  params.dz_places[1] = params.inner;
+  params.dz_step = 1;
+  if (p.order == FLASHMOE_MOE_UP_GATE) {
+    std::swap(params.dz_places[0], params.dz_places[1]);
+  } else if (p.order == FLASHMOE_MOE_INTERLEAVED) {
+    params.dz_step = 2;
+  }
+  params.weight_on_input = layer.weight_on_input ? 1 : 0;
+  params.activation = layer.activation;
+  params.alpha = layer.alpha;
+  params.limit = layer.limit;
+  params.up_offset = layer.up_offset;
+  return params;
+}
+
+moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const Workspace& w) {
+  moe_backward::CombineParams params = {};
+  params.routing = routing_of(p);
+  params.row_tokens = w.row_tokens;
+  params.y[0] = w.y[0];
+  params.y[1] = w.y[1];
+  params.dots = w.dots;
+  params.x = static_cast<const uint16_t*>(p.layer.x.data);
+  params.x_stride = p.layer.x.row_stride;
+  params.dx = p.dx.data;
+  params.dx_stride = p.dx.row_stride;
+  params.dweights = p.dweights;
+  params.dx_is_fp32 = p.dx.dtype == Dtype::kFloat32 ? 1 : 0;
+  params.hidden = static_cast<int32_t>(p.layer.hidden);
+  params.weight_on_input = p.layer.weight_on_input ? 1 : 0;
+  params.adds = p.accumulate ? 1 : 0;
+  return params;
+}
+
+sm89::Params down_params(const MoeBackwardProblem& p, const Plan& plan, int index,
+                         const Workspace& w) {
+  sm89::Params params = {};
+  sm89::fill_extents(extents_of_down(p), p.layer.experts, p.device, plan, index, &params);
+  params.x = static_cast<const uint16_t*>(p.dout.data);
+  params.x_stride = p.dout.row_stride;
+  params.out = w.da;
+  params.out_stride = p.layer.inner;
+  params.weights[0] = sm89::weights_of(turned(p.layer.down));
+  params.offsets = p.layer.offsets;
+  params.pairs = p.layer.pairs;
+  params.top_k = p.layer.top_k;
+  params.activation = sm89::kNoActivation;
+  return params;
+}
+
+// By the gate's matrix, or all of gate and up, or (`part` 1) the up's.
+sm89::Params dx_params(const MoeBackwardProblem& p, const Plan& plan, int index, const Workspace& w,
+                       int part) {
+  sm89::Params params = {};
+  sm89::fill_extents(extents_of_dx(p), p.layer.experts, p.device, plan, index, &params);
+  params.x = w.dz + part * p.layer.inner;
+  params.x_stride = width_of(p);
+  params.out = w.y[part];
+  params.out_stride = p.layer.hidden;
+  params.weights[0] = sm89::weights_of(turned(part == 0 ? p.gate_up : p.layer.up));
+  params.offsets = p.layer.offsets;
+  params.top_k = 1;
+  params.activation = sm89::kNoActivation;
+  return params;
+}
+
+flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, void* memory,
+                                void* stream) {
+  const DeviceGuard guard(p.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const MoeForwardProblem& layer = p.layer;
+  const Needs needs(p);
+  const Workspace w(memory, p);
+  int index = 0;
+  if (needs.up) {
+    sm89::Params params = sm89::up_params(layer, plan, index, w.da);
+    params.pre_activation = w.computed;
+    params.pre_activation_stride = width_of(p);
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  if (needs.da) {
+    const sm89::Params params = down_params(p, plan, index, w);
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  const moe_backward::RowsParams rows = rows_params(p, w);
+  FLASHMOE_TRY(launch_planned(plan, index++, &rows, stream));
+  for (int part = 0; needs.dx_rows && part < (in_two_parts(p) ? 2 : 1); ++part) {
+    const sm89::Params params = dx_params(p, plan, index, w, part);
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  const Rows by_slot = {layer.offsets, nullptr, w.row_tokens, pairs_of(p)};
+  const WeightGradients matrices = weights_gradients_of(p, w);
+  if (matrices.wanted()) {
+    FLASHMOE_TRY(matrices.launch(plan, index++, by_slot, p.accumulate, stream));
+  }
+  BiasGradients biases = bias_gradients_of(p, w);
+  if (biases.wanted()) {
+    FLASHMOE_TRY(
+        biases.launch(plan, index++, by_slot, layer.pairs, layer.weights, p.accumulate, stream));
+  }
+  if (!needs.combine) return FLASHMOE_OK;
+  const moe_backward::CombineParams combine = combine_params(p, w);
+  return launch_planned(plan, index, &combine, stream);
+}
+
+// ---- the grouped product
+// -------------------------------------------------------------------------
+
+using Product = GroupedProductBackwardProblem;
+
+Extents extents_of_dx(const Product& p) {
+  return {p.rows,        p.counts != nullptr ? p.experts : 1,
+          p.out_columns, p.columns,
+          p.rows,        p.dout.row_stride,
+          p.dout.dtype};
+}
+
+Operand operand_of(const TokenRows<const void>& rows) {
+  return {static_cast<const uint16_t*>(rows.data), rows.row_stride, rows.expert_stride, 0};
+}
+
+WeightGradients weight_gradients_of(const Product& p) {
+  WeightGradients gradients(p.experts);
+  gradients.add(p.dw, operand_of(p.dout), p.out_columns, operand_of(p.x), p.columns);
+  return gradients;
+}
+
+BiasGradients bias_gradients_of(const Product& p) {
+  BiasGradients gradients(p.experts);
+  gradients.add(p.dbias, operand_of(p.dout), p.out_columns, false);
+  return gradients;
+}
+
+bool zeroes_rows(const Product& p) { return p.dx.data != nullptr && !p.accumulate; }
+
+flashmoe_status plan_product(const Product& p, Plan* plan, const Reason& reason) {
+  const DeviceFacts* found = nullptr;
+  FLASHMOE_TRY(check_supported(p.device.device_id, &found, reason));
+  const DeviceFacts& facts = *found;
+  const Dtype dtype = p.dout.dtype;
+  const double rows =
+      static_cast<double>(p.rows) * (p.counts != nullptr ? static_cast<double>(p.experts) : 1.0);
+  if (zeroes_rows(p)) {
+    constexpr int64_t kBlocksPerMultiprocessor = 16;
+    const double blocks =
+        std::min(rows / moe_backward::kZeroWarps + 1,
+                 static_cast<double>(kBlocksPerMultiprocessor * facts.multiprocessors));
+    FLASHMOE_TRY(add_stage(moe_backward::zeros_kernel_entry, facts, p.device,
+                           static_cast<int64_t>(blocks), moe_backward::kZeroWarps * kWarpThreads,
+                           moe_backward::kZeroWarps, plan, reason));
+  }
+  if (p.dx.data != nullptr) {
+    FLASHMOE_TRY(sm89::add_product(facts, p.device, dtype, false, sm89::is_transposed(turned(p.w)),
+                                   {"w", "dout"}, extents_of_dx(p), p.experts, plan, reason));
+  }
+  const WeightGradients matrices = weight_gradients_of(p);
+  const BiasGradients biases = bias_gradients_of(p);
+  if (matrices.wanted()) FLASHMOE_TRY(matrices.plan(facts, p.device, dtype, plan, reason));
+  if (biases.wanted()) FLASHMOE_TRY(biases.plan(facts, p.device, dtype, plan, reason));
+  const double matrix = static_cast<double>(p.columns) * static_cast<double>(p.out_columns);
+  const double products = (p.dx.data != nullptr ? 1 : 0) + (p.dw.data != nullptr ? 1 : 0);
+  const double taken = p.counts != nullptr ? p.experts : experts_taken(rows, 1, p.experts);
+  const double bytes = (p.dx.data != nullptr ? 2 * taken * matrix : 0) +
+                       p.experts * bytes_of(p.dw, matrix) * (p.accumulate ? 2 : 1) +
+                       rows * static_cast<double>(4 * p.columns + 4 * p.out_columns);
+  plan->info.microseconds = estimate(2 * products * rows * matrix, bytes, *plan, facts);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_product(const Product& p, const Plan& plan, void* /*workspace*/,
+                               void* stream) {
+  const DeviceGuard guard(p.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  int index = 0;
+  if (zeroes_rows(p)) {
+    constexpr int64_t kPieceBytes = 16;
+    const int64_t element = dtype_bytes(p.dx.dtype);
+    moe_backward::ZerosParams params = {};
+    params.out = p.dx.data;
+    params.row_pieces = p.columns * element / kPieceBytes;
+    params.row_stride = p.dx.row_stride * element / kPieceBytes;
+    params.expert_stride = p.dx.expert_stride * element / kPieceBytes;
+    params.offsets = p.offsets;
+    params.counts = p.counts;
+    params.rows = static_cast<int32_t>(p.rows);
+    params.experts = p.experts;
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  if (p.dx.data != nullptr) {
+    sm89::Params params = {};
+    sm89::fill_extents(extents_of_dx(p), p.experts, p.device, plan, index, &params);
+    params.x = static_cast<const uint16_t*>(p.dout.data);
+    params.x_stride = p.dout.row_stride;
+    params.x_expert_stride = p.dout.expert_stride;
+    params.out = static_cast<uint16_t*>(p.dx.data);
+    params.out_stride = p.dx.row_stride;
+    params.out_expert_stride = p.dx.expert_stride;
+    params.out_is_fp32 = p.dx.dtype == Dtype::kFloat32 ? 1 : 0;
+    params.adds = p.accumulate ? 1 : 0;
+    params.weights[0] = sm89::weights_of(turned(p.w));
+    params.offsets = p.offsets;
+    params.counts = p.counts;
+    params.top_k = 1;
+    params.activation = sm89::kNoActivation;
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  const Rows rows = {p.offsets, p.counts, nullptr, p.rows};
+  const WeightGradients matrices = weight_gradients_of(p);
+  if (matrices.wanted()) {
+    FLASHMOE_TRY(matrices.launch(plan, index++, rows, p.accumulate, stream));
+  }
+  BiasGradients biases = bias_gradients_of(p);
+  if (!biases.wanted()) return FLASHMOE_OK;
+  return biases.launch(plan, index, rows, nullptr, nullptr, p.accumulate, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::moe::sm89_backward
+
+namespace flashmoe {
+
+const MoeBackwardFamily kSm89MoeBackward = {"sm89", FLASHMOE_DEVICE_CUDA,
+                                            &moe::sm89_backward::plan_backward,
+                                            &moe::sm89_backward::launch_backward};
+const GroupedProductBackwardFamily kSm89GroupedProductBackward = {
+    "sm89", FLASHMOE_DEVICE_CUDA, &moe::sm89_backward::plan_product,
+    &moe::sm89_backward::launch_product};
+
+}  // namespace flashmoe

@@ -1,0 +1,41 @@
+// Products of this family as stages of other families' plans, and what they ask of tensors.
+#pragma once
+
+#include <cstdint>
+
+#include "core/ops/moe/problem.h"
+#include "core/plan.h"
+#include "core/status.h"
+#include "cuda/runtime.h"
+
+namespace flashmoe::moe::sm90 {
+
+inline constexpr int64_t kMaxRows = int64_t{1} << 30;  // row + tile fits in int32
+
+// What the copy engine, and 32 bits, can walk; `name` is the argument's.
+flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int64_t experts,
+                              int64_t rows, int64_t columns, const Reason& reason);
+flashmoe_status check_rows(const char* name, const TokenRows<const void>& view, int64_t rows,
+                           int64_t batches, const Reason& reason);
+flashmoe_status check_rows(const char* name, const TokenRows<void>& view, int64_t rows,
+                           int64_t batches, const Reason& reason);
+// Of rows that are gathered.
+flashmoe_status check_gathered(const char* name, const TokenRows<const void>& view, int64_t tokens,
+                               const Reason& reason);
+
+// A layer's first product, of rows that are gathered: activations, [pairs, inner], and where the
+// problem has it what they are of. Its tensors are checked. progress: so many
+// words of scratch.
+flashmoe_status add_up(const MoeForwardProblem& problem, const DeviceFacts& facts, Plan* plan,
+                       const Reason& reason);
+int64_t most_progress_words(int multiprocessors);
+flashmoe_status launch_up(const MoeForwardProblem& problem, const Plan& plan, int index,
+                          void* activated, uint32_t* progress, void* stream);
+
+// A product of rows as they lie. `name`: the argument that tells their number.
+flashmoe_status add_rows_product(const char* name, const GroupedProductProblem& problem,
+                                 const DeviceFacts& facts, Plan* plan, const Reason& reason);
+flashmoe_status launch_rows_product(const GroupedProductProblem& problem, const Plan& plan,
+                                    int index, void* stream);
+
+}  // namespace flashmoe::moe::sm90

@@ -1,0 +1,613 @@
+// The sm_90 family of gradients: of a grouped product, and of a layer.
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/launch.h"
+#include "cuda/moe/backward/entry.h"
+#include "cuda/moe/cost.h"
+#include "cuda/moe/sm90/products.h"
+#include "cuda/moe/sm90_backward/gradient.h"
+#include "cuda/tensor_map.h"
+
+namespace flashmoe::moe::sm90_backward {
+namespace {
+
+using moe_backward::kernel_for;
+
+constexpr int64_t kWarpThreads = 32;
+
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
+
+// What products of gradients reach, and stages that go row by row, each.
+constexpr Speed kGradientSpeed = {8, 0.875, 4.5e6};
+constexpr double kRowStageMicroseconds = 4;
+
+// Appends a stage that goes row by row.
+flashmoe_status add_rows_stage(const Kernel& kernel, flashmoe_device device,
+                               const DeviceFacts& facts, int64_t blocks, int64_t warps, Plan* plan,
+                               const Reason& reason) {
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(kernel, device.device_id, facts, &arch, reason));
+  flashmoe_launch& launch = plan_launch(kernel, device.device_id, "", std::max<int64_t>(blocks, 1),
+                                        static_cast<int>(warps * kWarpThreads), 0, plan);
+  launch.stages = 1;
+  return FLASHMOE_OK;
+}
+
+// ---- the grouped product
+
+using Product = GroupedProductBackwardProblem;
+
+int64_t batches_of(const Product& p) { return p.counts != nullptr ? p.experts : 1; }
+bool wants_dx(const Product& p) { return p.dx.data != nullptr && p.rows > 0; }
+
+// dx = w^T dout.
+GroupedProductProblem dx_product(const Product& p) {
+  GroupedProductProblem product = {};
+  product.device = p.device;
+  product.experts = p.experts;
+  product.rows = p.rows;
+  product.columns = p.out_columns;
+  product.out_columns = p.columns;
+  product.x = p.dout;
+  product.out = p.dx;
+  product.w = p.w;
+  std::swap(product.w.row_stride, product.w.column_stride);
+  product.offsets = p.offsets;
+  product.counts = p.counts;
+  return product;
+}
+
+Gradient dw_gradient(const Product& p) {
+  Gradient gradient = {};
+  gradient.device = p.device;
+  gradient.out = p.dw;
+  gradient.experts = p.experts;
+  gradient.m = p.out_columns;
+  gradient.n = p.columns;
+  gradient.left = {"dout", p.dout, false};
+  gradient.right = {"x", p.x, false};
+  gradient.rows = p.rows;
+  gradient.offsets = p.offsets;
+  gradient.counts = p.counts;
+  gradient.accumulate = p.accumulate;
+  return gradient;
+}
+
+flashmoe_status add_dx(const Product& p, const DeviceFacts& facts, Plan* plan,
+                       const Reason& reason) {
+  if (p.accumulate || p.dx.dtype != p.dout.dtype) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "dx: got %s to be %s, accepted is %s to be written",
+        dtype_name(p.dx.dtype), p.accumulate ? "added to" : "written", dtype_name(p.dout.dtype));
+  }
+  const GroupedProductProblem product = dx_product(p);
+  FLASHMOE_TRY(sm90::check_weights("w", product.w, p.experts, p.columns, p.out_columns, reason));
+  FLASHMOE_TRY(sm90::check_rows("dout", p.dout, p.rows, batches_of(p), reason));
+  FLASHMOE_TRY(sm90::check_rows("dx", p.dx, p.rows, batches_of(p), reason));
+  FLASHMOE_TRY(sm90::add_rows_product("dout", product, facts, plan, reason));
+  // A few waves of warps that find out whether an expert has their rows.
+  constexpr int64_t kBlocksPerMultiprocessor = 4;
+  const int64_t blocks = std::min(ceil_div(p.rows * batches_of(p), moe_backward::kZeroWarps),
+                                  kBlocksPerMultiprocessor * facts.multiprocessors);
+  plan->info.microseconds += microseconds(work_of(product), kGradientSpeed, facts);
+  return add_rows_stage(moe_backward::zeros_kernel_entry, p.device, facts, blocks,
+                        moe_backward::kZeroWarps, plan, reason);
+}
+
+flashmoe_status add_dbias(const Product& p, const DeviceFacts& facts, Plan* plan,
+                          const Reason& reason) {
+  FLASHMOE_TRY(add_rows_stage(kernel_for(moe_backward::sums_kernels, p.dout.dtype), p.device, facts,
+                              ceil_div(p.out_columns, moe_backward::kSumColumns),
+                              moe_backward::kSumWarps, plan, reason));
+  plan->info.launches[plan->info.launch_count - 1].grid[1] = static_cast<uint32_t>(p.experts);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status plan_product(const Product& p, Plan* plan, const Reason& reason) {
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_hopper(p.device.device_id, &facts, reason));
+  FLASHMOE_TRY(check_tensor_maps(p.device.device_id, reason));
+  if (p.rows > sm90::kMaxRows) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "dout: got %lld rows, accepted are at most 2^30",
+                         static_cast<long long>(p.rows));
+  }
+  if (p.dw.data != nullptr) {
+    FLASHMOE_TRY(add_gradient(dw_gradient(p), *facts, plan, reason));
+    plan->info.microseconds += microseconds(work_of(dx_product(p)), kGradientSpeed, *facts);
+  }
+  if (wants_dx(p)) FLASHMOE_TRY(add_dx(p, *facts, plan, reason));
+  if (p.dbias.data != nullptr) FLASHMOE_TRY(add_dbias(p, *facts, plan, reason));
+  plan->info.microseconds += kRowStageMicroseconds * plan->info.launch_count;
+  return FLASHMOE_OK;
+}
+
+moe_backward::ZerosParams zeros_of(const Product& p) {
+  constexpr int64_t kPieceBytes = 16;
+  const int64_t bytes = dtype_bytes(p.dx.dtype);
+  moe_backward::ZerosParams params = {};
+  params.out = p.dx.data;
+  params.row_pieces = p.columns * bytes / kPieceBytes;
+  params.row_stride = p.dx.row_stride * bytes / kPieceBytes;
+  params.expert_stride = p.dx.expert_stride * bytes / kPieceBytes;
+  params.offsets = p.offsets;
+  params.counts = p.counts;
+  params.rows = static_cast<int32_t>(p.rows);
+  params.experts = p.experts;
+  return params;
+}
+
+moe_backward::SumsParams sums_of(const Product& p) {
+  moe_backward::SumsParams params = {};
+  params.sums[0] = {static_cast<const uint16_t*>(p.dout.data),
+                    p.dout.row_stride,
+                    p.dout.expert_stride,
+                    0,
+                    0,
+                    static_cast<int32_t>(p.out_columns),
+                    p.dbias.dtype == Dtype::kFloat32 ? 1 : 0,
+                    p.dbias.data,
+                    p.dbias.expert_stride};
+  params.offsets = p.offsets;
+  params.counts = p.counts;
+  params.rows = static_cast<int32_t>(p.rows);
+  params.adds = p.accumulate ? 1 : 0;
+  return params;
+}
+
+flashmoe_status launch_product(const Product& p, const Plan& plan, void* /*workspace*/,
+                               void* stream) {
+  const DeviceGuard guard(p.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  int index = 0;
+  if (p.dw.data != nullptr) FLASHMOE_TRY(launch_gradient(dw_gradient(p), plan, index++, stream));
+  if (wants_dx(p)) {
+    FLASHMOE_TRY(sm90::launch_rows_product(dx_product(p), plan, index++, stream));
+    const moe_backward::ZerosParams zeros = zeros_of(p);
+    FLASHMOE_TRY(launch_planned(plan, index++, &zeros, stream));
+  }
+  if (p.dbias.data == nullptr) return FLASHMOE_OK;
+  const moe_backward::SumsParams sums = sums_of(p);
+  return launch_planned(plan, index, &sums, stream);
+}
+
+// ---- the layer
+
+using Layer = MoeBackwardProblem;
+
+int64_t pairs_of(const Layer& p) { return p.layer.tokens * p.layer.top_k; }
+// Of g and u together.
+int64_t width_of(const Layer& p) { return p.layer.gated ? 2 * p.layer.inner : p.layer.inner; }
+// Gate and up are two matrices, whose parts of dx are added up behind.
+bool in_two_parts(const Layer& p) { return p.order == FLASHMOE_MOE_SEPARATE; }
+
+// What the wanted gradients need. Without pairs there is nothing but zeros.
+struct Needs {
+  bool up_weights;
+  bool dx_rows;
+  bool dz;
+  bool scaled_dz;
+  bool da;
+  bool a;
+  bool dots;
+  bool biases;
+  bool combine;
+  bool rows;
+  bool up;
+
+  explicit Needs(const Layer& p) {
+    const bool any = pairs_of(p) > 0;
+    const bool on_input = p.layer.weight_on_input;
+    const bool up_biases = p.db_gate_up.data != nullptr || p.db_up.data != nullptr;
+    up_weights = p.dw_gate_up.data != nullptr || p.dw_up.data != nullptr;
+    biases = up_biases || p.db_down.data != nullptr;
+    dx_rows = any && (p.dx.data != nullptr || (p.dweights != nullptr && on_input));
+    dz = any && (dx_rows || up_biases || (up_weights && !on_input));
+    scaled_dz = any && up_weights && on_input;
+    dots = any && p.dweights != nullptr && !on_input;
+    da = dz || scaled_dz || dots;
+    a = any && p.dw_down.data != nullptr;
+    combine = any && (p.dx.data != nullptr || p.dweights != nullptr);
+    rows = any;
+    up = (da || a) && p.pre_activation.data == nullptr;
+  }
+};
+
+// The layer as the forward computes it again, for what act is applied to.
+MoeForwardProblem up_again(const Layer& p, void* pre_activation) {
+  MoeForwardProblem layer = p.layer;
+  layer.pre_activation.data = pre_activation;
+  layer.pre_activation.dtype = layer.x.dtype;
+  layer.pre_activation.row_stride = width_of(p);
+  return layer;
+}
+
+// da = w_down^T dout, as the first product of a layer whose act is z sigmoid(0 z): half of z.
+constexpr float kDaScale = 2.0f;
+MoeForwardProblem da_layer(const Layer& p) {
+  MoeForwardProblem layer = p.layer;
+  layer.x = p.dout;
+  layer.gated = false;
+  layer.up = p.layer.down;
+  std::swap(layer.up.row_stride, layer.up.column_stride);
+  layer.gate_bias = layer.up_bias = layer.down_bias = {};
+  layer.activation = FLASHMOE_ACTIVATION_SILU;
+  layer.alpha = 0.0f;
+  layer.limit = std::numeric_limits<float>::infinity();
+  layer.up_offset = 0.0f;
+  layer.weight_on_input = false;
+  return layer;
+}
+
+// The workspace: offsets from its beginning. What no stage needs has no bytes.
+struct Workspace {
+  int64_t row_tokens;
+  int64_t dots;
+  int64_t progress;  // of one product at a time
+  int64_t computed;  // [pairs, width] g, then u; and when they are done with, dx[0]
+  int64_t da;        // [pairs, inner], and in its place a
+  int64_t dz;        // [pairs, width]
+  int64_t scaled_dz;
+  int64_t dx[2];  // [pairs, hidden]
+  int64_t bytes;
+
+  Workspace(const Layer& p, int multiprocessors) {
+    const Needs needs(p);
+    constexpr int64_t kAlignment = 256;
+    constexpr int64_t kWordBytes = 4;
+    const int64_t pairs = pairs_of(p);
+    const int64_t element = dtype_bytes(p.layer.x.dtype);
+    bytes = 0;
+    const auto take = [&](bool needed, int64_t count, int64_t each) {
+      const int64_t place = bytes;
+      if (needed) bytes += ceil_div(count * each, kAlignment) * kAlignment;
+      return place;
+    };
+    row_tokens = take(needs.rows, pairs, kWordBytes);
+    dots = take(needs.dots, pairs, kWordBytes);
+    progress = take(needs.da || needs.up, sm90::most_progress_words(multiprocessors), kWordBytes);
+    da = take(needs.da || needs.a || needs.up, pairs * p.layer.inner, element);
+    dz = take(needs.dz, pairs * width_of(p), element);
+    scaled_dz = take(needs.scaled_dz, pairs * width_of(p), element);
+    const int64_t before = needs.up ? width_of(p) : 0;
+    const int64_t behind = needs.dx_rows ? p.layer.hidden : 0;
+    computed = dx[0] = take(true, pairs * std::max(before, behind), element);
+    dx[1] = take(needs.dx_rows && in_two_parts(p), pairs * p.layer.hidden, element);
+  }
+};
+
+// Rows by slot in the workspace, from a column on.
+TokenRows<const void> rows_at(const Layer& p, const void* base, int64_t place, int64_t stride,
+                              int64_t column = 0) {
+  TokenRows<const void> rows = {};
+  rows.data = static_cast<const char*>(base) + place + column * dtype_bytes(p.layer.x.dtype);
+  rows.dtype = p.layer.x.dtype;
+  rows.row_stride = stride;
+  return rows;
+}
+
+// Part `part` of the rows of dx: dz with a matrix, or with its own of two.
+GroupedProductProblem dx_part(const Layer& p, const Workspace& w, char* base, int part) {
+  GroupedProductProblem product = {};
+  product.device = p.device;
+  product.experts = p.layer.experts;
+  product.rows = pairs_of(p);
+  product.columns = in_two_parts(p) ? p.layer.inner : width_of(p);
+  product.out_columns = p.layer.hidden;
+  product.x = rows_at(p, base, w.dz, width_of(p), part * p.layer.inner);
+  product.out.data = base + w.dx[part];
+  product.out.dtype = p.layer.x.dtype;
+  product.out.row_stride = p.layer.hidden;
+  product.w = part == 0 ? p.gate_up : p.layer.up;
+  std::swap(product.w.row_stride, product.w.column_stride);
+  product.offsets = p.layer.offsets;
+  return product;
+}
+
+// The gradients of matrices that are wanted, in order.
+struct Gradients {
+  Gradient each[3];
+  int count = 0;
+
+  Gradients(const Layer& p, const Workspace& w, char* base) {
+    const MoeForwardProblem& layer = p.layer;
+    const int64_t width = width_of(p);
+    const int64_t rows = in_two_parts(p) ? layer.inner : width;
+    const int64_t dz = layer.weight_on_input ? w.scaled_dz : w.dz;
+    const Operand x = {"x", layer.x, true};
+    const auto add = [&](const MatrixGradient& out, int64_t m, int64_t n, const Operand& left,
+                         const Operand& right) {
+      if (out.data == nullptr) return;
+      Gradient& gradient = each[count++];
+      gradient = {};
+      gradient.device = p.device;
+      gradient.out = out;
+      gradient.experts = layer.experts;
+      gradient.m = m;
+      gradient.n = n;
+      gradient.left = left;
+      gradient.right = right;
+      gradient.rows = pairs_of(p);
+      gradient.offsets = layer.offsets;
+      gradient.row_tokens = reinterpret_cast<const int32_t*>(base + w.row_tokens);
+      gradient.tokens = layer.tokens;
+      gradient.accumulate = p.accumulate;
+    };
+    add(p.dw_gate_up, rows, layer.hidden, {"dz", rows_at(p, base, dz, width), false}, x);
+    add(p.dw_up, rows, layer.hidden, {"dz", rows_at(p, base, dz, width, layer.inner), false}, x);
+    add(p.dw_down, layer.hidden, layer.inner, {"dout", p.dout, true},
+        {"a", rows_at(p, base, w.da, layer.inner), false});
+  }
+};
+
+// Sums over rows: the gradients of biases that are wanted.
+moe_backward::SumsParams sums_of(const Layer& p, const Workspace& w, const char* base, int* count) {
+  const MoeForwardProblem& layer = p.layer;
+  moe_backward::SumsParams params = {};
+  *count = 0;
+  const auto add = [&](const BiasGradient& gradient, const TokenRows<const void>& rows,
+                       int64_t columns, bool by_token, bool weighted) {
+    if (gradient.data == nullptr) return;
+    params.sums[(*count)++] = {static_cast<const uint16_t*>(rows.data),
+                               rows.row_stride,
+                               0,
+                               by_token ? 1 : 0,
+                               weighted ? 1 : 0,
+                               static_cast<int32_t>(columns),
+                               gradient.dtype == Dtype::kFloat32 ? 1 : 0,
+                               gradient.data,
+                               gradient.expert_stride};
+  };
+  const int64_t width = width_of(p);
+  add(p.db_gate_up, rows_at(p, base, w.dz, width), in_two_parts(p) ? layer.inner : width, false,
+      false);
+  add(p.db_up, rows_at(p, base, w.dz, width, layer.inner), layer.inner, false, false);
+  add(p.db_down, p.dout, layer.hidden, true, !layer.weight_on_input);
+  params.offsets = layer.offsets;
+  params.row_tokens = reinterpret_cast<const int32_t*>(base + w.row_tokens);
+  params.pairs = layer.pairs;
+  params.weights = layer.weights;
+  params.rows = static_cast<int32_t>(pairs_of(p));
+  params.adds = p.accumulate ? 1 : 0;
+  return params;
+}
+
+flashmoe_status check_again(const MoeForwardProblem& layer, const Reason& reason) {
+  if (layer.gated) {
+    FLASHMOE_TRY(sm90::check_weights("w_gate_up", layer.gate, layer.experts, layer.inner,
+                                     layer.hidden, reason));
+    if ((layer.gate.column_stride == 1) != (layer.up.column_stride == 1)) {
+      return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                           "w_up: got %s weights, and w_gate_up others, accepted are both "
+                           "transposed or neither",
+                           layer.up.column_stride == 1 ? "row-major" : "transposed");
+    }
+  }
+  FLASHMOE_TRY(sm90::check_weights(layer.gated ? "w_up" : "w_gate_up", layer.up, layer.experts,
+                                   layer.inner, layer.hidden, reason));
+  return sm90::check_gathered("x", layer.x, layer.tokens, reason);
+}
+
+flashmoe_status add_dx_parts(const Layer& p, const Workspace& w, const DeviceFacts& facts,
+                             Plan* plan, const Reason& reason) {
+  static constexpr const char* kNames[] = {"w_gate_up", "w_up"};
+  for (int part = 0; part < (in_two_parts(p) ? 2 : 1); ++part) {
+    const GroupedProductProblem product = dx_part(p, w, nullptr, part);
+    FLASHMOE_TRY(sm90::check_weights(kNames[part], product.w, product.experts, product.out_columns,
+                                     product.columns, reason));
+    FLASHMOE_TRY(sm90::add_rows_product("weights", product, facts, plan, reason));
+    plan->info.microseconds += microseconds(work_of(product), kGradientSpeed, facts);
+  }
+  return FLASHMOE_OK;
+}
+
+flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_hopper(p.device.device_id, &facts, reason));
+  FLASHMOE_TRY(check_tensor_maps(p.device.device_id, reason));
+  const MoeForwardProblem& layer = p.layer;
+  const Needs needs(p);
+  const Workspace w(p, facts->multiprocessors);
+  const int64_t pairs = pairs_of(p);
+  if (pairs > sm90::kMaxRows) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED,
+        "weights: got %lld pairs of a token and an expert, accepted are at most 2^30",
+        static_cast<long long>(pairs));
+  }
+  const double product =
+      microseconds({0.0, 2.0 * static_cast<double>(pairs) * static_cast<double>(layer.hidden) *
+                             static_cast<double>(layer.inner)},
+                   kGradientSpeed, *facts);
+  if (needs.up) {
+    FLASHMOE_TRY(check_again(layer, reason));
+    FLASHMOE_TRY(sm90::add_up(up_again(p, plan), *facts, plan, reason));
+    plan->info.microseconds += (layer.gated ? 2 : 1) * product;
+  }
+  if (needs.da) {
+    const MoeForwardProblem down = da_layer(p);
+    FLASHMOE_TRY(
+        sm90::check_weights("w_down", down.up, layer.experts, layer.inner, layer.hidden, reason));
+    FLASHMOE_TRY(sm90::check_gathered("dout", p.dout, layer.tokens, reason));
+    FLASHMOE_TRY(sm90::add_up(down, *facts, plan, reason));
+    plan->info.microseconds += product;
+  }
+  const auto add_stage = [&](const Kernel(&kernels)[2], int64_t blocks, int64_t warps) {
+    return add_rows_stage(kernel_for(kernels, layer.x.dtype), p.device, *facts, blocks, warps, plan,
+                          reason);
+  };
+  if (needs.rows) {
+    FLASHMOE_TRY(add_stage(moe_backward::rows_kernels, ceil_div(pairs, moe_backward::kRowWarps),
+                           moe_backward::kRowWarps));
+  }
+  if (needs.dx_rows) FLASHMOE_TRY(add_dx_parts(p, w, *facts, plan, reason));
+  if (needs.combine) {
+    FLASHMOE_TRY(add_stage(moe_backward::combine_kernels, layer.tokens,
+                           moe_backward::kCombineThreads / kWarpThreads));
+  }
+  const Gradients gradients(p, w, nullptr);
+  for (int i = 0; i < gradients.count; ++i) {
+    FLASHMOE_TRY(add_gradient(gradients.each[i], *facts, plan, reason));
+    plan->info.microseconds += product * static_cast<double>(gradients.each[i].m) *
+                               static_cast<double>(gradients.each[i].n) /
+                               static_cast<double>(layer.hidden * layer.inner);
+  }
+  if (needs.biases) {
+    int count = 0;
+    const moe_backward::SumsParams sums = sums_of(p, w, nullptr, &count);
+    int32_t columns = 0;
+    for (int i = 0; i < count; ++i) columns = std::max(columns, sums.sums[i].columns);
+    FLASHMOE_TRY(add_stage(moe_backward::sums_kernels, ceil_div(columns, moe_backward::kSumColumns),
+                           moe_backward::kSumWarps));
+    flashmoe_launch& launch = plan->info.launches[plan->info.launch_count - 1];
+    launch.grid[1] = static_cast<uint32_t>(layer.experts);
+    launch.grid[2] = static_cast<uint32_t>(count);
+  }
+  // Rows of the workspace that stages between products read and write.
+  constexpr double kMemoryShare = 0.75;
+  const double bytes = static_cast<double>(pairs * dtype_bytes(layer.x.dtype)) *
+                       static_cast<double>((needs.da || needs.a ? 6 * layer.inner : 0) +
+                                           (needs.dx_rows ? 2 * layer.hidden : 0));
+  if (facts->memory_bytes_per_microsecond > 0) {
+    plan->info.microseconds += bytes / (facts->memory_bytes_per_microsecond * kMemoryShare);
+  }
+  plan->info.microseconds += kRowStageMicroseconds * plan->info.launch_count;
+  plan->info.workspace_bytes = static_cast<uint64_t>(w.bytes);
+  return FLASHMOE_OK;
+}
+
+moe_backward::Routing routing_of(const Layer& p) {
+  return {p.layer.weights,
+          p.layer.offsets,
+          p.layer.pairs,
+          p.layer.slots,
+          static_cast<int32_t>(pairs_of(p)),
+          p.layer.experts,
+          p.layer.top_k};
+}
+
+moe_backward::RowsParams row_params(const Layer& p, const Workspace& w, char* base) {
+  const MoeForwardProblem& layer = p.layer;
+  const Needs needs(p);
+  const auto at = [&](bool needed, int64_t place) {
+    return needed ? reinterpret_cast<uint16_t*>(base + place) : nullptr;
+  };
+  moe_backward::RowsParams params = {};
+  params.routing = routing_of(p);
+  params.row_tokens = reinterpret_cast<int32_t*>(base + w.row_tokens);
+  params.dots = needs.dots ? reinterpret_cast<float*>(base + w.dots) : nullptr;
+  params.da = at(needs.da || needs.a, w.da);
+  if (needs.da || needs.a) {
+    params.pre_activation =
+        needs.up ? at(true, w.computed) : static_cast<const uint16_t*>(p.pre_activation.data);
+    params.pre_activation_stride = needs.up ? width_of(p) : p.pre_activation.row_stride;
+  }
+  params.dz = at(needs.dz, w.dz);
+  params.scaled_dz = at(needs.scaled_dz, w.scaled_dz);
+  params.dout = static_cast<const uint16_t*>(p.dout.data);
+  params.dout_stride = p.dout.row_stride;
+  params.down_bias = {layer.down_bias.data, layer.down_bias.expert_stride,
+                      layer.down_bias.row_stride, layer.down_bias.dtype == Dtype::kFloat32 ? 1 : 0};
+  params.da_scale = kDaScale;
+  params.has_da = needs.da ? 1 : 0;
+  params.wants_a = needs.a ? 1 : 0;
+  params.inner = static_cast<int32_t>(layer.inner);
+  params.hidden = static_cast<int32_t>(layer.hidden);
+  params.gated = layer.gated ? 1 : 0;
+  params.dz_step = 1;
+  params.dz_places[1] = layer.gated ? params.inner : 0;
+  if (p.order == FLASHMOE_MOE_UP_GATE) {
+    std::swap(params.dz_places[0], params.dz_places[1]);
+  } else if (p.order == FLASHMOE_MOE_INTERLEAVED) {
+    params.dz_places[1] = 1;
+    params.dz_step = 2;
+  }
+  params.weight_on_input = layer.weight_on_input ? 1 : 0;
+  params.activation = layer.activation;
+  params.alpha = layer.alpha;
+  params.limit = layer.limit;
+  params.up_offset = layer.up_offset;
+  return params;
+}
+
+moe_backward::CombineParams combine_params(const Layer& p, const Workspace& w, char* base) {
+  const Needs needs(p);
+  const auto rows_of_dx = [&](int part) {
+    const bool there = needs.dx_rows && (part == 0 || in_two_parts(p));
+    return there ? reinterpret_cast<const uint16_t*>(base + w.dx[part]) : nullptr;
+  };
+  moe_backward::CombineParams params = {};
+  params.routing = routing_of(p);
+  params.row_tokens = reinterpret_cast<const int32_t*>(base + w.row_tokens);
+  params.y[0] = rows_of_dx(0);
+  params.y[1] = rows_of_dx(1);
+  params.dots = needs.dots ? reinterpret_cast<const float*>(base + w.dots) : nullptr;
+  params.x = static_cast<const uint16_t*>(p.layer.x.data);
+  params.x_stride = p.layer.x.row_stride;
+  params.dx = p.dx.data;
+  params.dx_stride = p.dx.row_stride;
+  params.dweights = p.dweights;
+  params.dx_is_fp32 = p.dx.dtype == Dtype::kFloat32 ? 1 : 0;
+  params.hidden = static_cast<int32_t>(p.layer.hidden);
+  params.weight_on_input = p.layer.weight_on_input ? 1 : 0;
+  params.adds = p.accumulate ? 1 : 0;
+  return params;
+}
+
+flashmoe_status launch_layer(const Layer& p, const Plan& plan, void* workspace, void* stream) {
+  const DeviceGuard guard(p.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_hopper(p.device.device_id, &facts, Reason()));
+  const Needs needs(p);
+  const Workspace w(p, facts->multiprocessors);
+  char* const base = static_cast<char*>(workspace);
+  uint32_t* const progress = reinterpret_cast<uint32_t*>(base + w.progress);
+  int index = 0;
+  if (needs.up) {
+    FLASHMOE_TRY(sm90::launch_up(up_again(p, base + w.computed), plan, index++, base + w.da,
+                                 progress, stream));
+  }
+  if (needs.da) {
+    FLASHMOE_TRY(sm90::launch_up(da_layer(p), plan, index++, base + w.da, progress, stream));
+  }
+  if (needs.rows) {
+    const moe_backward::RowsParams params = row_params(p, w, base);
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  if (needs.dx_rows) {
+    for (int part = 0; part < (in_two_parts(p) ? 2 : 1); ++part) {
+      FLASHMOE_TRY(sm90::launch_rows_product(dx_part(p, w, base, part), plan, index++, stream));
+    }
+  }
+  if (needs.combine) {
+    const moe_backward::CombineParams params = combine_params(p, w, base);
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  const Gradients gradients(p, w, base);
+  for (int i = 0; i < gradients.count; ++i) {
+    FLASHMOE_TRY(launch_gradient(gradients.each[i], plan, index++, stream));
+  }
+  if (!needs.biases) return FLASHMOE_OK;
+  int count = 0;
+  const moe_backward::SumsParams sums = sums_of(p, w, base, &count);
+  return launch_planned(plan, index, &sums, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::moe::sm90_backward
+
+namespace flashmoe {
+
+const GroupedProductBackwardFamily kSm90GroupedProductBackward = {
+    "sm90", FLASHMOE_DEVICE_CUDA, &moe::sm90_backward::plan_product,
+    &moe::sm90_backward::launch_product};
+const MoeBackwardFamily kSm90MoeBackward = {"sm90", FLASHMOE_DEVICE_CUDA,
+                                            &moe::sm90_backward::plan_layer,
+                                            &moe::sm90_backward::launch_layer};
+
+}  // namespace flashmoe

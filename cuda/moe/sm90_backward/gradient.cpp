@@ -1,0 +1,167 @@
+#include "cuda/moe/sm90_backward/gradient.h"
+
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "cuda/moe/sm90/products.h"
+#include "cuda/moe/sm90_backward/entry.h"
+#include "cuda/moe/sm90_backward/params.h"
+#include "cuda/tensor_map.h"
+
+namespace flashmoe::moe::sm90_backward {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/moe/sm90_backward/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/moe/sm90_backward/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+constexpr int64_t kMaxItems = int64_t{1} << 30;
+constexpr int64_t kMaxColumns = int64_t{1} << 30;  // column + tile fits in int32
+
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
+
+const Entry* find_entry(Dtype dtype) {
+  for (const Entry* entry : kEntries) {
+    if (entry->dtype == dtype) return entry;
+  }
+  return nullptr;
+}
+
+// Which operand's columns are the kernel's rows: the one that is gathered, else such that columns
+// lie next to each other.
+bool left_first(const Gradient& g) {
+  if (g.left.by_token || g.right.by_token) return g.left.by_token;
+  return g.out.column_stride == 1;
+}
+
+struct Extents {
+  int64_t m;
+  int64_t n;
+  int64_t m_pairs;
+  int64_t n_tiles;
+  int64_t items;
+};
+
+Extents extents_of(const Gradient& g, const Entry& entry) {
+  Extents extents;
+  extents.m = left_first(g) ? g.m : g.n;
+  extents.n = left_first(g) ? g.n : g.m;
+  extents.m_pairs = ceil_div(extents.m, kCluster * entry.tile_m);
+  extents.n_tiles = ceil_div(extents.n, entry.tile_n);
+  extents.items = extents.m_pairs * extents.n_tiles * g.experts;
+  return extents;
+}
+
+flashmoe_status check_operand(const Gradient& g, const Operand& operand, const Reason& reason) {
+  if (g.rows == 0) return FLASHMOE_OK;  // nothing is read
+  if (operand.by_token) return sm90::check_gathered(operand.name, operand.rows, g.tokens, reason);
+  return sm90::check_rows(operand.name, operand.rows, g.rows, g.counts != nullptr ? g.experts : 1,
+                          reason);
+}
+
+bool encode(const Gradient& g, const Operand& operand, int64_t columns, int step,
+            CUtensorMap* map) {
+  // Without rows nothing is read, but a map of nothing is refused.
+  const void* const data = g.rows > 0 ? operand.rows.data : g.out.data;
+  const int64_t batches = g.counts != nullptr ? g.experts : 1;
+  return encode_map(map, operand.rows.dtype, data,
+                    {4,
+                     {columns, g.rows, batches, 1},
+                     {1, operand.rows.row_stride, operand.rows.expert_stride, 0},
+                     {kBoxColumns, step, 1, 1}});
+}
+
+// Whether the copy engine may write the gradient: 16 bits, not added to, of strides that it walks.
+bool leaves_in_boxes(const Gradient& g) {
+  const int64_t end = kMaxStrideBytes / dtype_bytes(g.out.dtype);
+  const auto fits = [end](int64_t stride, int64_t extent) {
+    return extent <= 1 || (stride > 0 && stride < end);
+  };
+  return g.out.dtype != Dtype::kFloat32 && !g.accumulate && fits(g.out.row_stride, g.m) &&
+         fits(g.out.column_stride, g.n) && fits(g.out.expert_stride, g.experts);
+}
+
+bool encode_boxes(const Gradient& g, CUtensorMap* map) {
+  const bool by_rows = g.out.column_stride == 1;
+  constexpr int kOutBox = 64;
+  return encode_map(map, g.out.dtype, g.out.data,
+                    {4,
+                     {by_rows ? g.n : g.m, by_rows ? g.m : g.n, g.experts, 1},
+                     {1, by_rows ? g.out.row_stride : g.out.column_stride, g.out.expert_stride, 0},
+                     {kOutBox, kOutBox, 1, 1}});
+}
+
+}  // namespace
+
+flashmoe_status add_gradient(const Gradient& g, const DeviceFacts& facts, Plan* plan,
+                             const Reason& reason) {
+  const Entry* const entry = find_entry(g.left.rows.dtype);
+  if (entry == nullptr) return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for this dtype");
+  FLASHMOE_TRY(check_operand(g, g.left, reason));
+  FLASHMOE_TRY(check_operand(g, g.right, reason));
+  const Extents extents = extents_of(g, *entry);
+  if (g.m > kMaxColumns || g.n > kMaxColumns || extents.items > kMaxItems) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                         "%s: got gradients of %lld rows of %lld columns, accepted are at most "
+                         "2^30 of each, and as many tiles",
+                         g.left.name, static_cast<long long>(g.m), static_cast<long long>(g.n));
+  }
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(*entry, g.device.device_id, facts, &arch, reason));
+  const int64_t clusters = std::clamp<int64_t>(extents.items, 1, facts.multiprocessors / kCluster);
+  flashmoe_launch& launch = plan_launch(*entry, g.device.device_id, "a", clusters * kCluster,
+                                        entry->threads, entry->shared_bytes, plan);
+  launch.cluster = kCluster;
+  launch.tile_m = entry->tile_m;
+  launch.tile_n = entry->tile_n;
+  launch.stages = entry->stages;
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_gradient(const Gradient& g, const Plan& plan, int index, void* stream) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[index]);
+  const Extents extents = extents_of(g, entry);
+  const bool swaps = !left_first(g);
+  const Operand& first = swaps ? g.right : g.left;
+  const Operand& second = swaps ? g.left : g.right;
+  const flashmoe_launch& planned = plan.info.launches[index];
+  Params params = {};
+  FLASHMOE_TRY(encode_maps(planned.kernel, planned.device.device_id, [&] {
+    return encode(g, second, extents.n, entry.step, &params.second) &&
+           (first.by_token || encode(g, first, extents.m, entry.step, &params.first)) &&
+           (!leaves_in_boxes(g) || encode_boxes(g, &params.boxes));
+  }));
+  if (first.by_token) {
+    // The kernel fetches both maps' descriptions.
+    params.first = params.second;
+    params.x = static_cast<const uint16_t*>(first.rows.data);
+    params.row_tokens = g.row_tokens;
+    params.x_row_chunks = static_cast<uint32_t>(first.rows.row_stride / 8);
+    params.tokens = static_cast<int32_t>(g.tokens);
+  }
+  params.offsets = g.offsets;
+  params.counts = g.counts;
+  params.rows = static_cast<int32_t>(g.rows);
+  params.m = static_cast<int32_t>(extents.m);
+  params.n = static_cast<int32_t>(extents.n);
+  params.m_pairs = static_cast<int32_t>(extents.m_pairs);
+  params.n_tiles = static_cast<int32_t>(extents.n_tiles);
+  params.items = static_cast<int32_t>(extents.items);
+  params.out = g.out.data;
+  params.expert_stride = g.out.expert_stride;
+  params.m_stride = swaps ? g.out.column_stride : g.out.row_stride;
+  params.n_stride = swaps ? g.out.row_stride : g.out.column_stride;
+  params.in_boxes = leaves_in_boxes(g) ? 1 : 0;
+  params.is_fp32 = g.out.dtype == Dtype::kFloat32 ? 1 : 0;
+  params.accumulate = g.accumulate ? 1 : 0;
+  return launch_planned(plan, index, &params, stream);
+}
+
+}  // namespace flashmoe::moe::sm90_backward

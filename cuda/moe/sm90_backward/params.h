@@ -1,0 +1,49 @@
+// Arguments of the sm_90 gradients of experts' weights, as the device sees them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flashmoe::moe::sm90_backward {
+
+inline constexpr int kCluster = 2;      // blocks that share the columns' operand
+inline constexpr int kConsumers = 2;    // warpgroups of a block that multiply
+inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
+
+struct Params {
+  // Of both operands [columns, rows, batches, 1], in boxes of 64 columns by the rows of a step. The
+  // columns of the first are the rows of the gradient (M), those of the second its columns (N).
+  CUtensorMap first;
+  CUtensorMap second;
+  // Of a gradient of 16 bits that is written, [m or n, the other, experts, 1], the one of stride 1
+  // first, in boxes of 64 by 64.
+  CUtensorMap boxes;
+
+  // Instead of `first`: row r is that of token row_tokens[r] of x, or zeros. nullptr: as they lie.
+  const uint16_t* x;
+  const int32_t* row_tokens;
+  uint32_t x_row_chunks;  // from row to row, chunks of 16 bytes
+  int32_t tokens;         // rows of x
+
+  // Expert e has the rows offsets[e] to offsets[e + 1] - 1; or, in batch e, the first counts[e].
+  const int32_t* offsets;
+  const int32_t* counts;
+  int32_t rows;  // that there are (in a batch)
+
+  int32_t m;
+  int32_t n;
+  int32_t m_pairs;  // of tiles along m: of a cluster
+  int32_t n_tiles;
+  int32_t items;  // of all experts
+
+  void* out;
+  int64_t expert_stride;  // elements
+  int64_t m_stride;       // one of the two is 1
+  int64_t n_stride;
+  int32_t in_boxes;  // `boxes` is there
+  int32_t is_fp32;
+  int32_t accumulate;
+};
+
+}  // namespace flashmoe::moe::sm90_backward

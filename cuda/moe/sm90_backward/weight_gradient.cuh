@@ -1,0 +1,421 @@
+// The gradient of experts' weights on sm_90, warp-specialised and persistent.
+//
+//   dw[e]    [m, n] = sum over the rows r of expert e of first[r, m] second[r, n]
+//
+// Both operands lie row by row, so that rows are what products sum over and either operand's
+// columns lie next to each other: wgmma takes both MN-major, as they come. A tile is 128 by 256
+// elements of one expert's gradient. Each of two consumer warpgroups has 64 rows of it, 128
+// accumulators a thread; the second one begins a tile some steps later than the first, so that
+// one's products go on while the other writes out what it has.
+//
+// Blocks come in clusters of two with neighbouring rows of the gradient and the same columns: each
+// copies one half of the second operand for both, by TMA, and the first one's for itself, by TMA
+// too, or row by row, where rows of tokens are gathered, by three warps with cp.async.
+//
+// An expert's rows end within a step, where the next expert's follow: those are made zeros in
+// shared memory, in both operands, since what they hold may be no number. An expert without rows
+// has a gradient of zeros.
+//
+// Every expert has as many tiles, whatever its rows, so that a tile's number tells all there is to
+// know. Clusters take them in turn: an expert with many rows keeps them all busy. Of an element all
+// products are one thread's, in the order of rows: the same bits on every run.
+//
+// Shared memory: eight stages of 24 KiB, and two boxes of the output of each consumer. Registers:
+// 224 of a consumer, of which 128 are sums.
+#pragma once
+
+#include "cuda/moe/sm90_backward/params.h"
+#include "cuda/moe/sm90_backward/store.cuh"
+#include "cuda/moe/sm90_backward/traits.cuh"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/registers.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/pipeline.cuh"
+#include "cuda/tile/thread.cuh"
+
+namespace flashmoe::moe::sm90_backward {
+
+inline constexpr uint16_t kWholeCluster = (1 << kCluster) - 1;
+inline constexpr int kLagBarrier = 1;
+inline constexpr int kGroupBarrier = 2;  // of each consumer its own
+
+// A tile of a cluster: rows of m are of both blocks.
+struct Tile {
+  int expert;
+  int batch;      // of rows
+  int first_row;  // in it
+  int rows;
+  int m;  // the first of this block
+  int n;
+
+  template <class Traits>
+  __device__ __forceinline__ int steps() const {
+    return ceil_div<Traits::kStep>(rows);
+  }
+};
+
+// Whatever offsets say, rows are such that there are.
+template <class Traits>
+__device__ __forceinline__ Tile tile_of(const Params& params, int item, int rank) {
+  const int expert_items = params.m_pairs * params.n_tiles;
+  Tile tile;
+  tile.expert = item / expert_items;
+  const int index = item - tile.expert * expert_items;
+  const int n_tile = index / params.m_pairs;
+  tile.n = n_tile * Traits::kTileN;
+  tile.m = ((index - n_tile * params.m_pairs) * kCluster + rank) * Traits::kTileM;
+  if (params.counts != nullptr) {
+    tile.batch = tile.expert;
+    tile.first_row = 0;
+    tile.rows = min(max(params.counts[tile.expert], 0), params.rows);
+  } else {
+    tile.batch = 0;
+    tile.first_row = min(max(params.offsets[tile.expert], 0), params.rows);
+    const int end = min(max(params.offsets[tile.expert + 1], 0), params.rows);
+    tile.rows = max(end - tile.first_row, 0);
+  }
+  return tile;
+}
+
+__device__ __forceinline__ int first_item() { return static_cast<int>(blockIdx.x) / kCluster; }
+__device__ __forceinline__ int item_stride() { return static_cast<int>(gridDim.x) / kCluster; }
+
+template <class Traits>
+struct Shared {
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t first(int stage) const {
+    return base + stage * Traits::kStageBytes;
+  }
+  __device__ __forceinline__ uint32_t second(int stage) const {
+    return first(stage) + Traits::kFirstBytes;
+  }
+  __device__ __forceinline__ uint32_t out(int group) const {
+    return base + Traits::kOutOffset + group * Traits::kOutBoxes * Traits::kOutBoxBytes;
+  }
+  // The stage is loaded: the TMA warp says of how many bytes, and each gathering thread arrives.
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return base + Traits::kBarriersOffset + 8 * stage;
+  }
+  // The stage is free in both blocks of the cluster, whose consumer warps all arrive.
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return full(Traits::kStages + stage);
+  }
+};
+
+// ---- loads
+
+// Issues the copies by TMA; one warp.
+template <class Traits>
+__device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared,
+                                        int rank) {
+  const bool leader = threadIdx.x == 0;
+  const bool gathers = params.x != nullptr;
+  const int expected = Traits::kSecondBytes + (gathers ? 0 : Traits::kFirstBytes);
+  PipelineState<Traits::kStages> pipe;
+  for (int item = first_item(); item < params.items; item += item_stride()) {
+    const Tile tile = tile_of<Traits>(params, item, rank);
+    const int steps = tile.template steps<Traits>();
+    const int own = rank * Traits::kHalfBoxes;  // boxes of the second operand
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+      if (leader) {
+        const uint32_t full = shared.full(pipe.stage);
+        const int row = tile.first_row + step * Traits::kStep;
+        ptx::mbarrier_arrive_expect(full, expected);
+        if (!gathers) {
+#pragma unroll
+          for (int i = 0; i < Traits::kTileM / kBoxColumns; ++i) {
+            ptx::tma_load(shared.first(pipe.stage) + i * Traits::kBoxBytes, &params.first, full,
+                          ptx::kEvictNormal, tile.m + i * kBoxColumns, row, tile.batch, 0);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < Traits::kHalfBoxes; ++i) {
+          ptx::tma_load_multicast(shared.second(pipe.stage) + (own + i) * Traits::kBoxBytes,
+                                  &params.second, full, ptx::kEvictNormal, kWholeCluster,
+                                  tile.n + (own + i) * kBoxColumns, row, tile.batch, 0);
+        }
+      }
+      __syncwarp();
+      pipe.advance();
+    }
+  }
+  // Until stages have been given back by both blocks: a block must not end before what the other
+  // one says to its barriers has come.
+#pragma unroll 1
+  for (int i = 0; i < Traits::kStages; ++i) {
+    ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+    pipe.advance();
+  }
+}
+
+// Steps of one tile after another, of a block, of which a warp takes every kGatherWarps-th.
+template <class Traits>
+struct Steps {
+  const Params& params;
+  int rank;
+  int item;
+  Tile tile;
+  int step;
+  int steps;  // of the tile
+
+  __device__ __forceinline__ Steps(const Params& params_, int rank_, int first)
+      : params(params_), rank(rank_), item(first_item()), step(first) {
+    look();
+    skip();
+  }
+  __device__ __forceinline__ bool more() const { return item < params.items; }
+  __device__ __forceinline__ void advance() {
+    step += Traits::kGatherWarps;
+    skip();
+  }
+
+ private:
+  __device__ __forceinline__ void look() {
+    if (!more()) return;
+    tile = tile_of<Traits>(params, item, rank);
+    steps = tile.template steps<Traits>();
+  }
+  __device__ __forceinline__ void skip() {
+    while (more() && step >= steps) {
+      step -= steps;
+      item += item_stride();
+      look();
+    }
+  }
+};
+
+// Gathers rows of x, a warp its steps: eight lanes copy 128 bytes of one, and then the next 128.
+// Whose the rows of a step are is looked up, a row a lane, while the step before is copied.
+template <class Traits>
+struct Gather {
+  static constexpr int kChunk = 8;  // elements of 16 bytes
+  static constexpr int kLanesPerRow = kBoxColumns / kChunk;
+  static constexpr int kRowsApart = kThreadsPerWarp / kLanesPerRow;
+  static constexpr int kRows = Traits::kStep / kRowsApart;  // of a lane
+  static constexpr int kBoxes = Traits::kTileM / kBoxColumns;
+  static_assert(kRowsApart == 4, "every second row of a lane has the same swizzle");
+
+  const Params& params;
+
+  // The token of this lane's row of a step; -1 behind its rows, and of what is none.
+  __device__ __forceinline__ int look_up(const Steps<Traits>& steps) const {
+    const int row = steps.step * Traits::kStep + lane_index();
+    if (!steps.more() || row >= steps.tile.rows) return -1;
+    const int token = params.row_tokens[steps.tile.first_row + row];
+    return token < params.tokens ? token : -1;
+  }
+
+  __device__ __forceinline__ void run(const Shared<Traits>& shared, int rank, int warp) const {
+    const int lane = lane_index();
+    const int chunk = lane % kLanesPerRow;
+    const int first_row = lane / kLanesPerRow;
+    const uint32_t places[2] = {
+        static_cast<uint32_t>(first_row * (kBoxColumns * 2) + (chunk ^ first_row) * 16),
+        static_cast<uint32_t>(first_row * (kBoxColumns * 2) + (chunk ^ (first_row + 4)) * 16)};
+    PipelineState<Traits::kStages> pipe;
+    pipe.advance(warp);
+    Steps<Traits> steps(params, rank, warp);
+    int next = look_up(steps);
+    while (steps.more()) {
+      const int known = next;
+      const int column = steps.tile.m + chunk * kChunk;
+      const uint16_t* const source = params.x + column;
+      steps.advance();
+      next = look_up(steps);
+      ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+      const uint32_t to = shared.first(pipe.stage);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int token = __shfl_sync(kFullWarp, known, first_row + i * kRowsApart);
+        const bool valid = token >= 0;
+        const uint32_t chunks = static_cast<uint32_t>(max(token, 0)) * params.x_row_chunks;
+        const uint16_t* const from = source + uint64_t{chunks} * kChunk;
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box) {
+          ptx::cp_async_16_or_zero(
+              to + places[i % 2] + i * kRowsApart * (kBoxColumns * 2) + box * Traits::kBoxBytes,
+              from + box * kBoxColumns, valid && column + box * kBoxColumns < params.m);
+        }
+      }
+      ptx::cp_async_arrive(shared.full(pipe.stage));
+      pipe.advance(Traits::kGatherWarps);
+    }
+  }
+};
+
+// ---- products
+
+template <class Traits>
+struct Consumer {
+  using Element = typename Traits::Element;
+  static constexpr int kSums = Traits::kTileN / 2;
+
+  const Params& params;
+  const Shared<Traits>& shared;
+  int group;
+  PipelineState<Traits::kStages> pipe;
+
+  // Says to both blocks of the cluster that this warp is done with a stage.
+  __device__ __forceinline__ void release(int stage) const {
+    if (ptx::elect_one()) {
+#pragma unroll
+      for (uint32_t rank = 0; rank < kCluster; ++rank) {
+        ptx::mbarrier_arrive_cluster(ptx::map_to_rank(shared.empty(stage), rank));
+      }
+    }
+  }
+
+  // Makes zeros of what follows an expert's last row in its last step. Both consumers do so for the
+  // second operand: neither waits for the other.
+  __device__ __forceinline__ void clear(int rows) const {
+    constexpr int kRowBytes = kBoxColumns * 2;
+    constexpr int kPiece = 16;
+    const int pieces = (Traits::kStep - rows) * (kRowBytes / kPiece);
+    const float4 zeros{0.0f, 0.0f, 0.0f, 0.0f};
+    for (int i = thread_index() % kThreadsPerGroup; i < pieces; i += kThreadsPerGroup) {
+      const uint32_t place = rows * kRowBytes + i * kPiece;
+      ptx::store_shared(shared.first(pipe.stage) + group * Traits::kBoxBytes + place, zeros);
+#pragma unroll
+      for (int box = 0; box < Traits::kTileN / kBoxColumns; ++box) {
+        ptx::store_shared(shared.second(pipe.stage) + box * Traits::kBoxBytes + place, zeros);
+      }
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
+  }
+
+  // Begins the products of a step.
+  __device__ __forceinline__ void issue(float (&sums)[kSums], int rows_left, bool begins) const {
+    using Mma = ptx::Wgmma<Element, Traits::kTileN>;
+    constexpr int kSliceBytes = 16 * kBoxColumns * 2;  // of 16 rows
+    const uint64_t a = ptx::swizzled_descriptor(
+        shared.first(pipe.stage) + group * Traits::kBoxBytes, Traits::kBoxBytes);
+    const uint64_t b = ptx::swizzled_descriptor(shared.second(pipe.stage), Traits::kBoxBytes);
+    ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
+    if (rows_left < Traits::kStep) {
+      clear(rows_left);
+    } else {
+      ptx::fence_proxy_async_shared();  // of what was gathered
+    }
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < Traits::kStep / 16; ++slice) {
+      Mma::multiply_majors(sums, ptx::advance(a, slice * kSliceBytes),
+                           ptx::advance(b, slice * kSliceBytes), slice > 0 || !begins);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // All products of a tile of one step or more.
+  __device__ __forceinline__ void multiply(float (&sums)[kSums], const Tile& tile, int steps) {
+    // The first consumer may not come to the barrier for the next tile before the second has come
+    // for this one. It needs a stage for that which the second still has; but not of tiles so
+    // short.
+    const bool meets = steps < Traits::kStages + Traits::kLag;
+    const int lag_step = min(Traits::kLag, steps) - 1;
+    const auto let_lag = [&](int step) {
+      if (group != 0 || step != lag_step) return;
+      if (meets) {
+        ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+      } else {
+        ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
+      }
+    };
+    if (group == 1) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+    issue(sums, tile.rows, true);
+    let_lag(0);
+    int last_stage = pipe.stage;
+    pipe.advance();
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {
+      issue(sums, tile.rows - step * Traits::kStep, false);
+      let_lag(step);
+      ptx::wgmma_wait<1>();
+      release(last_stage);
+      last_stage = pipe.stage;
+      pipe.advance();
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(sums);
+    release(last_stage);
+  }
+
+  __device__ __forceinline__ void run(int rank) {
+    for (int item = first_item(); item < params.items; item += item_stride()) {
+      const Tile tile = tile_of<Traits>(params, item, rank);
+      const int steps = __shfl_sync(kFullWarp, tile.template steps<Traits>(), 0);
+      pipe.stage = __shfl_sync(kFullWarp, pipe.stage, 0);
+      float sums[kSums];
+      if (steps > 0) {
+        multiply(sums, tile, steps);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+      }
+      if (steps > 0 || params.accumulate == 0) {
+        const int m = tile.m + group * Traits::kConsumerM;
+        if (params.in_boxes != 0) {
+          const uint32_t buffer = shared.out(group);
+          BoxStore<Traits>{params, tile.expert, m, tile.n, buffer, kGroupBarrier + group}.run(sums);
+        } else {
+          TileStore<Element, kSums>{params, tile.expert, m, tile.n}.run(sums);
+        }
+      }
+    }
+    if (params.in_boxes != 0) BoxStore<Traits>::finish();
+  }
+};
+
+// ---- kernel
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    weight_gradient_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  const Shared<Traits> shared{static_cast<uint32_t>(__cvta_generic_to_shared(raw))};
+  const bool gathers = params.x != nullptr;
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&params.first);
+    ptx::prefetch_tensor_map(&params.second);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      ptx::mbarrier_init(shared.full(stage), 1 + (gathers ? kThreadsPerWarp : 0));
+      ptx::mbarrier_init(shared.empty(stage), kCluster * 4 * kConsumers);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncwarp();
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kThreadsPerWarp, 0);
+  if (warp >= 4) {
+    ptx::take_registers<Traits::kConsumerRegisters>();
+    Consumer<Traits>{params, shared, warp / 4 - 1, {}}.run(rank);
+  } else {
+    ptx::give_registers_back<Traits::kProducerRegisters>();
+    if (warp == 0) {
+      produce<Traits>(params, shared, rank);
+    } else if (gathers) {
+      Gather<Traits>{params}.run(shared, rank, warp - 1);
+    }
+  }
+  // The other block of the cluster may still load to this one.
+  __syncwarp();
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();
+}
+
+}  // namespace flashmoe::moe::sm90_backward

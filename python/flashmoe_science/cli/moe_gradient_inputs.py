@@ -1,0 +1,61 @@
+"""Tensors of the backward of a mixture of experts, and what of its gradients is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flashmoe_science.cli.arrays import Arrays
+from flashmoe_science.cli.moe_inputs import MoeInputs, make_moe_inputs
+from flashmoe_science.cli.moe_reference import counts_of
+from flashmoe_science.cli.moe_shapes import MoeBackwardShape
+from flashmoe_science.cli.reference import sample
+
+NAMES = ("dx", "dlogits", "dw_gate_up", "dw_down")
+
+Gradients = tuple[Any, Any, Any, Any]  # in the order of NAMES
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeGradientInputs:
+    """One layer's tensors and the gradient of its output.
+
+    Attributes:
+        layer: Of one logits alone: what a backward reads was saved from one forward.
+        dout: [T, H], standard normal.
+        held: Experts of which the gradients of weights are checked, from the one with the fewest
+            tokens to the one with the most. All of them are as much memory as the weights, and
+            every contender would have its own.
+    """
+
+    layer: MoeInputs
+    dout: Any
+    held: list[int]
+
+    @property
+    def leaves(self) -> Gradients:
+        """What is differentiated by, on the same memory as torch tensors that require grad."""
+        layer = self.layer
+        tensors = (layer.x, layer.logits[0], layer.w_gate_up, layer.w_down)
+        x, logits, w_gate_up, w_down = (t.detach().requires_grad_() for t in tensors)
+        return x, logits, w_gate_up, w_down
+
+    def checked(self, gradients: Gradients) -> Gradients:
+        """What is checked of the gradients of all that `leaves` are: a copy of a part of those of
+        weights."""
+        dx, dlogits, dw_gate_up, dw_down = gradients
+        return dx, dlogits, dw_gate_up[self.held], dw_down[self.held]
+
+
+def make_moe_gradient_inputs(
+    arrays: Arrays, shape: MoeBackwardShape, seed: int = 0
+) -> MoeGradientInputs:
+    """The same for the same seed, and a layer's as those of its forward."""
+    layer = make_moe_inputs(arrays, shape, seed)
+    layer = dataclasses.replace(layer, logits=layer.logits[:1])
+    # Seeds of the forward's tensors end below those of its logits, which are from 2^20 on.
+    dout = arrays.normal((shape.tokens, shape.hidden), shape.dtype, 2**19 + seed)
+    counts = counts_of(arrays, shape, layer.logits[0])
+    by_load = sorted(range(shape.experts), key=lambda expert: counts[expert])
+    held = [by_load[i] for i in sample(shape.experts, shape.held_experts)]
+    return MoeGradientInputs(layer, dout, held)

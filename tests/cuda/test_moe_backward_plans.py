@@ -1,0 +1,147 @@
+"""Plans of the gradients of the mixture of experts for models of GPUs: which stages a call has,
+what they need, and what is refused. This needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes as c
+from typing import Any
+
+import capi
+import capi_moe
+import flashmoe_science as fm
+import pytest
+
+if "sm89" not in fm.build_info().kernel_families.split():
+    pytest.skip("built without kernels for GPUs", allow_module_level=True)
+
+_H200, _L4 = capi.Device(256, 1), capi.Device(256, 2)  # FLASHMOE_DEVICE_GPU_MODEL
+_MOST_SHARED_BYTES = 99 * 1024
+_FLOAT, _BFLOAT, _INT = 2, 4, 0
+T, H, INNER, E, K = 1000, 256, 192, 8, 2
+
+
+def tensor(*shape: int, kind: tuple[int, int] = (_BFLOAT, 16), turned: bool = False) -> capi.Tensor:
+    """At an address that faults where it is read."""
+    made = capi.Tensor()
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    if turned:
+        strides[1:] = [1, shape[1]]
+    made.data = 1 << 20
+    made.ndim = len(shape)
+    made.shape = (c.c_int64 * len(shape))(*shape)
+    made.strides = (c.c_int64 * len(shape))(*strides)
+    made.dtype = capi.DType(*kind, 1)
+    return made
+
+
+FP32, INT32 = (_FLOAT, 32), (_INT, 32)
+
+
+def plan(params: Any, device: capi.Device) -> capi.Plan:
+    for view in params.keep:
+        view.device = device
+    return capi_moe.plan_of(params)
+
+
+def layer(*wanted: str, saved: bool = False, separate: bool = False, **values: Any) -> Any:
+    rows = INNER if separate else 2 * INNER
+    shapes = {"dx": (T, H), "dw_gate_up": (E, rows, H), "dw_up": (E, INNER, H),
+              "dw_down": (E, H, INNER), "db_gate_up": (E, rows), "db_up": (E, INNER),
+              "db_down": (E, H)}  # fmt: skip
+    given = {
+        "dout": tensor(T, H), "x": tensor(T, H), "w_gate_up": tensor(E, rows, H),
+        "w_up": tensor(E, INNER, H) if separate else None, "w_down": tensor(E, H, INNER),
+        "weights": tensor(T, K, kind=FP32), "offsets": tensor(E + 1, kind=INT32),
+        "pairs": tensor(T * K, kind=INT32), "slots": tensor(T, K, kind=INT32),
+        "pre_activation": tensor(T * K, 2 * INNER) if saved else None,
+    }  # fmt: skip
+    for name in wanted:
+        given[name] = tensor(T, K, kind=FP32) if name == "dweights" else tensor(*shapes[name])
+    gate = capi_moe.GATES["separate" if separate else "gate_up"]
+    return capi_moe.make_params(capi_moe.BackwardParams, gate=gate, **given | values)
+
+
+def stages(made: capi.Plan) -> list[str]:
+    names = {"grouped_product_sm89": "product", "moe_backward_rows": "rows",
+             "moe_backward_sm89": "dw", "moe_backward_sums": "sums",
+             "moe_backward_combine": "combine", "moe_backward_zeros": "zeros"}  # fmt: skip
+    return [
+        next(stage for name, stage in names.items() if launch.kernel.decode().startswith(name))
+        for launch in made.launches[: made.launch_count]
+    ]
+
+
+@pytest.mark.parametrize("device", [_H200, _L4], ids=["h200", "l4"])
+def test_stages_are_those_that_are_needed(device: capi.Device) -> None:
+    def of(*wanted: str, **options: Any) -> list[str]:
+        made = plan(layer(*wanted, kernel=b"sm89", **options), device)
+        assert made.family == b"sm89"
+        assert made.microseconds > 0
+        for launch in made.launches[: made.launch_count]:
+            assert 0 < launch.shared_bytes <= _MOST_SHARED_BYTES or launch.shared_bytes == 0
+        return stages(made)
+
+    every = ("dx", "dw_gate_up", "dw_down", "db_gate_up", "db_down", "dweights")
+    assert of(*every, saved=True) == ["product", "rows", "product", "dw", "sums", "combine"]
+    assert of(*every) == ["product", "product", "rows", "product", "dw", "sums", "combine"]
+    assert of("dx", saved=True) == ["product", "rows", "product", "combine"]
+    assert of("dx", saved=True, separate=True) == ["product", "rows", "product", "product",
+                                                   "combine"]  # fmt: skip
+    assert of("dw_down", saved=True) == ["rows", "dw"]
+    assert of("dw_gate_up", saved=True) == ["product", "rows", "dw"]
+    assert of("db_down") == ["rows", "sums"]
+    assert of("dweights", saved=True) == ["product", "rows", "combine"]
+    assert of("dweights", saved=True, weight_on_input=1) == ["product", "rows", "product",
+                                                             "combine"]  # fmt: skip
+
+
+def test_the_workspace() -> None:
+    """Of a pair, with numbers of x's dtype, I, 2I and H; what is computed again costs 2I more."""
+
+    def pieces(*columns: int) -> int:
+        return sum(-(-T * K * n // 256) * 256 for n in columns)
+
+    every = ("dx", "dw_gate_up", "dw_down", "dweights")
+    named = {"kernel": b"sm89"}
+    saved = plan(layer(*every, saved=True, **named), _H200).workspace_bytes
+    assert saved == pieces(4, 4, 2 * INNER, 4 * INNER, 2 * H)
+    assert plan(layer(*every, **named), _H200).workspace_bytes == saved + pieces(4 * INNER)
+    weights = plan(layer("dw_down", saved=True, **named), _H200).workspace_bytes
+    assert weights == pieces(4, 2 * INNER)
+
+
+def test_grouped_products() -> None:
+    def of(wanted: tuple[str, ...], **values: Any) -> list[str]:
+        given = {"dout": tensor(T, INNER), "x": tensor(T, H), "w": tensor(E, INNER, H),
+                 "offsets": tensor(E + 1, kind=INT32)}  # fmt: skip
+        shapes = {"dx": (T, H), "dw": (E, INNER, H), "dbias": (E, INNER)}
+        given |= {name: tensor(*shapes[name]) for name in wanted}
+        params = capi_moe.make_params(capi_moe.ProductBackwardParams, kernel=b"sm89",
+                                      **given | values)  # fmt: skip
+        made = plan(params, _L4)
+        assert made.workspace_bytes == 0
+        return stages(made)
+
+    assert of(("dx", "dw", "dbias")) == ["zeros", "product", "dw", "sums"]
+    assert of(("dx",), accumulate=1) == ["product"]
+    assert of(("dw",), w=None) == ["dw"]
+
+
+def test_routing_has_one_launch() -> None:
+    params = capi_moe.make_params(
+        capi_moe.RouteBackwardParams, dweights=tensor(T, K, kind=FP32),
+        ids=tensor(T, K, kind=INT32), logits=tensor(T, E), dlogits=tensor(T, E),
+    )  # fmt: skip
+    made = plan(params, _L4)
+    assert [launch.kernel for launch in made.launches[: made.launch_count]] == [
+        b"moe_route_backward"
+    ]
+
+
+def test_mixed_layouts_are_refused_where_they_are_computed_again() -> None:
+    mixed = {"w_up": tensor(E, INNER, H, turned=True), "kernel": b"sm89"}
+    assert plan(layer("dx", separate=True, saved=True, **mixed), _H200).family == b"sm89"
+    with pytest.raises(capi.FlashmoeError, match="w_up: got transposed weights, and w_gate_up"):
+        plan(layer("dx", separate=True, **mixed), _H200)

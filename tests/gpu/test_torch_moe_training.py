@@ -1,0 +1,239 @@
+"""The mixture of experts under torch's autograd on the GPU, held to a loop over experts in
+float64; and transformers' experts, which train through it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import capi
+import flashmoe_science as fm
+import flashmoe_science.torch as fmt
+import moe_gradients
+import pytest
+import torch
+from gpu.moe_layers import DEVICE
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.gpu
+
+T, H, INNER, E, K = 300, 192, 136, 8, 3
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def leaves(dtype: torch.dtype, *, transposed: bool = False, seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator(device=DEVICE).manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=g, device=DEVICE) * scale).to(dtype)
+
+    def matrix(e: int, n: int, k: int) -> torch.Tensor:
+        if transposed:
+            return normal(e, k, n, scale=k**-0.5).transpose(1, 2)
+        return normal(e, n, k, scale=k**-0.5)
+
+    made = {
+        "tokens": normal(T, H), "router_weights": normal(E, H, scale=0.2),
+        "router_bias": normal(E), "w_gate_up": matrix(E, 2 * INNER, H),
+        "w_down": matrix(E, H, INNER), "b_gate_up": normal(E, 2 * INNER), "b_down": normal(E, H),
+    }  # fmt: skip
+    return {name: x.requires_grad_() for name, x in made.items()}
+
+
+def fresh(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+            for name, x in given.items()}  # fmt: skip
+
+
+def reference(
+    given: dict[str, Any], dout: Any, ids: Any, scoring: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """By a loop over experts, for the experts that ours chose."""
+    w = {name: x.detach().to(dtype).requires_grad_() for name, x in given.items()}
+    logits = w["tokens"] @ w["router_weights"].T + w["router_bias"]
+    wide = logits.to(moe_gradients.max_of(dtype))
+    chosen = wide.gather(1, ids)
+    if scoring == "softmax":
+        weights = wide.softmax(-1).gather(1, ids)
+    else:
+        weights = chosen.softmax(-1) if scoring == "topk_softmax" else chosen.sigmoid()
+    weights = weights / weights.sum(-1, keepdim=True) * 1.5
+    names = {"w_gate": w["w_gate_up"][:, :INNER], "w_up": w["w_gate_up"][:, INNER:],
+             "b_gate": w["b_gate_up"][:, :INNER], "b_up": w["b_gate_up"][:, INNER:],
+             "w_down": w["w_down"], "b_down": w["b_down"]}  # fmt: skip
+    out = moe_gradients.layer(w["tokens"], ids.cpu().numpy(), weights, names)
+    out.backward(dout.to(dtype))
+    return {name: x.grad.double().cpu().numpy() for name, x in w.items()}
+
+
+@pytest.mark.parametrize("module", [fm, fmt], ids=["package", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scoring", ["softmax", "topk_softmax", "sigmoid"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_layer(module: Any, dtype: str, scoring: str, transposed: bool) -> None:
+    low = DTYPES[dtype]
+    given = leaves(low, transposed=transposed)
+    dout = torch.randn(T, H, device=DEVICE).to(low)
+    options: dict[str, Any] = {"scoring": scoring, "renormalize": True, "scale": 1.5}
+    out = module.fused_moe(**given, top_k=K, **options)
+    out.backward(dout)
+    with torch.no_grad():
+        every = torch.tensor([0, T], dtype=torch.int32, device=DEVICE)
+        logits = fm.grouped_product(given["tokens"], given["router_weights"][None], offsets=every,
+                                    bias=given["router_bias"][None])  # fmt: skip
+        ids = fm.moe_route(logits, K, scoring=scoring).ids.long()
+    ref = reference(given, dout, ids, scoring, torch.float64)
+    plain = reference(given, dout, ids, scoring, low)
+    for name, leaf in given.items():
+        assert leaf.grad.dtype == low, name
+        assert leaf.grad.stride() == leaf.stride(), name
+        got = leaf.grad.float().cpu().numpy()
+        moe_gradients.assert_near(name, got, ref[name], plain[name], capi.DTYPES[dtype])
+
+
+def test_the_parts_are_the_whole() -> None:
+    """fused_moe's gradients are those of fused_moe_backward, which keeps nothing of the forward.
+    Which family computes pre-activations again may differ from the one that saved them."""
+    given = leaves(torch.bfloat16)
+    dout = torch.randn(T, H, device=DEVICE).bfloat16()
+    fm.fused_moe(**given, top_k=K, renormalize=True).backward(dout)
+    with torch.no_grad():
+        made = fm.fused_moe_backward(dout, **given, top_k=K, renormalize=True)
+    for name, leaf in given.items():
+        other = getattr(made, name).double()
+        largest = float(leaf.grad.double().abs().max())
+        assert float((other - leaf.grad.double()).abs().max()) <= 2**-6 * largest, name
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_grouped_product(counted: bool) -> None:
+    bounds = torch.tensor([3, 0, 7] if counted else [1, 4, 4, 11], dtype=torch.int32)
+    rows = (3, 7) if counted else (12,)
+    made = [torch.randn(*shape, device=DEVICE).bfloat16().requires_grad_()
+            for shape in ((*rows, 24), (3, 16, 24), (3, 16))]  # fmt: skip
+    x, w, bias = made
+    given = {"counts" if counted else "offsets": bounds.to(DEVICE)}
+    out = fm.grouped_product(x, w, bias=bias, **given)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    want = [torch.zeros_like(t, dtype=torch.float64) for t in made]
+    for e in range(3):
+        at: Any = (e, slice(0, int(bounds[e]))) if counted else slice(*bounds[e : e + 2].tolist())
+        want[0][at] = dout[at].double() @ w[e].detach().double()
+        want[1][e] = dout[at].T.double() @ x[at].detach().double()
+        want[2][e] = dout[at].double().sum(0)
+    for leaf, ref in zip(made, want, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), ref, rtol=2**-7, atol=2**-7)
+
+
+def test_auxiliary_losses_and_given_weights() -> None:
+    logits = torch.randn(T, E, device=DEVICE, requires_grad=True)
+    routing = fm.moe_route(logits, K, scoring="softmax", return_lse=True)
+    (routing.lse**2).mean().backward()
+    got, logits.grad = logits.grad, None
+    (logits.double().logsumexp(-1) ** 2).mean().backward()
+    torch.testing.assert_close(got, logits.grad)
+    weights = torch.rand(T, K, device=DEVICE, requires_grad=True)
+    ids = routing.ids.clone()
+    ids[3, 1] = -1
+    made = fm.moe_route_given(ids, weights, num_experts=E, renormalize=True, scale=2.0)
+    factor = torch.randn(T, K, device=DEVICE)
+    (made.weights * factor).sum().backward()
+    got, weights.grad = weights.grad, None
+    plain = weights / weights.sum(-1, keepdim=True) * 2.0 * (ids >= 0)
+    (plain * factor).sum().backward()
+    torch.testing.assert_close(got, weights.grad)
+
+
+def note_launches(leaf: torch.Tensor, kernels: list[str]) -> None:
+    """Of the call that made its gradient, in the thread that torch made it in."""
+    leaf.register_hook(lambda _: kernels.extend(launch.kernel for launch in fm.last_launches()))
+
+
+def test_the_kernels_that_ran() -> None:
+    """Frozen experts cost no products of their own."""
+    x = torch.randn(T, H, device=DEVICE).bfloat16().requires_grad_()
+    given = {name: leaf.detach() for name, leaf in leaves(torch.bfloat16).items()}
+    routing = fm.moe_route(torch.randn(T, E, device=DEVICE), K)
+    kernels: list[str] = []
+    note_launches(x, kernels)
+    fm.moe_forward(x, given["w_gate_up"], given["w_down"], routing).sum().backward()
+    assert not any("moe_backward_sm" in kernel for kernel in kernels), kernels
+    assert any("combine" in kernel for kernel in kernels), kernels
+
+
+def test_layers_compile_and_checkpoint() -> None:
+    given = leaves(torch.bfloat16)
+    dout = torch.randn(T, H, device=DEVICE).bfloat16()
+
+    def call(**tensors: Any) -> torch.Tensor:
+        return fm.fused_moe(**tensors, top_k=K, renormalize=True)
+
+    call(**given).backward(dout)
+    names = list(given)
+    again = fresh(given)
+    made: torch.Tensor = checkpoint(
+        lambda *tensors: call(**dict(zip(names, tensors, strict=True))), *again.values(),
+        use_reentrant=False,
+    )  # fmt: skip
+    made.backward(dout)
+    for name, leaf in given.items():
+        assert torch.equal(again[name].grad, leaf.grad), name
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    once_more = fresh(given)
+    compiled(**once_more).backward(dout)
+    for name, leaf in given.items():
+        torch.testing.assert_close(once_more[name].grad, leaf.grad)
+
+
+def test_a_module_trains() -> None:
+    torch.manual_seed(0)
+    layer = fmt.FlashMoELayer(64, 48, num_experts=4, top_k=2, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.randn(64, 64, device=DEVICE).bfloat16()
+    target = torch.randn(64, 64, device=DEVICE).bfloat16()
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = ((layer(x) - target).float() ** 2).mean()
+        loss.backward()
+        assert all(p.grad is not None for p in layer.parameters())
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_transformers_train_as_stock_ones_do(kind: str) -> None:
+    """20 steps of small random models; a bf16 step differs by its rounding alone."""
+    pytest.importorskip("transformers")
+    import hf_models
+    from flashmoe_science import hf
+
+    hf.register()
+    tokens = hf_models.TOKENS.to(DEVICE)
+
+    def losses(implementation: str) -> list[float]:
+        model = hf_models.make(kind).to(DEVICE, torch.bfloat16).train()
+        model.set_experts_implementation(implementation)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        hf.reset_report()
+        made = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            made.append(float(loss.detach()))
+        if implementation == hf.NAME:
+            report = hf.report()
+            assert report.ours == 20 * model.config.num_hidden_layers
+            assert report.stock == 0
+        return made
+
+    stock, ours = losses("eager"), losses(hf.NAME)
+    assert ours[-1] < ours[0]
+    assert max(abs(a - b) for a, b in zip(stock, ours, strict=True)) < 0.1, (stock, ours)
