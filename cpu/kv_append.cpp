@@ -171,10 +171,12 @@ class Sequence {
     const void* const source = at(from, batch, row, 0);
     void* const target = at(to, place.batch, place.row, 0);
     if (rotary.dim > 0) {
-      launch_.rotation.rotate(
-          {source, from.strides.head * element, target, to.strides.head * element, heads,
-           at(rotary.cos, position, rotary.dtype), at(rotary.sin, position, rotary.dtype),
-           rotary.dim / 2, rotary.interleaved});
+      // The stride of a single head may be any number.
+      const int64_t step = heads > 1 ? element : 0;
+      launch_.rotation.rotate({source, from.strides.head * step, target, to.strides.head * step,
+                               heads, at(rotary.cos, position, rotary.dtype),
+                               at(rotary.sin, position, rotary.dtype), rotary.dim / 2,
+                               rotary.interleaved});
     }
     if (source != target) copy(from, batch, row, to, place, heads, rotary.dim, p_.dim);
   }

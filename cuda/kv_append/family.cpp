@@ -126,11 +126,17 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   return FLASHMOE_OK;
 }
 
+// In bytes. A stride by which nothing is ever found may be any number: its product wraps round.
+int64_t bytes_of(int64_t stride, Dtype dtype) {
+  return static_cast<int64_t>(static_cast<uint64_t>(stride) *
+                              static_cast<uint64_t>(dtype_bytes(dtype)));
+}
+
 template <class Data>
 Rows rows_of(const RowsView<Data>& view) {
-  const int64_t bytes = dtype_bytes(view.dtype);
-  return {const_cast<char*>(static_cast<const char*>(view.data)), view.strides.batch * bytes,
-          view.strides.seq * bytes, view.strides.head * bytes};
+  return {const_cast<char*>(static_cast<const char*>(view.data)),
+          bytes_of(view.strides.batch, view.dtype), bytes_of(view.strides.seq, view.dtype),
+          bytes_of(view.strides.head, view.dtype)};
 }
 
 Tokens tokens_of(const TokenNumbers& given) {
@@ -146,11 +152,10 @@ Rotary rotary_of(const Problem& p) {
   const flashmoe::Rotary& given = p.rotary;
   Rotary rotary = {};
   if (given.dim == 0) return rotary;
-  const int64_t bytes = dtype_bytes(given.dtype);
   rotary.cos = static_cast<const char*>(given.cos.data);
   rotary.sin = static_cast<const char*>(given.sin.data);
-  rotary.cos_stride = given.cos.stride * bytes;
-  rotary.sin_stride = given.sin.stride * bytes;
+  rotary.cos_stride = bytes_of(given.cos.stride, given.dtype);
+  rotary.sin_stride = bytes_of(given.sin.stride, given.dtype);
   rotary.rows = given.rows;
   rotary.pairs = static_cast<int32_t>(given.dim / 2);
   rotary.wide = given.dtype == Dtype::kFloat32 ? 1 : 0;

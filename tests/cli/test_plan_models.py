@@ -10,7 +10,7 @@ from typing import Any
 import flashmoe_science
 import gpu_plans
 import pytest
-from flashmoe_science._dtypes import GPU_MODELS
+from flashmoe_science._dtypes import GPU_MODELS, parse_device, parse_dtype
 from flashmoe_science.cli import main
 from flashmoe_science.cli.environment import as_dict
 from flashmoe_science.cli.suites import shape_of
@@ -53,6 +53,36 @@ def anywhere(plan: dict[str, Any]) -> dict[str, Any]:
     text = re.sub(r"\b(cuda:0|h200)\b", "there", text)
     same: dict[str, Any] = json.loads(re.sub(r"[\d.]+ us", "some us", text))
     return same
+
+
+@with_cuda
+@pytest.mark.parametrize("copies", [1, 2])  # how many times as many pages there are as are used
+@pytest.mark.parametrize(
+    ("queries", "keys", "family"),
+    [([2048] + [1] * 64, [10240] + [4096] * 64, "mixed"),
+     ([512] * 4 + [1] * 128, [8192] * 4 + [2048] * 128, "mixed"),
+     ([4] * 64, [4096] * 64, "sm89_decode"), ([1] * 64, [4096] * 64, "sm89_decode"),
+     ([2048] * 16, [2048] * 16, "sm90")],
+    ids=["chunk2048+64", "4xchunk512+128", "speculation", "decode", "prefill"],
+)  # fmt: skip
+def test_families_of_batches_over_pages(
+    queries: list[int], keys: list[int], family: str, copies: int
+) -> None:
+    """What is chosen is what took an H200 least: benchmarks/results/serving_h200.json."""
+    batch, page = len(queries), 64
+    where, bf16, int32 = parse_device("h200"), parse_dtype("bf16"), (0, 32)
+
+    def tensor(*shape: int, dtype: Any = bf16) -> Any:
+        return shape, dtype, where, None
+
+    pages = tensor(copies * sum(-(-n // page) for n in keys), page, 8, 128)
+    plan = flashmoe_science.attention_plan(
+        tensor(1, sum(queries), 32, 128), pages, pages, causal=True,
+        cu_seqlens_q=tensor(batch + 1, dtype=int32), seqused_k=tensor(batch, dtype=int32),
+        page_table=tensor(batch, -(-max(keys) // page), dtype=int32),
+        max_seqlen_q=max(queries), max_seqlen_k=max(keys),
+    )  # fmt: skip
+    assert plan.family == family
 
 
 @with_cuda

