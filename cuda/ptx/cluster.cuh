@@ -74,14 +74,6 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same, and lets the phase wait for so many bytes of copies as well.
-__device__ __forceinline__ void mbarrier_arrive_expect_cluster(uint32_t barrier, int bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
-      "r"(bytes)
-      : "memory");
-}
-
 // Copies contiguous bytes of this block's shared memory, a multiple of 16, to a mapped place,
 // 16-byte aligned, and completes on the barrier, mapped to the same block.
 __device__ __forceinline__ void bulk_copy_to_rank(uint32_t destination, uint32_t source, int bytes,

@@ -2,7 +2,10 @@
 // then that for bf16.
 #pragma once
 
+#include <cstdint>
+
 #include "core/dtype.h"
+#include "core/ops/moe/problem.h"
 #include "cuda/launch.h"
 #include "cuda/moe/backward/params.h"
 
@@ -15,6 +18,22 @@ extern const Kernel zeros_kernel_entry;
 
 inline const Kernel& kernel_for(const Kernel (&kernels)[2], Dtype dtype) {
   return kernels[dtype == Dtype::kFloat16 ? 0 : 1];
+}
+
+// The rows of dx that no expert has.
+inline ZerosParams zeros_of(const GroupedProductBackwardProblem& p) {
+  constexpr int64_t kPieceBytes = 16;
+  const int64_t bytes = dtype_bytes(p.dx.dtype);
+  ZerosParams params = {};
+  params.out = p.dx.data;
+  params.row_pieces = p.columns * bytes / kPieceBytes;
+  params.row_stride = p.dx.row_stride * bytes / kPieceBytes;
+  params.expert_stride = p.dx.expert_stride * bytes / kPieceBytes;
+  params.offsets = p.offsets;
+  params.counts = p.counts;
+  params.rows = static_cast<int32_t>(p.rows);
+  params.experts = p.experts;
+  return params;
 }
 
 }  // namespace flashmoe::moe_backward

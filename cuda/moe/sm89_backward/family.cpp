@@ -600,17 +600,7 @@ flashmoe_status launch_product(const Product& p, const Plan& plan, void* /*works
   FLASHMOE_TRY(guard.status());
   int index = 0;
   if (zeroes_rows(p)) {
-    constexpr int64_t kPieceBytes = 16;
-    const int64_t element = dtype_bytes(p.dx.dtype);
-    moe_backward::ZerosParams params = {};
-    params.out = p.dx.data;
-    params.row_pieces = p.columns * element / kPieceBytes;
-    params.row_stride = p.dx.row_stride * element / kPieceBytes;
-    params.expert_stride = p.dx.expert_stride * element / kPieceBytes;
-    params.offsets = p.offsets;
-    params.counts = p.counts;
-    params.rows = static_cast<int32_t>(p.rows);
-    params.experts = p.experts;
+    const moe_backward::ZerosParams params = moe_backward::zeros_of(p);
     FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
   }
   if (p.dx.data != nullptr) {

@@ -126,21 +126,6 @@ flashmoe_status plan_product(const Product& p, Plan* plan, const Reason& reason)
   return FLASHMOE_OK;
 }
 
-moe_backward::ZerosParams zeros_of(const Product& p) {
-  constexpr int64_t kPieceBytes = 16;
-  const int64_t bytes = dtype_bytes(p.dx.dtype);
-  moe_backward::ZerosParams params = {};
-  params.out = p.dx.data;
-  params.row_pieces = p.columns * bytes / kPieceBytes;
-  params.row_stride = p.dx.row_stride * bytes / kPieceBytes;
-  params.expert_stride = p.dx.expert_stride * bytes / kPieceBytes;
-  params.offsets = p.offsets;
-  params.counts = p.counts;
-  params.rows = static_cast<int32_t>(p.rows);
-  params.experts = p.experts;
-  return params;
-}
-
 moe_backward::SumsParams sums_of(const Product& p) {
   moe_backward::SumsParams params = {};
   params.sums[0] = {static_cast<const uint16_t*>(p.dout.data),
@@ -167,7 +152,7 @@ flashmoe_status launch_product(const Product& p, const Plan& plan, void* /*works
   if (p.dw.data != nullptr) FLASHMOE_TRY(launch_gradient(dw_gradient(p), plan, index++, stream));
   if (wants_dx(p)) {
     FLASHMOE_TRY(sm90::launch_rows_product(dx_product(p), plan, index++, stream));
-    const moe_backward::ZerosParams zeros = zeros_of(p);
+    const moe_backward::ZerosParams zeros = moe_backward::zeros_of(p);
     FLASHMOE_TRY(launch_planned(plan, index++, &zeros, stream));
   }
   if (p.dbias.data == nullptr) return FLASHMOE_OK;
