@@ -52,13 +52,14 @@ def packed(
     starts_q, starts_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if starts_q is None or starts_k is None:
         return key, value, None
-    most = [options.get(f"max_length_{x}", options.get(f"max_seqlen_{x}")) for x in "qk"]
+    most_q, most_k = (options.get(f"max_length_{x}", options.get(f"max_seqlen_{x}")) for x in "qk")
     cache, table = options.pop("cache", None), options.get("block_table")
     k_pages, v_pages = options.get("k_cache"), options.get("v_cache")
     if cache is not None:
         windowed = getattr(module, "sliding_window", None)
         kind = "sliding_attention" if windowed else "full_attention"
-        starts_k, most[1] = (x[kind] if isinstance(x, dict) else x for x in (starts_k, most[1]))
+        starts_k = starts_k[kind] if isinstance(starts_k, dict) else starts_k
+        most_k = most_k[kind] if isinstance(most_k, dict) else most_k
         if table is not None:
             group, index = cache.layer_index_to_group_indices[module.layer_idx]
             shape = (-1, cache.block_size, *key.shape[1::2])
@@ -73,7 +74,7 @@ def packed(
     if table is not None and k_pages is not None and v_pages is not None:
         pages = Pages(*_apart(k_pages, v_pages, table), starts_k.diff() - 1)
     served = cache is not None or options.get("write_index") is not None
-    return key, value, Packed(starts_q, starts_k, *most, pages, served)
+    return key, value, Packed(starts_q, starts_k, most_q, most_k, pages, served)
 
 
 def _apart(
@@ -100,7 +101,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of packed rows, [batch, seq, heads, dim], by ours."""
     if where.pages is not None:
-        return _attend_to_pages(q, k, v, where.pages, call)
+        return _attend_to_pages(q, k, v, where.pages, call)  # type: ignore[no-any-return]
     ours: Any = operators if torch.compiler.is_compiling() else flashmoe_science
     # What is nobody's is zeros in a batch of continuous batching, which goes on with it.
     zeros = where.served and not recorded and not torch.compiler.is_compiling()
