@@ -9,7 +9,7 @@ always deterministic: `deterministic` is accepted and changes nothing.
 
 `merge_attn_states` is vLLM's function of that name, which merges what two calls returned.
 
-The functions of variable lengths have gradients on the CPU, but for keys in blocks.
+The functions of variable lengths have gradients, but for keys in blocks.
 
 What is not there: dropout and ALiBi, which are refused.
 """

@@ -1006,7 +1006,7 @@ def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> No
 def test_the_documented_program_and_what_it_reports(calls: Counter[str]) -> None:
     page = Path(__file__).parents[2] / "docs" / "huggingface.md"
     text = page.read_text(encoding="utf-8")
-    program, _training = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    program, *_others = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
     model = names["model"].eval()

@@ -18,7 +18,11 @@ from installations import ROOT, Installation, checked, cmake_build, require_tool
 STRICT = "-Wall -Wextra -Wpedantic -Wconversion -Werror"
 STRICT_CUDA = "-Werror all-warnings -Xcompiler=-Wall,-Wextra,-Wconversion,-Werror"
 LANGUAGES = ["c", "cpp", "cuda"]
-PROGRAMS = ["attention", "experts"]
+PROGRAMS = {
+    "c": ["attention", "experts", "serve"],
+    "cpp": ["attention", "experts", "serve"],
+    "cuda": ["attention", "experts"],
+}
 
 # What an example for GPUs says, and how it ends, where there is none.
 NO_GPU = "there is no CUDA device, or this libflashmoe was built without CUDA"
@@ -28,7 +32,9 @@ SKIPPED = 77
 def sources(language: str) -> list[Path]:
     if language == "cuda":  # nvcc is slow; the other program is built by CMake
         return [ROOT / "examples/cuda/attention.cu"]
-    return [ROOT / "examples" / language / f"{program}.{language}" for program in PROGRAMS]
+    return [
+        ROOT / "examples" / language / f"{program}.{language}" for program in PROGRAMS[language]
+    ]
 
 
 def compiler(language: str) -> list[str]:
@@ -81,13 +87,13 @@ def test_cmake(installation: Installation, language: str, tmp_path: Path) -> Non
         name = {"c": "CMAKE_C_FLAGS", "cpp": "CMAKE_CXX_FLAGS"}[language]
         options.append(f"-D{name}={STRICT}")
     cmake_build(ROOT / "examples" / language, tmp_path, *options)
-    for program in PROGRAMS:
+    for program in PROGRAMS[language]:
         run_program(tmp_path / program)
         if (tmp_path / f"{program}_static").exists():
             run_program(tmp_path / f"{program}_static")
             needs_no_library(tmp_path / f"{program}_static")
     built = {path.stem for path in tmp_path.glob("*_static")}
-    wanted = {"c": PROGRAMS, "cpp": PROGRAMS, "cuda": PROGRAMS[:1]}[language]
+    wanted = ["attention"] if language == "cuda" else PROGRAMS[language]
     assert built == ({f"{p}_static" for p in wanted} if installation.name == "system" else set())
 
 

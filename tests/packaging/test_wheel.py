@@ -128,6 +128,7 @@ def test_carries_types_license_and_entry_points(
     entry_points = {(point.group, point.name): point.value for point in distribution.entry_points}
     assert entry_points["console_scripts", "flashmoe"] == "flashmoe_science.cli:main"
     assert entry_points["cmake.prefix", "flashmoe"] == "flashmoe_science"
+    assert entry_points["vllm.general_plugins", "flashmoe"] == "flashmoe_science.vllm:register"
 
 
 def test_size(distribution: importlib.metadata.Distribution, tmp_path: Path) -> None:

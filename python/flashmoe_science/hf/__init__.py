@@ -13,8 +13,8 @@ transformers' own implementation, and a warning says which and why, once for eac
 `register(strict=True)` makes it an error. `report()` has the calls of either, layer by layer.
 
 Covered by attention: causal or not, queries that end where the keys end (a prompt, and what follows
-it through a growing or sliding cache; a prompt into a static one), cross attention, grouped heads,
-sliding windows, softcap, sinks; on the CPU padding on either side, packed rows, gradients.
+it through a growing, sliding or static cache), cross attention, grouped heads, sliding windows,
+softcap, sinks, padding on either side, packed rows, continuous batching, gradients.
 Covered by experts: gated and plain ones in every layout transformers knows, with biases, SiLU,
 GELU, ReLU and squared ReLU, gpt-oss's clamped gate, expert parallelism, inference.
 """
@@ -30,11 +30,18 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from flashmoe_science.hf import _models, _report
+from flashmoe_science.hf import _models, _report, _serving
 from flashmoe_science.hf._attention import attention
 from flashmoe_science.hf._experts import experts
 from flashmoe_science.hf._masks import attention_mask
-from flashmoe_science.hf._models import ATTENTION, EXPERTS, KEPT_NAME, NAME, Choice
+from flashmoe_science.hf._models import (
+    ATTENTION,
+    EXPERTS,
+    KEPT_NAME,
+    KEPT_PAGED_NAME,
+    NAME,
+    Choice,
+)
 from flashmoe_science.hf._report import Layer, Report, report, reset_report
 
 __all__ = [
@@ -64,7 +71,8 @@ def register(*, strict: bool = False) -> str:
     """
     for name in (NAME, KEPT_NAME):
         ExpertsInterface.register(name, experts)
-    AttentionInterface.register(KEPT_NAME, attention)
+    for name in (KEPT_NAME, KEPT_PAGED_NAME):
+        AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(KEPT_NAME, attention_mask)
     for method, with_checks in _WITH_CHECKS.items():
         theirs = getattr(PreTrainedModel, method)
@@ -86,10 +94,8 @@ def _checking_names(theirs: Callable[..., str]) -> Callable[..., str]:
         bound = signature.bind(self, *arguments, **options)
         name = bound.arguments.get(parameter)
         _keep_our_name(self.config)
-        _models.refuse_paged(self, name)
         _models.refuse_built_by_table(self, name)
-        if name == NAME:
-            bound.arguments[parameter] = KEPT_NAME
+        bound.arguments[parameter] = _models.KEPT.get(name, name)
         return theirs(*bound.args, **bound.kwargs)
 
     return check
@@ -131,8 +137,6 @@ def _setting(choice: Choice) -> Callable[[Callable[..., None]], Callable[..., No
 
         def change(self: PreTrainedModel, *arguments: Any, **options: Any) -> None:
             given = signature.bind(self, *arguments, **options).arguments.get(parameter)
-            if choice is ATTENTION:
-                _models.refuse_paged(self, given)
             takers = list(_models.chosen(self, given))
             for model, whole in takers:
                 _models.refuse_model(model, choice, whole=whole)
@@ -147,6 +151,7 @@ def _setting(choice: Choice) -> Callable[[Callable[..., None]], Callable[..., No
 
 def _name_layers(model: PreTrainedModel, choice: Choice) -> None:
     alone = _models.computing_alone(model, choice)
+    _serving.take_part()
     _report.name_layers(model, choice, _models.asking(model, choice), alone)
 
 

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import flashmoe_science
 from flashmoe_science._autograd import autocast, graph_lacks_gradients, is_recorded
 from flashmoe_science.errors import _without_addresses
-from flashmoe_science.hf import _report
+from flashmoe_science.hf import _packed, _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
 from flashmoe_science.hf._masks import OTHER_MASK, Note, note_of
 from flashmoe_science.torch import operators
@@ -57,14 +57,19 @@ def attention(
     the key heads, to [batch, seq, heads, dim]."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     note = None if attention_mask is None else note_of(attention_mask)
+    key, value, where = _packed.packed(module, key, value, options)
+    if where is not None and (where.served or note is None or note.packed is not None):
+        attention_mask = note = None  # the offsets say all that a mask would
+    else:
+        where = None
     filled = None if note is None else note.filled
     k, v = (key, value) if filled is None else (x[:, :, :filled] for x in (key, value))
     q, k, v = autocast(query, k, v)
-    visible = _visible(module, q, k, causal, options)
+    visible = _visible(module, q, k, causal, options, where)
     recorded = is_recorded(q, k, v, options.get("s_aux"))
     reason = (
         not_ours((q, k, v))
-        or _attention_refusal(q, k, v, note, visible, dropout, options)
+        or _attention_refusal(q, k, v, note, visible, where, dropout, options)
         or (recorded and torch.compiler.is_compiling() and graph_lacks_gradients(q, v))
     )
     if not reason:
@@ -76,22 +81,27 @@ def attention(
             "sinks": options.get("s_aux"),
         }
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and where is None:
             _report.note_ours(module, "attention")
             return operators.flash_attention(q, k, v, **call), None
         try:
-            out = _attend(q, k, v, note, recorded, call)
+            if where is None:
+                out = _attend(q, k, v, note, recorded, call)
+            else:
+                out = _packed.attend(q, k, v, where, recorded, call)
             _report.note_ours(module, "attention")
             return out, None
         except REFUSALS as error:
+            if where is not None and where.pages is not None:
+                raise
             reason = _without_addresses(error)
     _report.note_stock(module, "attention", reason)
     options |= {"dropout": dropout, "scaling": scaling}
     eager = _eager_attention(module, options)
     # torch's SDPA knows a causal mask of as many keys as queries, a model's own function none.
     known = eager is None and visible.window is None and query.shape[2] >= key.shape[2]
-    if attention_mask is None and not visible.whole and not known:
-        attention_mask = _mask_of(visible, query, key)
+    if where is not None or (attention_mask is None and not visible.whole and not known):
+        attention_mask = _mask_of(visible, query, key, where)
     answer: tuple[torch.Tensor, torch.Tensor | None]
     if eager is None:
         answer = sdpa_attention_forward(
@@ -142,7 +152,7 @@ def _attend(
         seqused_q=used, seqused_k=padding.seqused_k, k_begin=padding.k_begin,
     )  # fmt: skip
     if recorded and used is not None:
-        spare = torch.arange(shape[1]) >= used[:, None]
+        spare = torch.arange(shape[1], device=used.device) >= used[:, None]
         made = made.masked_fill(spare[..., None, None], 0.0)
     return made  # type: ignore[no-any-return]
 
@@ -153,28 +163,47 @@ def _visible(
     key: torch.Tensor,
     causal: bool,
     options: dict[str, Any],
+    where: _packed.Packed | None = None,
 ) -> _Visible:
     """What a call without a mask means."""
     size = options.get("sliding_window")
+    keys = key.shape[2]
+    if where is not None and where.served:
+        size = size or getattr(module, "sliding_window", None)
+    if where is not None and where.pages is not None:
+        keys = where.pages.table.shape[1] * where.pages.k.shape[1]
     if size is None:
         window = None
     elif causal:
-        window = None if size >= key.shape[2] else (size - 1, None)
+        window = None if size >= keys else (size - 1, None)
     else:
         # The size is that of a flash attention, which takes it for one key less on either side. A
         # few models pass their configuration's, by which transformers masks, as it is.
         configured = getattr(getattr(module, "config", None), "sliding_window", None)
         reach = size if size == configured else size - 1
-        window = None if reach + 1 >= key.shape[2] else (reach, reach)
+        window = None if reach + 1 >= keys else (reach, reach)
     return _Visible(causal and query.shape[2] > 1, window)
 
 
-def _mask_of(visible: _Visible, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _mask_of(
+    visible: _Visible, query: torch.Tensor, key: torch.Tensor, where: _packed.Packed | None = None
+) -> torch.Tensor:
     """SDPA's mask of these keys, [1, 1, queries, keys]."""
-    rows, keys = query.shape[2], key.shape[2]
-    at = torch.arange(rows, device=query.device)[:, None] + (keys - rows)
-    keys_at = torch.arange(keys, device=query.device)[None, :]
-    seen = keys_at <= at if visible.causal else torch.ones_like(keys_at <= at)
+
+    def places(count: int, starts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Before the end of its sequence, and which sequence that is."""
+        at = torch.arange(count, device=query.device)
+        if starts is None:
+            return at - count, torch.zeros_like(at)
+        of = torch.searchsorted(starts[1:], at, right=True)
+        return at - starts[1:][of.clamp(max=starts.shape[0] - 2)], of
+
+    starts = (None, None) if where is None else (where.starts_q, where.starts_k)
+    at, of = (x[:, None] for x in places(query.shape[2], starts[0]))
+    keys_at, keys_of = places(key.shape[2], starts[1])
+    seen = keys_of == of
+    if visible.causal:
+        seen &= keys_at <= at
     if visible.window is not None:
         left, right = visible.window
         seen &= keys_at >= at - left
@@ -197,6 +226,7 @@ def _attention_refusal(
     value: torch.Tensor,
     note: Note | None,
     visible: _Visible,
+    where: _packed.Packed | None,
     dropout: float,
     options: dict[str, Any],
 ) -> str:
@@ -215,7 +245,7 @@ def _attention_refusal(
     for name in _FOREIGN_OPTIONS:
         if options.get(name) is not None:
             return f"the model passes {name}"
-    if visible.causal and key.shape[2] < query.shape[2]:
+    if where is None and visible.causal and key.shape[2] < query.shape[2]:
         return "there are fewer keys than queries"
     return ""
 

@@ -16,7 +16,6 @@ _NOTE = "_flashmoe_note"  # an attribute of masks
 
 _COMPILED = "there is a mask, and what that hides a compiled graph cannot know"
 _UNKNOWN = "there is a mask that the model or its caller made"
-_PADDING = "there is padding"
 _BETWEEN = "there is padding between tokens"
 _SHORT = "the padding mask is shorter than the keys"
 _STATIC = "a static cache has a mask for every token that follows the prompt"
@@ -99,7 +98,7 @@ def attention_mask(
     one_more = False
     if filled is None and q_length == 1 and known and _is_plain(mask_function, local_size):
         reason = _STATIC
-        if not allow_is_causal_skip and _is_on_cpu(options):
+        if not allow_is_causal_skip and _may_be_read(options):
             filled = _filled(q_offset, q_length, kv_offset, kv_length)
             one_more = filled is not None
     padding: Padding | None = None
@@ -155,12 +154,13 @@ def _is_plain(mask_function: Callable[..., Any], local_size: int | None) -> bool
     return mask_function is causal_mask_function or local_size is not None
 
 
-def _is_on_cpu(options: dict[str, Any]) -> bool:
-    """Whether how far a static cache is filled may be read: on a GPU it would be waited for."""
+def _may_be_read(options: dict[str, Any]) -> bool:
+    """Whether how far a static cache is filled may be read: what is traced or captured has no
+    numbers yet. A GPU is waited for, once for a token and not for each layer."""
     device = options.get("device")
-    return not torch.compiler.is_compiling() and (
-        device is not None and torch.device(device).type == "cpu"
-    )
+    if torch.compiler.is_compiling() or device is None:
+        return False
+    return torch.device(device).type == "cpu" or not torch.cuda.is_current_stream_capturing()
 
 
 def _hides_as_told(
@@ -241,30 +241,32 @@ def _padding(
     `lengths` are the offset of the keys, how many there are, and how many queries. `placed`: the
     last query stands at the last key.
     """
-    if mask is None:
-        return "", None
     kv_offset, keys, queries = lengths
+    if mask is None or keys == 0:
+        return "", None
     end = kv_offset + keys
     if torch.compiler.is_compiling():  # what it holds a graph cannot know
         return _COMPILED, None
     if mask.shape[-1] < end:
         return _SHORT, None
     seen = mask[:, kv_offset:end] != 0
-    if bool(seen.all()):
-        return "", None
-    if seen.device.type != "cpu":  # where a kernel takes it
-        return _PADDING, None
     count = seen.sum(-1)
-    at = torch.arange(keys)
+    at = torch.arange(keys, device=mask.device)
     begins = torch.where(seen, at, keys).amin(-1).where(count > 0, 0)
     ends = begins + count
-    if not bool((seen == ((at >= begins[:, None]) & (at < ends[:, None]))).all()):
-        return _BETWEEN, None
     used = (ends - (keys - queries)).clamp(min=0)
-    on_left = bool((begins > 0).any())
+    whole = seen == ((at >= begins[:, None]) & (at < ends[:, None]))
+    # Together, since a GPU is waited for.
+    apart, on_left, on_right, unused = torch.stack(
+        [~whole.all(), (begins > 0).any(), (ends < keys).any(), (used < queries).any()]
+    ).tolist()
+    if apart:
+        return _BETWEEN, None
+    if not on_left and not on_right:
+        return "", None
     return "", Padding(
-        used.int() if placed and bool((used < queries).any()) else None,
-        ends.int() if bool((ends < keys).any()) else None,
+        used.int() if placed and unused else None,
+        ends.int() if on_right else None,
         begins.int() if on_left else None,
         from_start=queries == keys and not on_left,
     )
@@ -274,10 +276,10 @@ def _packed(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, ...] 
     """cu_seqlens of each row of the batch, if this is a mask of sequences that are one behind the
     other, each causal by itself and within the window."""
     rows, keys = mask.shape[-2:]
-    if mask.device.type != "cpu" or mask.dtype != torch.bool or rows != keys or rows == 0:
+    if mask.dtype != torch.bool or rows != keys or rows == 0:
         return None
     seen = mask[:, 0]
-    at = torch.arange(rows)
+    at = torch.arange(rows, device=mask.device)
     # A query that sees no key before its own begins a sequence.
     begins = seen.to(torch.uint8).argmax(-1) == at  # [batch, rows]
     first = torch.where(begins, at, 0).cummax(-1).values
@@ -285,5 +287,5 @@ def _packed(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, ...] 
         first = torch.maximum(first, at - window + 1)
     if not torch.equal(seen, (at <= at[:, None]) & (at >= first[..., None])):
         return None
-    end = torch.tensor([rows])
+    end = torch.tensor([rows], device=mask.device)
     return tuple(torch.cat([row.nonzero()[:, 0], end]).int() for row in begins)

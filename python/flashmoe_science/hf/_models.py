@@ -27,8 +27,11 @@ NAME = "flashmoe"
 # transformers takes an attention whose name contains "flash" for one of its flash attention
 # packages, which it then imports and gives packed sequences; this is the name in configurations.
 KEPT_NAME = "fmoe"
-NAMES = (NAME, KEPT_NAME)
-_PAGED = "paged|"
+# An older transformers puts the word before the attention's name for continuous batching.
+PAGED_NAME = f"paged|{NAME}"
+KEPT_PAGED_NAME = f"paged|{KEPT_NAME}"
+KEPT: dict[str | None, str] = {NAME: KEPT_NAME, PAGED_NAME: KEPT_PAGED_NAME}
+NAMES = (NAME, KEPT_NAME, PAGED_NAME, KEPT_PAGED_NAME)
 
 
 @dataclass(frozen=True)
@@ -159,23 +162,6 @@ def _within(path: str, around: str) -> bool:
 
 
 # ---- refusals ---------------------------------------------------------------------------------
-
-
-def refuse_paged(model: PreTrainedModel, given: str | dict[str, Any] | None) -> None:
-    """Refuses ours over a paged cache, of which transformers would leave out the word.
-
-    Raises:
-        InvalidArgumentError: It is among the names that are given.
-    """
-    if isinstance(given, dict):
-        for value in given.values():
-            refuse_paged(model, value)
-    elif given in [f"{_PAGED}{name}" for name in NAMES]:
-        raise InvalidArgumentError(
-            f'attn_implementation: got "{given}" for {type(model).__name__}, but FlashMoE has no '
-            f'attention over a paged cache; accepted are "{NAME}" without continuous batching and '
-            f'"{_PAGED}eager"'
-        )
 
 
 def refuse_built_by_table(model: PreTrainedModel, given: str | None) -> None:

@@ -26,6 +26,7 @@ from flashmoe_science.torch.operators import (
     moe_route_given,
 )
 from flashmoe_science.torch.sdpa import scaled_dot_product_attention, sdpa_kernel
+from flashmoe_science.torch.varlen import varlen_attn, varlen_attn_out
 
 __all__ = [
     "FlashMoELayer",
@@ -41,4 +42,6 @@ __all__ = [
     "moe_route_given",
     "scaled_dot_product_attention",
     "sdpa_kernel",
+    "varlen_attn",
+    "varlen_attn_out",
 ]

@@ -19,6 +19,7 @@ from flashmoe_science.errors import (
     UnsupportedError,
     _without_addresses,
 )
+from flashmoe_science.torch import nested
 from flashmoe_science.torch.operators import cuda_devices, flash_attention
 
 _LOGGER = "flashmoe_science.torch"
@@ -46,7 +47,9 @@ def scaled_dot_product_attention(
 
     Args:
         query: [..., heads_q, seq_q, dim]; with three dimensions [batch, seq_q, dim], with two one
-            sequence alone. fp16, bf16, on the CPU also fp32 and fp64.
+            sequence alone. fp16, bf16, on the CPU also fp32 and fp64. All three may be jagged
+            nested tensors [batch, heads, seq, dim] of sequences of any lengths, which are read
+            where they lie.
         key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v]. What comes before
             the last two dimensions of all three is broadcast; where that makes one batch of
             several dimensions, by a copy.
@@ -69,10 +72,14 @@ def scaled_dot_product_attention(
     reason = _lacking(attn_mask, dropout_p)
     if reason:
         raise UnsupportedError(reason)
-    reason = _mismatch(query, key, value, enable_gqa)
+    jagged = nested.is_nested(query, key, value)
+    mismatch = nested.mismatch if jagged else _mismatch
+    reason = mismatch(query, key, value, enable_gqa)
     if reason:
         raise InvalidArgumentError(reason)
     query, key, value = _autocast(query, key, value)
+    if jagged:
+        return nested.attend(query, key, value, is_causal, scale)
     return _attend(query, key, value, is_causal, scale, enable_gqa)
 
 
@@ -311,16 +318,26 @@ def _ours(
         with contextlib.suppress(UnsupportedError, InvalidArgumentError, ArgumentTypeError):
             return _attend_plainly(query, key, value, is_causal, scale), ""
     reason = _lacking(attn_mask, dropout_p)
+    jagged = nested.is_nested(query, key, value)
+    if jagged:
+        reason = reason or nested.mismatch(query, key, value, enable_gqa)
     if not reason:
         query, key, value = _autocast(query, key, value)
-        reason = _beyond_ours(query, key, value, scale)
-    reason = reason or _mismatch(query, key, value, enable_gqa)
+        q, k, v = (nested.rows(x) if jagged else x for x in (query, key, value))
+        reason = _beyond_ours(q, k, v, scale)
+    reason = reason or ("" if jagged else _mismatch(query, key, value, enable_gqa))
     if reason:
         return None, reason
+
+    def attend() -> torch.Tensor:
+        if jagged:
+            return nested.attend(query, key, value, is_causal, scale)
+        return _attend(query, key, value, is_causal, scale, enable_gqa)
+
     if torch.compiler.is_compiling():
-        return _attend(query, key, value, is_causal, scale, enable_gqa), ""
+        return attend(), ""
     try:
-        return _attend(query, key, value, is_causal, scale, enable_gqa), ""
+        return attend(), ""
     except (UnsupportedError, InvalidArgumentError, ArgumentTypeError) as error:
         return None, _without_addresses(error)
 
@@ -334,8 +351,6 @@ def _beyond_ours(
     if kind not in _DTYPES or (kind == "cuda" and cuda_devices() == 0):
         return f"query: it is on {query.device}, accepted are the CPU and CUDA devices with kernels"
     for name, tensor in tensors:
-        if tensor.is_nested:
-            return f"{name}: got a nested tensor, accepted are dense ones"
         if tensor.dtype not in _DTYPES[kind]:
             return f"{name}: got dtype {tensor.dtype} on {kind}"
         if tensor.shape[:-2] != query.shape[:-2] and tensor.numel() * query.numel() == 0:

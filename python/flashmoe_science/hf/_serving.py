@@ -1,0 +1,70 @@
+"""transformers' continuous batching, which knows by their names which attentions need no mask and
+read pages: it is told that ours does."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashmoe_science.hf._limits import EXTENT_MULTIPLE
+from flashmoe_science.hf._models import NAMES
+
+_PACKAGE = "transformers.generation.continuous_batching"
+_MOST_DIM = 256
+
+# Where FlashAttention's function for pages is in what transformers loads by an attention's name.
+# Ours is called by our own attention.
+_LOADED = {
+    "lazy_import_flash_attention": ((None, None, NotImplemented), None),
+    "lazy_import_paged_flash_attention": (None, NotImplemented),
+}
+
+
+def take_part() -> None:
+    """Has continuous batching treat our attention as one of FlashAttention, where it is loaded."""
+    for part in ("continuous_api", "initialization", "cache"):
+        module = sys.modules.get(f"{_PACKAGE}.{part}")
+        _replace(module, "is_flash_attention_requested", _or_ours)
+        for name, ours in _LOADED.items():
+            _replace(module, name, functools.partial(_loading, ours))
+
+
+def _replace(module: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    theirs = getattr(module, name, None)
+    if theirs is not None and not hasattr(theirs, "_flashmoe"):
+        ours = functools.wraps(theirs)(make(theirs))
+        ours._flashmoe = True  # type: ignore[attr-defined]
+        setattr(module, name, ours)
+
+
+def _or_ours(theirs: Callable[..., bool]) -> Callable[..., bool]:
+    def requested(
+        config: Any = None,
+        requested_attention_implementation: str | None = None,
+        version: int | list[int] | None = None,
+    ) -> bool:
+        name = requested_attention_implementation
+        name = name if config is None else config._attn_implementation
+        if name in NAMES:  # by its version it is asked for pages
+            return version is None or (config is not None and _reads_pages(config))
+        return theirs(config, requested_attention_implementation, version)
+
+    return requested
+
+
+def _reads_pages(config: Any) -> bool:
+    """Whether a GPU's kernels take the heads of a model."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    halves = (torch.float16, torch.bfloat16)
+    return config.dtype in halves and dim % EXTENT_MULTIPLE == 0 and dim <= _MOST_DIM
+
+
+def _loading(ours: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def load(name: str | None, *arguments: Any, **options: Any) -> Any:
+        return ours if name in NAMES else theirs(name, *arguments, **options)
+
+    return load

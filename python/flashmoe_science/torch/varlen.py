@@ -1,0 +1,162 @@
+"""torch.nn.attention.varlen by FlashMoE: sequences of any lengths, one behind the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashmoe_science.errors import InvalidArgumentError
+from flashmoe_science.torch.operators import flash_attention
+
+_CHUNK = 1024  # keys, of num_splits=1
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """torch.nn.attention.varlen.varlen_attn, by FlashMoE alone.
+
+    Beyond torch's it runs on the CPU, takes blocks of any size and a head dimension of value's own,
+    and has gradients with seqused_k.
+
+    Args:
+        query: [total_q, heads_q, dim]. fp16, bf16, on the CPU also fp32 and fp64.
+        key, value: [total_k, heads_kv, dim], [total_k, heads_kv, dim_v]; with block_table [blocks,
+            block_size, heads_kv, ...].
+        cu_seq_q, cu_seq_k: [batch + 1], int32: where each sequence begins, and where the last ends.
+            With block_table cu_seq_k is not read.
+        max_q, max_k: The most rows of a sequence. They may be more than that, such as the most that
+            there will ever be: a graph then serves all batches.
+        return_aux: An AuxRequest of torch's: with lse=True the log-sum-exp is returned, too.
+        scale: Factor of the logits, positive; None is 1 / sqrt(dim).
+        window_size: (left, right): query i sees the keys from i + A - left to i + A + right, where
+            A is the sequence's number of keys less that of its queries. -1 is no bound, (-1, 0) is
+            causal.
+        enable_gqa: Whether heads_kv may be a divisor of heads_q.
+        seqused_k: [batch], int32: the first so many keys of each sequence count.
+        block_table: [batch, blocks of a sequence], int32: which blocks have each sequence's keys.
+            Keys that may be shared have no gradients.
+        num_splits: 1 has bits that depend on each sequence alone, by flash_attention's
+            split_size=1024; others are equal shares of all keys.
+
+    Returns:
+        [total_q, heads_q, dim_v], with return_aux.lse also the log-sum-exp, [heads_q, total_q].
+
+    Raises:
+        NotImplementedError: No kernel serves the call or, where gradients are recorded, its
+            backward.
+        ValueError, TypeError: A shape, a dtype or an option is wrong.
+    """
+    how = _how(query, key, cu_seq_k, window_size, enable_gqa, seqused_k, block_table, num_splits)
+    return _attend(query, key, value, cu_seq_q, max_q, max_k, scale, return_aux, None, how)
+
+
+def varlen_attn_out(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """torch.nn.attention.varlen.varlen_attn_out: varlen_attn that writes to `out`, and returns it.
+    Not where gradients are recorded, nor in a graph of torch.compile.
+
+    Args:
+        out: [total_q, heads_q, dim_v], of query's dtype. Rows that no sequence has stay as they
+            are.
+        query: As of varlen_attn, and so are all that follow.
+
+    Returns:
+        As varlen_attn.
+
+    Raises: What varlen_attn raises.
+    """
+    how = _how(query, key, cu_seq_k, window_size, enable_gqa, seqused_k, block_table, num_splits)
+    return _attend(query, key, value, cu_seq_q, max_q, max_k, scale, return_aux, out, how)
+
+
+def _how(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    num_splits: int | None,
+) -> dict[str, Any]:
+    """The options, as flash_attention has them."""
+    if query.dim() != 3:
+        raise InvalidArgumentError(f"query: got {query.dim()} dimensions, accepted are 3")
+    rank = 3 if block_table is None else 4
+    if key.dim() != rank:
+        raise InvalidArgumentError(f"key: got {key.dim()} dimensions, accepted are {rank}")
+    if not enable_gqa and query.shape[1] != key.shape[-2]:
+        raise InvalidArgumentError(
+            f"key: got {key.shape[-2]} heads, but query has {query.shape[1]}; with enable_gqa=True "
+            "they may be a divisor"
+        )
+    if block_table is None and cu_seq_k is None:
+        raise InvalidArgumentError("cu_seq_k: got None without block_table, accepted are offsets")
+    if block_table is not None and seqused_k is None:
+        raise InvalidArgumentError("seqused_k: got None with block_table, accepted are lengths")
+    left, right = (None if extent < 0 else extent for extent in window_size)
+    causal = right == 0
+    right = None if causal else right
+    return {
+        "causal": causal,
+        "window": None if left is None and right is None else (left, right),
+        "cu_seqlens_k": cu_seq_k if block_table is None else None,
+        "seqused_k": seqused_k,
+        "page_table": block_table,
+        "split_size": _CHUNK if num_splits == 1 else None,
+    }
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    return_aux: Any,
+    out: torch.Tensor | None,
+    how: dict[str, Any],
+) -> Any:
+    wants_lse = return_aux is not None and return_aux.lse
+    k, v = (key, value) if how["page_table"] is not None else (key[None], value[None])
+    made = flash_attention(
+        query[None], k, v, **how, scale=scale, return_lse=wants_lse, cu_seqlens_q=cu_seq_q,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, out=None if out is None else out[None],
+    )  # fmt: skip
+    if not wants_lse:
+        return made[0] if out is None else out
+    return (made[0][0] if out is None else out), made[1][0]
