@@ -118,7 +118,7 @@ def gradients(function: Any, arrays: Arrays, dout: Any, dtype: Any) -> Arrays:
         _, pull = jax.vjp(function, given)
         return pull(dout)[0]
 
-    with x64():
+    with x64(), jax.default_device(jax.devices("cpu")[0]):
         made = jax.jit(pulled)({n: cast(x) for n, x in arrays.items()}, cast(dout))
         return {name: np.asarray(x).astype(np.float64) for name, x in made.items()}
 

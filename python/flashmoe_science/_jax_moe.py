@@ -93,12 +93,13 @@ def _folded(call: Any, batched: Sequence[bool], arrays: Sequence[Any]) -> list[A
     wide = calls._widened(call.names, ("tokens", "logits"), size, batched, arrays)
     if wide is None:
         return None
+    tokens = wide[call.names.index("tokens")].shape[1]
     rows = [
-        x.reshape((-1, x.shape[-1])) if name in ("tokens", "logits") else x
+        x.reshape((size * tokens, x.shape[-1])) if name in ("tokens", "logits") else x
         for name, x in zip(call.names, wide, strict=True)
     ]
     out = calls._bind(call, *rows)["out"]
-    return [out.reshape((size, -1, out.shape[-1]))]
+    return [out.reshape((size, tokens, out.shape[-1]))]
 
 
 # ---- tangents that have a transpose alone ----------------------------------------------------

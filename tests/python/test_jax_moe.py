@@ -347,7 +347,8 @@ def test_a_foreign_use_of_the_targets_is_refused() -> None:
     for changed in (
         {"inputs": "logits"}, {"inputs": "logit "}, {"inputs": "ids "}, {"inputs": ""},
         {"inputs": "logits selection_bias "}, {"outputs": "ids "}, {"options": np.int32(7)},
-        {"inputs": ".T "}, {"inputs": "logit.T "}, {"outputs": "ids.T weights offsets pairs slots "},
+        {"inputs": ".T "}, {"inputs": "logit.T "},
+        {"outputs": "ids.T weights offsets pairs slots "},
         {"inputs": None}, {"outputs": None}, {"options": None}, {"options": ""},
         {"options": packed[1:]}, {"options": f"{packed}sm90"}, {"options": f"00{packed}"},
         {"options": packed.replace("0", "g", 1)}, {"options": packed[:14] + " "},
