@@ -349,7 +349,7 @@ def _rows_of(sums: Any, bounds: _Arrays, like: Any) -> Any:
 
 
 def _in_parts(call: Any, named: _Arrays) -> Any:
-    """fused_moe by its three operations, to the same bits."""
+    """fused_moe by its three operations, to the same bits where the same kernels serve them."""
     tokens, logits = named["tokens"], named.get("logits")
     if logits is None:
         every = jnp.asarray([0, np.iinfo(np.int32).max], jnp.int32)

@@ -32,6 +32,12 @@ def assert_equal(got: Any, want: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def assert_near(got: Any, want: Any) -> None:
+    """As near as roundings of halves are."""
+    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=2.0**-7, atol=2.0**-7 * np.abs(want).max())
+
+
 def on_host(arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: np.asarray(x) for name, x in arrays.items()}
 
@@ -98,7 +104,7 @@ def test_fused(jax_gpu: Any, dtype: str, experts: int) -> None:
     options: dict[str, Any] = {"renormalize": True, "scale": 1.5}
     layer = lambda a: fm.fused_moe(**a, top_k=3, **options)  # noqa: E731
     out, pull = jax.vjp(layer, a)
-    assert_equal(out, layer(a))
+    assert_near(out, layer(a))  # by a kernel that does not write what the activation is applied to
     dout = normal(jax_gpu, dtype, *out.shape, seed=3)
     (got,) = jax.jit(pull)(dout)
     rows = a["tokens"].reshape(-1, 128)
@@ -107,18 +113,23 @@ def test_fused(jax_gpu: Any, dtype: str, experts: int) -> None:
     else:
         every = jax.device_put(np.array([0, len(rows)], np.int32), jax_gpu)
         logits = fm.grouped_product(rows, a["router_weights"][None], offsets=every)
-    ids = np.asarray(fm.moe_route(logits, 3, **options).ids)
+    routing = fm.moe_route(logits, 3, **options)
+    ids = np.asarray(routing.ids)
+    same = assert_near if experts % 8 else assert_equal  # XLA chooses products of its own
+    parts = (rows, a["w_gate_up"], a["w_down"], routing)
+    in_parts, _ = fm.moe_forward(*parts, return_pre_activation=True)
+    same(out.reshape(in_parts.shape), in_parts)
     plain.assert_gradients(
         lambda a: plain.fused(a, ids, options), on_host(a), np.asarray(dout), got
     )
     made = fm.fused_moe_backward(dout, **a, top_k=3, **options)
     for name, gradient in got.items():
-        np.testing.assert_array_equal(getattr(made, name), gradient)
+        same(getattr(made, name), gradient)
     # vmap folds its axis into the tokens, in gradients too.
     mapped = jax.vmap(layer, ({name: 0 if name == "tokens" else None for name in a},))
     folded, pull = jax.vjp(mapped, a)
-    assert_equal(folded, out)
-    assert_equal(jax.jit(pull)(dout), (got,))
+    same(folded, out)
+    jax.tree.map(same, jax.jit(pull)(dout), (got,))
 
 
 @HALVES
