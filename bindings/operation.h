@@ -196,7 +196,8 @@ bool unpack_options(const std::string& packed, typename Call::Params* params, st
 //
 // Which tensors a call has varies, so that attributes name them:
 //   inputs, outputs     the C ABI's names in order, a space behind each; attention's inputs may be
-//                       tables of sequences, too
+//                       tables of sequences, too. "w.T " is an input whose last two axes are in
+//                       memory the other way round: row by row [..., columns, rows]
 //   options             see above
 //   bounds              of sequences (bindings/sequences.h), where there are some
 // Behind the C ABI's outputs there may be one more, "workspace". An output that is among the
@@ -235,15 +236,30 @@ bool point_to(const flashmoe_attention_sequences*, Params*, long) {
   return false;
 }
 
+// A tensor and, of one with its last two axes turned, its shape and strides.
+struct Placed {
+  flashmoe_tensor tensor;
+  int64_t shape[TensorView::kMaxRank];
+  int64_t strides[TensorView::kMaxRank];
+
+  // Turns a tensor that is row by row in memory; false where there are no two axes.
+  bool turn();
+};
+
 // Sets the tensors that `names` lists, of which there must be as many as values. An output that was
 // an input is where it was.
 template <class Call, size_t kCount>
 bool place(const Field<Call> (&fields)[kCount], Access access, const std::string& names,
-           const Values& values, flashmoe_device device, flashmoe_tensor (&tensors)[kCount],
+           const Values& values, flashmoe_device device, Placed (&tensors)[kCount],
            typename Call::Params* params, PlacedSequences* sequences) {
+  constexpr char kTurned[] = ".T";
+  constexpr size_t kTurnedLength = sizeof kTurned - 1;
   int64_t count = 0;
   size_t begin = 0;
-  for (size_t end; (end = names.find(' ', begin)) != std::string::npos; begin = end + 1) {
+  for (size_t space; (space = names.find(' ', begin)) != std::string::npos; begin = space + 1) {
+    const bool turned = access == Access::kRead && space - begin > kTurnedLength &&
+                        names.compare(space - kTurnedLength, kTurnedLength, kTurned) == 0;
+    const size_t end = turned ? space - kTurnedLength : space;
     size_t at = 0;
     while (at < kCount && ((access == Access::kWrite && fields[at].access != access) ||
                            names.compare(begin, end - begin, fields[at].name) != 0)) {
@@ -252,10 +268,12 @@ bool place(const Field<Call> (&fields)[kCount], Access access, const std::string
     if (count == values.size) return false;
     const flashmoe_tensor tensor = view(values.values[count++], device);
     if (at < kCount) {
-      if (params->*fields[at].param != nullptr && tensors[at].data != tensor.data) return false;
-      tensors[at] = tensor;
-      params->*fields[at].param = &tensors[at];
-    } else if (access != Access::kRead ||
+      const flashmoe_tensor* const before = params->*fields[at].param;
+      if (before != nullptr && before->data != tensor.data) return false;
+      tensors[at].tensor = tensor;
+      if (turned && !tensors[at].turn()) return false;
+      params->*fields[at].param = &tensors[at].tensor;
+    } else if (access != Access::kRead || turned ||
                !sequences->place(names.substr(begin, end - begin), tensor)) {
       return false;
     }
@@ -278,7 +296,7 @@ template <class Call>
 Error* call(const CallFrame& frame, flashmoe_device device) {
   constexpr size_t kTensors = sizeof Call::kTensors / sizeof Call::kTensors[0];
   typename Call::Params params = Call().params;
-  flashmoe_tensor tensors[kTensors];
+  Placed tensors[kTensors];
   std::string inputs;
   std::string outputs;
   std::string options;

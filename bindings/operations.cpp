@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <utility>
 
 namespace flashmoe {
 namespace {
@@ -103,6 +104,22 @@ size_t from_hex(const std::string& text, void* bytes, size_t most) {
         static_cast<unsigned char>(std::strtoul(text.substr(2 * i, 2).c_str(), nullptr, 16));
   }
   return text.size() / 2;
+}
+
+bool xla::Placed::turn() {
+  const int32_t rank = tensor.ndim;
+  if (rank < 2 || rank > TensorView::kMaxRank) return false;
+  int64_t stride = 1;
+  for (int32_t axis = rank - 1; axis >= 0; --axis) {
+    shape[axis] = tensor.shape[axis];
+    strides[axis] = stride;
+    stride *= shape[axis];
+  }
+  std::swap(shape[rank - 1], shape[rank - 2]);
+  std::swap(strides[rank - 1], strides[rank - 2]);
+  tensor.shape = shape;
+  tensor.strides = strides;
+  return true;
 }
 
 void define_operations(nb::module_& module) {

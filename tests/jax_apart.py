@@ -2,10 +2,10 @@
 
     python tests/jax_apart.py fp32      on the first two devices of JAX's default platform
 
-Tokens apart with the same weights, experts apart with the outputs added up, heads apart, keys apart
-from queries that all devices have: as without shard_map, and nothing but the sum of outputs is
-exchanged; gradients likewise, where they are computed. Then arrays that are apart without
-shard_map, pmap, and arrays of one device or no device yet.
+Tokens apart with the same weights, experts apart with the outputs added up, groups of ragged_dot
+apart, heads apart, keys apart from queries that all devices have: as without shard_map, and nothing
+but the sum of outputs is exchanged; gradients likewise, where they are computed. Then arrays that
+are apart without shard_map, pmap, and arrays of one device or no device yet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flashmoe_science.jax import ragged_dot
 from jax.sharding import PartitionSpec as P
 
 if hasattr(jax, "shard_map"):
@@ -55,10 +56,10 @@ def main(dtype: str) -> None:
         values = rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5
         return jnp.asarray(values).astype(kind)
 
-    def close(got: Any, want: Any) -> None:
+    def close(got: Any, want: Any, times: int = 1) -> None:
         assert {shard.device for shard in got.addressable_shards} == set(devices)
         np.testing.assert_allclose(
-            np.asarray(got, np.float64), np.asarray(want, np.float64), atol=tolerance
+            np.asarray(got, np.float64), np.asarray(want, np.float64), atol=times * tolerance
         )
 
     x, up, down = 6 * normal(32, 32), normal(EXPERTS, 48, 32), normal(EXPERTS, 32, 24)
@@ -92,6 +93,34 @@ def main(dtype: str) -> None:
         of_mine, mesh=mesh, in_specs=(P(), P(), P("d"), P("d")), out_specs=P()
     )
     close(jax.jit(experts_apart)(x, router, up, down), want)
+
+    arrays, dout = (x, router, up, down), 3 * normal(32, 32)
+
+    def gradients(layer: Any) -> Any:
+        loss = lambda *arrays: (layer(*arrays) * dout).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1, 2, 3))(*arrays)
+
+    undivided = gradients(lambda x, r, u, d: fm.fused_moe(x, r, u, d, 2))
+    for layer in (tokens_apart, experts_apart, jax.checkpoint(experts_apart)):
+        for got, whole in zip(jax.jit(gradients, static_argnums=0)(layer), undivided, strict=True):
+            assert float(jnp.abs(whole).max()) > 3 * tolerance
+            close(got, whole, 4)  # of sums that were rounded on each device
+
+    rows_of = jnp.asarray([9, 0, 3, 4, 1, 5, 6, 4], jnp.int32)  # half of 32 to either device
+    weights = normal(EXPERTS, 32, 48)
+    groups_apart = shard_map(
+        ragged_dot, mesh=mesh, in_specs=(P("d"), P("d"), P("d")), out_specs=P("d")
+    )
+    products = jax.jit(groups_apart)(x, weights, rows_of)
+    close(products, ragged_dot(x, weights, rows_of))
+    for got, whole in zip(
+        *(
+            jax.jit(jax.grad(lambda x, w, f=f: jnp.sin(f(x, w, rows_of)).sum(), (0, 1)))(x, weights)
+            for f in (groups_apart, ragged_dot)
+        ),
+        strict=True,
+    ):
+        close(got, whole)
 
     q = normal(4, 9, 2, 16)
     heads_apart = shard_map(

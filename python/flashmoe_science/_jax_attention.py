@@ -31,8 +31,7 @@ def dot_product_attention(
 ) -> Any:
     """jax.nn.dot_product_attention, by FlashMoE alone.
 
-    Lengths are read when the program runs. With them it computes on the CPU, and a program that is
-    compiled for a GPU is refused.
+    Lengths are read when the program runs.
 
     Args:
         query: [batch, seq_q, heads_q, dim], or without a batch [seq_q, heads_q, dim]. fp16, bf16,

@@ -16,7 +16,6 @@ from flashmoe_science._dtypes import CPU, CUDA, Device, parse_dtype
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
-    UnsupportedError,
 )
 from flashmoe_science.moe import MoeRouting
 
@@ -199,11 +198,8 @@ def _differentiate(
     messages call them."""
     given = _present(**outputs)
     calls = _Calls(_present(**named), stream, given, BACKWARD)
-    if calls.framework is _JAX:
-        raise UnsupportedError(
-            f"{next(iter(named))}: got a JAX array, of which there are no gradients of the mixture "
-            "of experts in this version"
-        )
+    if calls.framework is _JAX and options["accumulate"]:
+        raise InvalidArgumentError("accumulate: JAX arrays cannot be added to; leave it False")
     made = calls.run(operation, _present(**tensors) | given, options)
     return [made.get(name) for name in outputs]
 

@@ -3,8 +3,8 @@
 XLA makes the outputs and the workspace, and chooses the stream. What is wrong with a call is raised
 while it is traced. jax.vmap folds its axis into the batch of attention and into the tokens of
 fused_moe; of the other functions, and with batched weights, it makes calls one after another, which
-is what they are. Attention has a derivative of reverse mode, another custom call; any other one
-that is asked for is an error.
+is what they are. Attention and the mixture of experts have derivatives of reverse mode, which are
+custom calls, too; any other one that is asked for is an error, but for those of products alone.
 
 This module is imported when the first JAX array arrives. A process that runs a program which
 another one has exported imports it, so that XLA finds the calls.
@@ -36,7 +36,7 @@ from flashmoe_science.errors import (
     UnsupportedError,
 )
 
-__all__ = ["dot_product_attention"]
+__all__ = ["dot_product_attention", "ragged_dot"]
 
 if jax.__version_info__ < (0, 6):  # shard_map knows no rule for jax.custom_batching before
     raise ArgumentTypeError(f"got a JAX array of JAX {jax.__version__}, accepted is 0.6 or newer")
@@ -67,8 +67,8 @@ _REFUSALS = {
     "but it has no backward pass yet; pass jax.lax.stop_gradient of its arguments",
     "appending to a cache": "a derivative of appending to a cache is asked for, but it has none; "
     "pass jax.lax.stop_gradient of its arguments",
-    "the mixture of experts": "a derivative of the mixture of experts is asked for, but it has no "
-    "backward pass yet; pass jax.lax.stop_gradient of its arguments",
+    "the backward of the mixture of experts": "a second derivative of the mixture of experts is "
+    "asked for, accepted are first ones; pass jax.lax.stop_gradient of the gradient",
 }
 
 
@@ -286,9 +286,52 @@ def _dtype_numbers(dtype: Any) -> Dtype:
     return Dtype(255, 0) if kind is None else Dtype(kind, 8 * np.dtype(dtype).itemsize)
 
 
+_TURNED = ".T"
+"""Behind the name of a tensor: the array has its last two axes the other way round."""
+
+# What moe_backward makes gradients of, in the order of its flags.
+LAYER_GRADIENTS = (
+    "x", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down", "weights"
+)  # fmt: skip
+
+
+def _product_gradients(
+    call: _Call, tensors: dict[str, Any]
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Of grouped_product_backward, checked or not."""
+    options, dout = dict(call.options), tensors["dout"]
+    by_x, by_w, by_bias = options.get("wanted") or (True, True, False)
+    factors = [
+        tensors[name].shape[-2 if name.endswith(_TURNED) else -1]
+        for name in ("x", "w", "w" + _TURNED)
+        if name in tensors and tensors[name].ndim > 1
+    ]
+    bounds = tensors.get("offsets", tensors.get("counts"))
+    experts = 0
+    if bounds is not None and bounds.ndim == 1:
+        experts = bounds.shape[0] - ("offsets" in tensors)
+    columns = factors[0] if factors else 0
+    rows, out_columns = (dout.shape[:-1], dout.shape[-1]) if dout.ndim else ((), 0)
+    made = {"dx": ((*rows, columns), dout.dtype)} if by_x else {}
+    if by_w:
+        made["dw"] = ((experts, out_columns, columns), dout.dtype)
+    if by_bias:
+        made["dbias"] = ((experts, out_columns), jnp.dtype(options.get("dbias") or dout.dtype))
+    return made
+
+
 def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of what a checked call makes, by the C ABI's names."""
     options = dict(call.options)
+    if call.operation == "moe_backward":
+        flags = zip(LAYER_GRADIENTS, options["wanted"] or (True,) * 8, strict=True)
+        of = (name for name, wanted in flags if wanted and name in tensors)
+        return {f"d{name}": (tensors[name].shape, tensors[name].dtype) for name in of}
+    if call.operation == "grouped_product_backward":
+        return _product_gradients(call, tensors)
+    if call.operation == "moe_route_backward":
+        name = "logits" if "logits" in tensors else "given_weights"
+        return {f"d{name}": (tensors[name].shape, tensors[name].dtype)}
     if call.operation == "attention_backward":
         kept = zip(_DIFFERENTIABLE, options["wanted"], strict=True)
         of = (name for name, wanted in kept if wanted and name in tensors)
@@ -343,8 +386,18 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
 def _plan(
     call: _Call, device: Device, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]
 ) -> dict[str, Any]:
-    described = zip(call.names, shapes, dtypes, strict=True)
-    tensors = {n: (s, _dtype_numbers(d), device, None) for n, s, d in described}
+    arrays = dict(zip(call.names, map(jax.ShapeDtypeStruct, shapes, dtypes), strict=True))
+    tensors: dict[str, Any] = {}
+    for name, array in arrays.items():
+        shape, strides = array.shape, None
+        if name.endswith(_TURNED):
+            name = name.removesuffix(_TURNED)
+            groups, columns, rows = shape
+            shape, strides = (groups, rows, columns), (columns * rows, 1, rows)
+        tensors[name] = (shape, _dtype_numbers(array.dtype), device, strides)
+    if call.operation == "grouped_product_backward":  # which cannot tell them from its inputs alone
+        for name, (shape, dtype) in _product_gradients(call, arrays).items():
+            tensors[name] = (shape, _dtype_numbers(dtype), device, None)
     return _core.plan(call.operation, tensors, dict(call.options))
 
 
@@ -374,6 +427,8 @@ def _words(operation: str) -> str:
         return "the merge of attention states"
     if operation == "kv_append":
         return "appending to a cache"
+    if operation in ("moe_backward", "moe_route_backward"):
+        return "the backward of the mixture of experts"
     return _WORDS.get(operation, "the mixture of experts")
 
 
@@ -386,7 +441,7 @@ _CALLS = {
         target,
         _words(operation),
         _kept_plan,
-        takes_fp32_on_gpu=operation in ("moe_route", "kv_append"),
+        takes_fp32_on_gpu=operation in ("moe_route", "moe_route_backward", "kv_append"),
         in_place=_CACHES_IN_PLACE if operation == "kv_append" else None,
     )
     for operation, (target, _) in _core.xla_ffi_handlers().items()
@@ -439,6 +494,16 @@ _ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", 
 _PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table")
 
 
+# Whose primitives know all transformations: _jax_moe has their rules.
+_WITH_RULES = (
+    "moe_route",
+    "moe_forward",
+    "grouped_product",
+    "grouped_product_backward",
+    "fused_moe",
+)
+
+
 @functools.lru_cache(maxsize=256)
 def _compiled(call: _Call) -> Any:
     def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
@@ -459,9 +524,11 @@ def _compiled(call: _Call) -> Any:
         )
         return jax.tree.map(lambda x: x.reshape((*apart, *x.shape[1:])), made)
 
-    rule = folded if call.operation in _WORDS else None
     function = functools.partial(_bind, call)
     compiled: Any
+    if call.operation in _WITH_RULES:
+        return jax.jit(lambda *arrays: function(*_varying_alike(arrays)))
+    rule = folded if call.operation in _WORDS else None
     if call.operation == "attention_forward":
         compiled = _differentiable(call, _batchable(function, rule))
     else:
@@ -565,15 +632,7 @@ def _compiled_fused_moe(
     def function(*arrays: Any) -> Any:
         return steps(dict(zip(names, arrays, strict=True)), dict(options))
 
-    def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        """Tokens of an outer batch are tokens: any leading dimensions will do."""
-        wide = _widened(names, ("tokens", "logits"), size, batched, arrays)
-        if wide is None:
-            return None
-        return compiled(*wide)
-
-    compiled = _transformable(function, "the mixture of experts", folded)
-    return compiled
+    return jax.jit(function)
 
 
 def fused_moe(
@@ -635,3 +694,8 @@ def flash_attention_backward(
         raise InvalidArgumentError("accumulate: JAX arrays cannot be added to; leave it False")
     made = run("attention_backward", tensors, options)
     return tuple(made.get(f"d{name}") for name in _DIFFERENTIABLE)
+
+
+from flashmoe_science import _jax_moe  # noqa: E402  # whose rules are of what is above
+
+ragged_dot = _jax_moe.ragged_dot

@@ -228,9 +228,8 @@ def moe_forward(
     Weights are read where and as they are: nothing is copied, packed or padded. Products are
     accumulated in fp32, a and y are kept in x's dtype, and the sum over k is in fp32 in the order
     of k, so that the same inputs give the same bits on every run. A token without experts gets 0.
-    Kinds of tensors, devices and streams as in moe_route. On the CPU torch's autograd
-    differentiates it, as it does moe_route, grouped_product and fused_moe; the gradients alone are
-    moe_backward.
+    Kinds of tensors, devices and streams as in moe_route. torch's autograd and JAX differentiate
+    it, as they do moe_route, grouped_product and fused_moe; the gradients alone are moe_backward.
 
     H and I are multiples of 8. Of an expert's matrix either the last stride or the one before it is
     1: weights stored as [E, H, 2I] are passed as their transposed view. Other strides, of x and out

@@ -1,8 +1,8 @@
 """Gradients of the mixture of experts.
 
 `moe_backward`, `moe_route_backward` and `grouped_product_backward` are those of the functions of
-flashmoe_science.moe of these names, and `fused_moe_backward` of a whole layer. torch's autograd
-calls them by itself. On a GPU they are of fp16 and bf16.
+flashmoe_science.moe of these names, and `fused_moe_backward` of a whole layer. torch's autograd and
+JAX call them by themselves. On a GPU they are of fp16 and bf16.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flashmoe_science import _moe
+from flashmoe_science import _dispatch, _moe
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
 from flashmoe_science.moe import (
     Activation,
     Gate,
     MoeRouting,
     Scoring,
+    fused_moe,
     grouped_product,
     moe_route,
 )
@@ -115,8 +116,9 @@ def moe_backward(
     give the same bits, with any number of threads. A NaN of a token reaches its own dx and dweights
     and the gradients of its experts, and nothing else.
 
-    Beyond `limit` g and u have gradients of 0, at it their own. Takes tensors of NumPy, torch, CuPy
-    or any library with DLPack, on the CPU or a GPU.
+    Beyond `limit` g and u have gradients of 0, at it their own. Takes tensors of NumPy, torch, JAX,
+    CuPy or any library with DLPack, on the CPU or a GPU; to those of JAX nothing is written or
+    added.
 
     Args:
         dout: [T, H], x's dtype.
@@ -264,7 +266,7 @@ def fused_moe_backward(
 ) -> FusedMoeGradients:
     """The gradients of fused_moe, from that of its out: of the layer, and through the routing of
     the router. Nothing of the forward is kept: routing and what the activation is applied to are
-    computed again, to the same bits.
+    computed again, to the same bits; of JAX's arrays all of the forward is, as jax.vjp has it.
 
     Args:
         dout: Of the shape and dtype of tokens.
@@ -284,6 +286,15 @@ def fused_moe_backward(
             + ("neither it nor logits" if logits is None else "both it and logits")
             + ", accepted is one of the two"
         )
+    if _dispatch.is_jax(tokens):
+        return _fused_backward_of_jax(
+            dout, top_k, tokens=tokens, router_weights=router_weights, router_bias=router_bias,
+            logits=logits, w_gate_up=w_gate_up, w_up=w_up, w_down=w_down, b_gate_up=b_gate_up,
+            b_up=b_up, b_down=b_down, scoring=scoring, renormalize=renormalize,
+            selection_bias=selection_bias, num_groups=num_groups, top_groups=top_groups,
+            scale=scale, gate=gate, activation=activation, alpha=alpha, limit=limit,
+            up_offset=up_offset, weight_on_input=weight_on_input, kernel=kernel, stream=stream,
+        )  # fmt: skip
     rows = router = None
     made = logits
     if router_weights is not None:
@@ -321,3 +332,17 @@ def fused_moe_backward(
         dlogits if router_weights is None else None,
         layer.w_gate_up, layer.w_up, layer.w_down, layer.b_gate_up, layer.b_up, layer.b_down,
     )  # fmt: skip
+
+
+def _fused_backward_of_jax(dout: Any, top_k: int, **given: Any) -> FusedMoeGradients:
+    import jax
+
+    names = FusedMoeGradients._fields
+    tensors = {n: x for n, x in given.items() if n in names and x is not None}
+    rest = {n: x for n, x in given.items() if n not in tensors}
+
+    def layer(tensors: dict[str, Any]) -> Any:
+        return fused_moe(**(rest | tensors), top_k=top_k)
+
+    made = jax.vjp(layer, tensors)[1](dout)[0]
+    return FusedMoeGradients(*(made.get(name) for name in names))
