@@ -7,7 +7,7 @@
 #include "core/backends.h"
 #include "core/status.h"
 #include "cuda/attention/combine.h"
-#include "cuda/attention/few_queries.h"
+#include "core/ops/attention/few_queries.h"
 #include "cuda/attention/sm89_decode/cost.h"
 #include "cuda/attention/sm89_decode/entry.h"
 
