@@ -830,7 +830,7 @@ struct Writer : Counters<Traits::kInPanels> {
     ptx::tma_store_wait();
   }
 
-  // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
+  // Writers alternate over what leaves: parts of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run() {
     uint32_t next = 0;  // slot of the item's first step
     for (;; ++items) {
