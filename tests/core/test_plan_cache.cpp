@@ -1228,7 +1228,7 @@ void the_least_time_serves_a_call() {
   CHECK(std::strcmp(plan.family, "sm89_few_rows") == 0 && plan.microseconds == 131);
   CHECK(std::strcmp(plan.rejected,
                     "sm89_decode: a dense batch\n"
-                    "mixed: accepted are batches whose sequences may have more than 16 queries\n"
+                    "mixed: accepted are batches whose sequences may have more than 32 queries\n"
                     "sm90: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "sm89: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);

@@ -1,6 +1,6 @@
 // What calls of the C ABI cost the host, each beside launches of empty kernels with its grid,
 // blocks, shared memory and parameters: those are what no library can save. Prints "name ours
-// launches", microseconds.
+// launches count": microseconds, and how many launches.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -108,7 +108,7 @@ void compare(const char* name, const Params& params,
   const double launches = microseconds([&] {
     for (int32_t i = 0; i < plan.launch_count; ++i) launch_empty(plan.launches[i]);
   });
-  std::printf("%s %.3f %.3f\n", name, ours, launches);
+  std::printf("%s %.3f %.3f %d\n", name, ours, launches, plan.launch_count);
 }
 
 void compare_attention(const char* name, int64_t seq, int64_t heads, int64_t dim,
