@@ -49,7 +49,6 @@ int32_t cpu_get_num_threads();
 // cuda/ (only in a build with FLASHMOE_CUDA)
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kSm89FewRowsAttention;
-extern const AttentionFamily kMixedAttention;
 extern const AttentionFamily kSm89DecodeAttention;
 extern const AttentionFamily kSm89Attention;
 extern const AttentionBackwardFamily kSm89AttentionBackward;
@@ -72,6 +71,12 @@ extern const GroupedProductBackwardFamily kSm90GroupedProductBackward;
 // The two offsets {0, 2^31 - 1} in the memory of a device, by which a product of one expert has all
 // rows.
 flashmoe_status cuda_all_rows(int32_t device_id, const int32_t** offsets);
+// Tells sequences with few queries from the others: two tables of lengths on the device, [batch]
+// int32 each, in which those of the other have no query. The first appends the launch to a plan.
+flashmoe_status cuda_plan_lengths(const AttentionProblem& problem, Plan* plan,
+                                  const Reason& reason);
+flashmoe_status cuda_launch_lengths(const AttentionProblem& problem, const Plan& plan, int64_t few,
+                                    void* many_q, void* few_q, void* stream);
 int32_t cuda_device_count();
 int32_t cuda_runtime_version();
 flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info);

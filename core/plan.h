@@ -32,9 +32,19 @@ struct PlanDetail {
   alignas(128) unsigned char bytes[kBytes];
 };
 
+// The launches of a plan that are another family's, planned by it for a part of the problem.
+struct PlanPart {
+  const void* family;  // of the same operation
+  int32_t first;       // launch
+  int32_t count;
+};
+
 // How a backend computes a problem. `info` is what the caller may read.
 struct Plan {
+  static constexpr int kMaxParts = 2;
+
   flashmoe_plan info;
+  PlanPart parts[kMaxParts];                   // of a family that divides calls among others
   const void* entries[FLASHMOE_MAX_LAUNCHES];  // the backend's kernel of each launch
   ThreadRoom room;                             // CPU
   PlanDetail* detail;                          // nullptr: this plan is not kept
@@ -50,6 +60,25 @@ struct Plan {
     launch.block[0] = threads;
     launch.grid[1] = launch.grid[2] = launch.block[1] = launch.block[2] = 1;
     return launch;
+  }
+
+  // Appends the launches of a part's plan, which `family` made, as part `index`.
+  void add_part(int index, const void* family, const Plan& plan) {
+    parts[index] = {family, info.launch_count, plan.info.launch_count};
+    for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+      entries[info.launch_count] = plan.entries[i];
+      info.launches[info.launch_count++] = plan.info.launches[i];
+    }
+  }
+
+  // Fills a zeroed plan with the launches of a part, as its family made them.
+  void copy_part(int index, Plan* plan) const {
+    const PlanPart& part = parts[index];
+    for (int32_t i = 0; i < part.count; ++i) {
+      plan->entries[i] = entries[part.first + i];
+      plan->info.launches[i] = info.launches[part.first + i];
+    }
+    plan->info.launch_count = part.count;
   }
 
   void set_isa(const char* isa) { std::snprintf(info.isa, sizeof info.isa, "%s", isa); }

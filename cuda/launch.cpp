@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "core/launch.h"
+#include "core/plan.h"
 #include "core/status.h"
 #include "cuda/gpu_models.h"
 
@@ -315,6 +316,13 @@ flashmoe_status launch_planned(const Plan& plan, int index, const void* params, 
   LaunchRecord record = {planned, kernel.function, &read_launch};
   record.info.shared_bytes = shape.shared_bytes;
   record_launch(record);
+  return FLASHMOE_OK;
+}
+
+flashmoe_status launch_all(const Plan& plan, const void* params, void* stream) {
+  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+    FLASHMOE_TRY(launch_planned(plan, i, params, stream));
+  }
   return FLASHMOE_OK;
 }
 

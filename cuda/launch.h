@@ -5,11 +5,13 @@
 #include <atomic>
 #include <cstdint>
 
-#include "core/plan.h"
 #include "core/status.h"
 #include "cuda/runtime.h"
+#include "flashmoe/flashmoe.h"
 
 namespace flashmoe {
+
+struct Plan;  // core/plan.h, which no kernel is compiled anew for
 
 // The oldest PTX that has clusters and programmatic launches.
 inline constexpr int kClusterPtx = 90;
@@ -73,5 +75,8 @@ flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* su
 // ended, if it is `early`: every kernel here waits (cuda/ptx/pdl.cuh).
 flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream,
                                bool early = true);
+
+// Launches all launches of a plan, in order, each with the same argument.
+flashmoe_status launch_all(const Plan& plan, const void* params, void* stream);
 
 }  // namespace flashmoe

@@ -289,7 +289,6 @@ flashmoe_status plan_sequences(const AttentionProblem&, Plan*, const Reason& rea
 }
 const AttentionFamily kSm89DecodeAttention = {"sm89_decode", FLASHMOE_DEVICE_CUDA, plan_sequences,
                                               nullptr};
-const AttentionFamily kMixedAttention = {"mixed", FLASHMOE_DEVICE_CUDA, plan_sequences, nullptr};
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
@@ -327,6 +326,14 @@ const GroupedProductBackwardFamily kSm89GroupedProductBackward =
     family<GroupedProductBackwardProblem, kSm89, Kind::kMany>();
 const GroupedProductBackwardFamily kCpuGroupedProductBackward =
     family<GroupedProductBackwardProblem, kCpu, Kind::kHost>();
+
+flashmoe_status cuda_plan_lengths(const AttentionProblem&, Plan*, const Reason& reason) {
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
+}
+flashmoe_status cuda_launch_lengths(const AttentionProblem&, const Plan&, int64_t, void*, void*,
+                                    void*) {
+  return FLASHMOE_ERROR_UNSUPPORTED;
+}
 
 flashmoe_status cuda_all_rows(int32_t, const int32_t** offsets) {
   static const int32_t all_rows[] = {0, INT32_MAX};
@@ -1221,7 +1228,7 @@ void the_least_time_serves_a_call() {
   CHECK(std::strcmp(plan.family, "sm89_few_rows") == 0 && plan.microseconds == 131);
   CHECK(std::strcmp(plan.rejected,
                     "sm89_decode: a dense batch\n"
-                    "mixed: a dense batch\n"
+                    "mixed: accepted are batches whose sequences may have more than 32 queries\n"
                     "sm90: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "sm89: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import capi
 import numpy as np
 import pytest
+import sequence_ways
 from capi import Gradients, aligned_empty, normal
 from guarded import between_guards
 from reference_backward import assert_gradients_accurate
+from sequence_ways import Way
 
 DTYPES = ("fp32", "fp16", "bf16")
 INT_MAX = 2**31 - 1
@@ -77,13 +79,7 @@ def filled(shape: tuple[int, ...], dtype: np.dtype, value: float) -> np.ndarray:
     return made
 
 
-class Rows(NamedTuple):
-    """Where each sequence is: (batch, first row), of so many rows of so many batches."""
-
-    places: list[tuple[int, int]]
-    batch: int
-    length: int
-
+class Rows(sequence_ways.Rows):
     def lay(self, parts: list[np.ndarray], axis: int = 1) -> np.ndarray:
         """Among NaN; the rows of parts [1, ...] are their `axis`."""
         shape = list(parts[0].shape)
@@ -95,52 +91,9 @@ class Rows(NamedTuple):
             made[tuple(at)] = part
         return made
 
-    def take(self, x: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-        return [x[b : b + 1, i : i + n] for (b, i), n in zip(self.places, lengths, strict=True)]
-
-
-class Way(NamedTuple):
-    queries: Rows
-    keys: Rows
-    tables: dict[str, Any]
-
-
-def packed(lengths: Sequence[int], before: int, behind: int) -> tuple[Rows, np.ndarray]:
-    offsets = starts(lengths) + np.int32(before)
-    rows = Rows([(0, int(i)) for i in offsets[:-1]], 1, int(offsets[-1]) + behind)
-    return rows, offsets
-
-
-def padded(lengths: Sequence[int], left: Sequence[int] | None = None) -> Rows:
-    left = left or [0] * len(lengths)
-    longest = max(n + skip for n, skip in zip(lengths, left, strict=True)) + 2
-    return Rows(list(enumerate(left)), len(lengths), longest)
-
 
 def ways(given: Sequences) -> dict[str, Way]:
-    """Every way to say where the same sequences are of which there are gradients."""
-    lengths_q, lengths_k = given.lengths_q, given.lengths_k
-    packed_q, cu_q = packed(lengths_q, 2, 4)
-    packed_k, cu_k = packed(lengths_k, 0, 5)
-    left = [(3 * b + 1) % 11 for b in range(len(lengths_k))]
-    ends = int32([n + skip for n, skip in zip(lengths_k, left, strict=True)])
-    used_q, used_k = int32(lengths_q), int32(lengths_k)
-    # In rooms of which each sequence leaves some, on either side.
-    room = [n + 4 for n in lengths_k]
-    room_k, cu_room = packed(room, 3, 1)
-    inside = Rows([(b, i + 2) for b, i in room_k.places], room_k.batch, room_k.length)
-    return {
-        "packed": Way(packed_q, packed_k, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}),
-        "padded": Way(padded(lengths_q), padded(lengths_k),
-                      {"seqused_q": used_q, "seqused_k": used_k}),
-        "left": Way(padded(lengths_q), padded(lengths_k, left),
-                    {"seqused_q": used_q, "seqused_k": ends, "k_begin": int32(left)}),
-        "packed_and_left": Way(packed_q, padded(lengths_k, left),
-                               {"cu_seqlens_q": cu_q, "seqused_k": ends, "k_begin": int32(left)}),
-        "rooms": Way(packed_q, inside,
-                     {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_room,
-                      "seqused_k": used_k + np.int32(2), "k_begin": int32([2] * len(room))}),
-    }  # fmt: skip
+    return sequence_ways.ways(given.lengths_q, given.lengths_k, 4, Rows, int32)
 
 
 def tensors_of(given: Sequences, way: Way) -> dict[str, np.ndarray]:
@@ -399,7 +352,7 @@ def test_sequences_that_share_rows_take_turns(library: ctypes.CDLL) -> None:
     given = Sequences(library, capi.DTYPES["fp32"], ((400,), (500,)), causal="bottom_right")
     want = given.dense()[0]
     back_q, back_k = int32([0, 400] * 40), int32([0, 500] * 40)
-    way = Way(packed((400,), 0, 0)[0], packed((500,), 0, 0)[0],
+    way = Way(Rows([(0, 0)], 1, 400), Rows([(0, 0)], 1, 500),
               {"cu_seqlens_q": back_q, "cu_seqlens_k": back_k})  # fmt: skip
     before = library.flashmoe_get_num_threads()
     library.flashmoe_set_num_threads(1)  # so that no two write at a time

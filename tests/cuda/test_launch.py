@@ -57,16 +57,19 @@ ATTENTION_BASE = (
 )
 ATTENTION = (
     *ATTENTION_BASE,
-    "core/ops/attention/forward.cpp",
+    *(f"core/ops/attention/{name}.cpp" for name in ("forward", "mixed")),
     *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
-    *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_decode", "mixed")),
+    "cuda/attention/sm89_decode/family.cpp",
+    "cuda/attention/lengths/launch.cpp",
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("ragged", "stream_k", "whole_tiles")),
 )
 SOURCES = {
     "test_launch": ATTENTION,
     "test_choice": tuple(
-        source for source in ATTENTION if "sm89_decode" not in source and "mixed" not in source
+        source
+        for source in ATTENTION
+        if not any(part in source for part in ("sm89_decode", "mixed", "lengths"))
     ),
     "test_backward": (
         *ATTENTION_BASE,

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import flashmoe_science as fm
+import sequence_ways
 import torch
 from gpu import backward, memory, ragged
 from gpu.backward import GRADIENTS
 from gpu.memory import Placed
-from gpu.ragged import int32, starts
+from gpu.ragged import int32
+from sequence_ways import Way
 
 
 @dataclass
@@ -89,13 +91,7 @@ def make(
     return Given(tensors, options, dlse, own)
 
 
-class Rows(NamedTuple):
-    """Where each sequence is: (batch, first row), of so many rows of so many batches."""
-
-    places: list[tuple[int, int]]
-    batch: int
-    length: int
-
+class Rows(sequence_ways.Rows):
     def lay(self, parts: list[torch.Tensor], axis: int = 1) -> torch.Tensor:
         """Among NaN; the rows of parts [1, ...] are their `axis`."""
         shape = list(parts[0].shape)
@@ -105,53 +101,9 @@ class Rows(NamedTuple):
             made[b].narrow(axis - 1, begin, part.shape[axis]).copy_(part[0])
         return made
 
-    def take(self, x: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Views of the rows of each sequence."""
-        return [x[b : b + 1, i : i + n] for (b, i), n in zip(self.places, lengths, strict=True)]
-
-
-class Way(NamedTuple):
-    queries: Rows
-    keys: Rows
-    tables: dict[str, Any]
-
-
-def packed(lengths: Sequence[int], before: int, behind: int) -> tuple[Rows, torch.Tensor]:
-    offsets = starts(lengths) + before
-    places = [(0, i) for i in offsets[:-1].tolist()]
-    return Rows(places, 1, int(offsets[-1]) + behind), int32(offsets)
-
-
-def padded(lengths: Sequence[int], left: Sequence[int] | None = None) -> Rows:
-    left = left or [0] * len(lengths)
-    longest = max(n + skip for n, skip in zip(lengths, left, strict=True)) + 2
-    return Rows(list(enumerate(left)), len(lengths), longest)
-
 
 def ways(given: Given) -> dict[str, Way]:
-    """Every way to say where the same sequences are of which there are gradients."""
-    lengths_q, lengths_k = given.lengths_q, given.lengths_k
-    packed_q, cu_q = packed(lengths_q, 2, 300)
-    packed_k, cu_k = packed(lengths_k, 0, 5)
-    left = [(3 * b + 1) % 11 for b in range(len(lengths_k))]
-    ends = int32([n + skip for n, skip in zip(lengths_k, left, strict=True)])
-    used_q, used_k = int32(lengths_q), int32(lengths_k)
-    # In rooms of which each sequence leaves some, on either side.
-    room = [n + 4 for n in lengths_k]
-    room_k, cu_room = packed(room, 3, 1)
-    inside = Rows([(b, i + 2) for b, i in room_k.places], room_k.batch, room_k.length)
-    return {
-        "packed": Way(packed_q, packed_k, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}),
-        "padded": Way(padded(lengths_q), padded(lengths_k),
-                      {"seqused_q": used_q, "seqused_k": used_k}),
-        "left": Way(padded(lengths_q), padded(lengths_k, left),
-                    {"seqused_q": used_q, "seqused_k": ends, "k_begin": int32(left)}),
-        "packed_and_left": Way(packed_q, padded(lengths_k, left),
-                               {"cu_seqlens_q": cu_q, "seqused_k": ends, "k_begin": int32(left)}),
-        "rooms": Way(packed_q, inside,
-                     {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_room,
-                      "seqused_k": used_k + 2, "k_begin": int32([2] * len(room))}),
-    }  # fmt: skip
+    return sequence_ways.ways(given.lengths_q, given.lengths_k, 300, Rows, int32)
 
 
 class Result(NamedTuple):

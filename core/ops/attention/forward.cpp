@@ -2,9 +2,9 @@
 #include <array>
 #include <cstdio>
 
-#include "core/backends.h"
 #include "core/operation.h"
 #include "core/ops/attention/checks.h"
+#include "core/ops/attention/families.h"
 #include "core/ops/attention/sequences.h"
 #include "core/option.h"
 #include "core/status.h"
@@ -58,18 +58,7 @@ struct AttentionForward {
   static constexpr size_t kFirstOutput = 11;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
-  static constexpr const AttentionFamily* kFamilies[] = {
-#if FLASHMOE_WITH_CUDA
-      &kSm89FewRowsAttention, &kSm89DecodeAttention, &kMixedAttention,
-#endif
-#if FLASHMOE_WITH_SM90
-      &kSm90Attention,
-#endif
-#if FLASHMOE_WITH_CUDA
-      &kSm89Attention,
-#endif
-      &kCpuAttention,
-  };
+  static constexpr const auto& kFamilies = kAttentionFamilies;
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
     AttentionArguments arguments = AttentionArguments::of(params);

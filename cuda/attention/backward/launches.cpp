@@ -158,11 +158,4 @@ void fill_addresses(const AttentionBackwardProblem& p, const Layout& layout, cha
   params->split_sums = reinterpret_cast<float*>(workspace + layout.split_sums);
 }
 
-flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream) {
-  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
-    FLASHMOE_TRY(launch_planned(plan, i, params, stream));
-  }
-  return FLASHMOE_OK;
-}
-
 }  // namespace flashmoe::attention_backward

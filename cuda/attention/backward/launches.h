@@ -46,7 +46,4 @@ void fill_params(const AttentionBackwardProblem& problem, const Entry& entry, Co
 void fill_addresses(const AttentionBackwardProblem& problem, const Layout& layout, char* workspace,
                     CommonParams* params);
 
-// Launches what plan_launches planned, with parameters that begin with the common ones.
-flashmoe_status launch_all(const Plan& plan, const CommonParams* params, void* stream);
-
 }  // namespace flashmoe::attention_backward

@@ -3,7 +3,7 @@
 //   dsink = sum over the head's rows of weight (dlse - rowsum(dO * O))
 //
 // A block has one head. It comes behind the prologue, which leaves delta of each row. Threads take
-// rows in turns and the block's sums are added as a tree, so the order is fixed, whatever runs
+// rows round-robin and the block's sums are added as a tree, so the order is fixed, whatever runs
 // beside it. It is a launch of its own: a sum over all batches needs all blocks of the prologue to
 // be done.
 #pragma once

@@ -72,7 +72,7 @@ flashmoe_status launch_ragged(const AttentionBackwardProblem& problem, const Pla
     kept.set_ready(true);
   }
   attention_backward::fill_ragged_addresses(problem, entry, workspace, &*kept);
-  return attention_backward::launch_all(plan, &*kept, stream);
+  return launch_all(plan, &*kept, stream);
 }
 
 flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan, void* workspace,
@@ -92,7 +92,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   }
   attention_backward::fill_addresses(problem, attention_backward::layout_of(problem, entry), memory,
                                      &*kept);
-  return attention_backward::launch_all(plan, &*kept, stream);
+  return launch_all(plan, &*kept, stream);
 }
 
 }  // namespace

@@ -36,13 +36,14 @@ struct Rings {
 
 // sums += A B over kSlices of 16. load_a(fragment, atom, slice) reads 16 rows of A,
 // load_b(fragment, pair, slice) 16 columns of B. A fragment is read as soon as the last product of
-// the one whose place it takes has been issued. With two atoms and two pairs in turns, that is four
-// products ahead of its own or more. `kHeld`: registers of sums that are alive, these among them.
+// the one whose place it takes has been issued. With two atoms and two pairs interleaved, that is
+// four products ahead of its own or more. `kHeld`: registers of sums that are alive, these among
+// them.
 template <class Element, int kSlices, int kHeld, int kAtoms, int kTiles, class LoadA, class LoadB>
 __device__ __forceinline__ void multiply(float (&sums)[kAtoms][kTiles][4], const LoadA& load_a,
                                          const LoadB& load_b) {
   constexpr int kPairs = kTiles / 2;
-  constexpr int kBlock = kPairs % 2 == 0 ? 2 : 1;  // pairs in turns with atoms
+  constexpr int kBlock = kPairs % 2 == 0 ? 2 : 1;  // pairs interleaved with atoms
   using Ring = Rings<kHeld, kAtoms, kPairs>;
   constexpr int kAs = kSlices * kAtoms;
   constexpr int kBs = kSlices * kPairs;

@@ -5,9 +5,9 @@
 #include <cstring>
 
 #include "core/backends.h"
+#include "core/ops/attention/few_queries.h"
 #include "core/status.h"
 #include "cuda/attention/combine.h"
-#include "cuda/attention/few_queries.h"
 #include "cuda/attention/sm89_decode/cost.h"
 #include "cuda/attention/sm89_decode/entry.h"
 

@@ -153,7 +153,7 @@ class RaggedScheduler {
     __syncwarp();
     lanes_.own = TilesOfSequence::of(own.tiles, keys_of_longest(own), Traits::kTileQ);
     const int keys = __reduce_add_sync(kFullWarp, min(own.sequence.length_k, kMostKeys));
-    const int heads = heads_per_section(params_.heads_kv, keys, params_.keys_of_l2) *
+    const int heads = heads_per_swizzle(params_.heads_kv, keys, params_.keys_of_l2) *
                       params_.by_heads_per_kv.number();
     tiles_.begin_chunk(lanes_, __reduce_add_sync(kFullWarp, own.tiles) * params_.by_heads.number(),
                        heads, blocks());

@@ -10,7 +10,7 @@
 //
 // So each block has about as much to do as any other. In which order it does it is free: all blocks
 // take the tiles of some heads first, as many as have keys and values that fit the L2 together,
-// then those of the next heads (a section of heads), and so on.
+// then those of the next heads (a swizzle group of heads), and so on.
 #pragma once
 
 #include "cuda/divisor.h"
@@ -123,12 +123,12 @@ class RaggedRounds {
   bool backwards_ = false;
 };
 
-// KV heads of a section, of so many: about as many in each.
-FLASHMOE_IN_KERNEL int heads_per_section(int heads_kv, int keys, int keys_of_l2) {
+// KV heads of a swizzle group, of so many: about as many in each.
+FLASHMOE_IN_KERNEL int heads_per_swizzle(int heads_kv, int keys, int keys_of_l2) {
   const int fitting = keys_of_l2 / (keys > 1 ? keys : 1);
   if (fitting >= heads_kv) return heads_kv;
-  const int sections = fitting > 1 ? (heads_kv + fitting - 1) / fitting : heads_kv;
-  return (heads_kv + sections - 1) / sections;
+  const int groups = fitting > 1 ? (heads_kv + fitting - 1) / fitting : heads_kv;
+  return (heads_kv + groups - 1) / groups;
 }
 
 // The tiles of a block, chunk by chunk.
@@ -136,14 +136,14 @@ class TilesOfChunks {
  public:
   explicit FLASHMOE_IN_KERNEL TilesOfChunks(int block) : rounds_(block) {}
 
-  // Goes on to a chunk of so many tiles of all heads. Sections are of so many heads.
+  // Goes on to a chunk of so many tiles of all heads. Swizzle groups are of so many heads.
   template <class Lanes>
   FLASHMOE_IN_KERNEL void begin_chunk(const Lanes& lanes, int tiles, int heads, int blocks) {
     rounds_.end(tiles_, blocks);
     tiles_ = tiles;
     heads_ = heads;
     first_head_ = 0;
-    begin_section(lanes);
+    begin_swizzle(lanes);
   }
 
   // The next of the chunk. False when there are no more.
@@ -160,14 +160,14 @@ class TilesOfChunks {
         return true;
       }
       first_head_ += heads_;
-      begin_section(lanes);
+      begin_swizzle(lanes);
     }
     return false;
   }
 
  private:
   template <class Lanes>
-  FLASHMOE_IN_KERNEL void begin_section(const Lanes& lanes) {
+  FLASHMOE_IN_KERNEL void begin_swizzle(const Lanes& lanes) {
     rounds_.begin();
     level_ = lanes.top();
   }
@@ -175,7 +175,7 @@ class TilesOfChunks {
   RaggedRounds rounds_;
   int tiles_ = 0;       // of all heads
   int level_ = 0;       // of the last tile
-  int first_head_ = 0;  // of the section
+  int first_head_ = 0;  // of the swizzle group
   int heads_ = 0;
 };
 

@@ -170,10 +170,7 @@ flashmoe_status launch_split_kv(const AttentionProblem& problem, const Plan& pla
   params.part_outs = static_cast<float4*>(workspace);
   params.part_statistics = reinterpret_cast<float2*>(
       params.part_outs + part_rows * static_cast<uint64_t>(entry.dim_v / 4));
-  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
-    FLASHMOE_TRY(launch_planned(plan, i, &params, stream));
-  }
-  return FLASHMOE_OK;
+  return launch_all(plan, &params, stream);
 }
 
 }  // namespace flashmoe::sm90

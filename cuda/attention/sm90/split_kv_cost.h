@@ -62,7 +62,7 @@ struct KeySplit {
 KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitKernel& kernel,
                         const TileSpeed& speed, const DeviceFacts& facts);
 
-// The best tiles as well, of at most so many groups. Of fewer only whole ones are considered.
+// The best tiles, of at most so many groups: tiles of fewer compete with their keys unsplit.
 struct TileSplit {
   int64_t most_groups;  // of a tile, for packed_tiles
   KeySplit split;

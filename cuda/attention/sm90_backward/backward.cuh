@@ -24,7 +24,7 @@
 // Head dimensions above 128 have consumers of their own (panels.cuh, by_products.cuh).
 // dQ of a step comes in the next one, so a consumer waits for the other's dS when that is mostly
 // there. What keeps the writers and readers of each buffer apart is in
-// docs/kernels/attention_backward_sm90.md.
+// docs/kernels/attention_backward_sm90_barriers.md.
 #pragma once
 
 #include "cuda/attention/sm90/ragged_rows.h"
@@ -830,7 +830,7 @@ struct Writer : Counters<Traits::kInPanels> {
     ptx::tma_store_wait();
   }
 
-  // Writers take what leaves in turns: parts of dQ of all steps, then dV and dK.
+  // Writers alternate over what leaves: parts of dQ of all steps, then dV and dK.
   __device__ __forceinline__ void run() {
     uint32_t next = 0;  // slot of the item's first step
     for (;; ++items) {

@@ -242,7 +242,7 @@ flashmoe_status launch_ragged(const AttentionBackwardProblem& problem, const Pla
   }
   attention_backward::fill_ragged_addresses(problem, entry, memory, &params);
   fill_directs(problem, &params);
-  return attention_backward::launch_all(plan, &params, stream);
+  return launch_all(plan, &params, stream);
 }
 
 flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan, void* workspace,
@@ -268,7 +268,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   }
   attention_backward::fill_addresses(problem, layout, memory, &kept->params);
   fill_directs(problem, &kept->params);
-  return attention_backward::launch_all(plan, &kept->params, stream);
+  return launch_all(plan, &kept->params, stream);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Consumers of head dimensions above 128, which have no registers for dQ beside the other products
 // of a step: it is made and leaves in panels of 64 columns, by a slot of 16 KiB for each consumer.
-// In PanelConsumer, that of 192/128, S, dP and dQ are one array in turns:
+// In PanelConsumer, that of 192/128, S, dP and dQ take turns in one array:
 //
 //   issue S | wait | P = exp2 | issue dV, dP | wait | dS | issue a panel of dQ of the step before,
 //   dK | wait for the panel | slot [dK] | wait | of every second step the other panel | slot

@@ -20,7 +20,7 @@ inline constexpr int kStageWordBytes = 4;
 // What each of the consumers has.
 enum class Share {
   kKeys,           // 64 keys of a tile of 128: all their products, and half of dQ
-  kKeysAndPanels,  // the same, and panels of 64 columns of dQ in turns
+  kKeysAndPanels,  // the same, and alternate panels of 64 columns of dQ
   kProducts,       // P and dV, or dS and dK, of 64 keys of a tile of 128 that two blocks share;
                    // a third has dQ
 };

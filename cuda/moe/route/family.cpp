@@ -263,10 +263,7 @@ flashmoe_status launch(const MoeRouteProblem& problem, const Plan& plan, void* w
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
   const Params params = make_params(problem, plan, workspace);
-  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
-    FLASHMOE_TRY(launch_planned(plan, i, &params, stream));
-  }
-  return FLASHMOE_OK;
+  return launch_all(plan, &params, stream);
 }
 
 }  // namespace

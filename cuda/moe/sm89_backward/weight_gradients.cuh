@@ -20,6 +20,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/tile/thread.cuh"
+#include "cuda/tile/transpose.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #include "cuda/ptx/pdl.cuh"
@@ -321,19 +322,6 @@ __device__ __forceinline__ void sum_tile(int steps, const FragmentReader<Traits>
   fragments[1].multiply(d);
 }
 
-// Lane 4 q + t gets word t of lanes 4 q to 4 q + 3, in their order.
-__device__ __forceinline__ void transpose_4x4(uint32_t (&words)[4]) {
-  const auto exchange = [&](uint32_t& first, uint32_t& second, int distance) {
-    const bool upper = (lane_index() & distance) != 0;
-    const uint32_t received = __shfl_xor_sync(kFullWarp, upper ? first : second, distance);
-    (upper ? first : second) = received;
-  };
-  exchange(words[0], words[1], 1);
-  exchange(words[2], words[3], 1);
-  exchange(words[0], words[2], 2);
-  exchange(words[1], words[3], 2);
-}
-
 // Where a thread's accumulators go: rows lane / 4 and that + 8 of a fragment, columns 2 (lane % 4)
 // and the next.
 template <class Traits>
@@ -397,7 +385,7 @@ class Store {
             const auto& pair = d[m][4 * group + f];
             words[f] = Numeric::pack(pair[2 * half], pair[2 * half + 1]);
           }
-          transpose_4x4(words);
+          transpose_4x4(words, lane_index());
           const int column = column_ + 32 * group + lane_index() % 4 * 8;
           if (row < job_.m && column < job_.n) {
             *reinterpret_cast<uint4*>(begin + column) =

@@ -96,7 +96,7 @@ def kv_append(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """flashmoe_science.kv_append, which see. In a graph, q_out and stream are None."""
+    """As flashmoe_science.kv_append. In a graph, q_out and stream are None."""
     tensors = (
         k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index, page_table,
         positions, rotary_cos, rotary_sin,

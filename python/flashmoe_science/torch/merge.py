@@ -96,7 +96,7 @@ def merge_states(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """flashmoe_science.merge_states, which see. In a graph, out, lse and stream are None."""
+    """As flashmoe_science.merge_states. In a graph, out, lse and stream are None."""
     partials = parse_partials(outs, lses)
     name = parse_name(dtype)
     if _is_plain(partials.outs) or _leaves_graph(partials.outs, out=out, lse=lse, stream=stream):

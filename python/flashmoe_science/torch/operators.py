@@ -593,7 +593,7 @@ def flash_attention(
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
 ) -> Any:
-    """flashmoe_science.flash_attention, which see. In a graph, out, lse and stream are None, and
+    """As flashmoe_science.flash_attention. In a graph, out, lse and stream are None, and
     what is returned is token by token in memory in either layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
@@ -1193,7 +1193,7 @@ def moe_route(
     out: MoeRouting | None = None,
     stream: object = None,
 ) -> MoeRouting:
-    """flashmoe_science.moe_route, which see. In a graph, out and stream are None."""
+    """As flashmoe_science.moe_route. In a graph, out and stream are None."""
     if _is_plain(logits) or _leaves_graph(logits, out=out, stream=stream):
         try:
             return _core.moe_route(  # type: ignore[return-value]
@@ -1225,7 +1225,7 @@ def moe_route_given(
     out: MoeRouting | None = None,
     stream: object = None,
 ) -> MoeRouting:
-    """flashmoe_science.moe_route_given, which see. In a graph, out and stream are None."""
+    """As flashmoe_science.moe_route_given. In a graph, out and stream are None."""
     if _is_plain(ids) or _leaves_graph(ids, out=out, stream=stream):
         try:
             return _core.moe_route_given(  # type: ignore[return-value]
@@ -1370,7 +1370,7 @@ def moe_forward(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """flashmoe_science.moe_forward, which see. In a graph, out, pre_activation and stream are
+    """As flashmoe_science.moe_forward. In a graph, out, pre_activation and stream are
     None."""
     if _is_plain(x) or _leaves_graph(x, out=out, pre_activation=pre_activation, stream=stream):
         try:
@@ -1450,7 +1450,7 @@ def grouped_product(
     kernel: str | None = None,
     stream: object = None,
 ) -> torch.Tensor:
-    """flashmoe_science.grouped_product, which see. In a graph, out and stream are None."""
+    """As flashmoe_science.grouped_product. In a graph, out and stream are None."""
     if _is_plain(x) or _leaves_graph(x, out=out, stream=stream):
         try:
             return _core.grouped_product(  # type: ignore[return-value]
@@ -1561,7 +1561,7 @@ def fused_moe(
     kernel: str | None = None,
     stream: object = None,
 ) -> torch.Tensor:
-    """flashmoe_science.fused_moe, which see. In a graph, out and stream are None."""
+    """As flashmoe_science.fused_moe. In a graph, out and stream are None."""
     if _is_plain(tokens) or _leaves_graph(tokens, out=out, stream=stream):
         try:
             return _core.fused_moe(  # type: ignore[return-value]

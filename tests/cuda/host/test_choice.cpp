@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "core/backends.h"
+#include "core/ops/attention/families.h"
 #include "cuda/attention/sm89/entry.h"
 #include "cuda/attention/sm89_few_rows/entry.h"
 #include "cuda/attention/sm89_few_rows/traits.cuh"

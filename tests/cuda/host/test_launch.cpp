@@ -15,7 +15,7 @@
 #include "check.h"
 #include "core/backends.h"
 #include "cuda/attention/combine.h"
-#include "cuda/attention/mixed/lengths.h"
+#include "cuda/attention/lengths/lengths.h"
 #include "cuda/attention/sm89/entry.h"
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm89_decode/entry.h"
@@ -97,11 +97,11 @@ const Kernel kCombineFp16 = {"attention_combine_sm89_decode_fp16",
 const Kernel kCombineBf16 = kCombineFp16;
 }  // namespace flashmoe::sm89_decode
 
-namespace flashmoe::mixed {
+namespace flashmoe::lengths {
 static LoadedKernel loaded[kMaxDevices];
 const Kernel kLengths = {"attention_forward_mixed_lengths", reinterpret_cast<const void*>(0x5a), 0,
                          loaded};
-}  // namespace flashmoe::mixed
+}  // namespace flashmoe::lengths
 
 namespace flashmoe::sm89 {
 static LoadedKernel loaded[kMaxDevices];
@@ -567,7 +567,7 @@ void few_queries_share_their_keys() {
 }
 
 struct SeenMixed {
-  mixed::LengthsParams lengths;
+  lengths::Params lengths;
   const void* many_q;
   sm89_decode::Params few;
 };
@@ -578,7 +578,7 @@ int seen_mixed_launches = 0;
 void prompts_beside_decoding_are_two_parts() {
   fake::on_launch = [](const void* params) {
     const int i = seen_mixed_launches++;
-    if (i == 0) seen_mixed.lengths = *static_cast<const mixed::LengthsParams*>(params);
+    if (i == 0) seen_mixed.lengths = *static_cast<const lengths::Params*>(params);
     if (i == 1) {
       seen_mixed.many_q = static_cast<const sm90::RaggedParams*>(params)->sequences.seqused_q.data;
     }

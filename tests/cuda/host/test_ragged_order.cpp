@@ -84,23 +84,23 @@ struct Batch {
         const Lanes lanes = lanes_of(lengths[chunk]);
         int keys_of_chunk = 0;
         for (const int length : lengths[chunk]) keys_of_chunk += length;
-        const int section =
-            heads_per_section(heads_kv, keys_of_chunk, keys_of_l2) * (heads_q / heads_kv);
-        CHECK(section > 0 && (section >= heads_q || section % (heads_q / heads_kv) == 0));
+        const int group =
+            heads_per_swizzle(heads_kv, keys_of_chunk, keys_of_l2) * (heads_q / heads_kv);
+        CHECK(group > 0 && (group >= heads_q || group % (heads_q / heads_kv) == 0));
         const int all = lanes.sum([](const TilesOfSequence& each) { return each.count; }) * heads_q;
-        tiles.begin_chunk(lanes, all, section, blocks);
+        tiles.begin_chunk(lanes, all, group, blocks);
         TileOfChunk tile = {};
         int head = 0;
-        int last_section = 0;
+        int last_group = 0;
         int last_level = INT32_MAX;
         while (tiles.next(lanes, grows, by_heads_q, blocks, &tile, &head)) {
           const TilesOfSequence& of = lanes.tiles[static_cast<size_t>(tile.lane)];
           CHECK(tile.rank >= 0 && tile.rank < of.count && head >= 0 && head < heads_q);
           ++taken[{chunk, tile.lane, tile.rank, head}];
-          // Sections one after another, in each the longest first.
-          CHECK(head / section >= last_section);
-          if (head / section > last_section) last_level = INT32_MAX;
-          last_section = head / section;
+          // Swizzle groups one after another, in each the longest first.
+          CHECK(head / group >= last_group);
+          if (head / group > last_group) last_level = INT32_MAX;
+          last_group = head / group;
           const int level = grows ? of.top - tile.rank : of.top;
           CHECK(level <= last_level);
           last_level = level;
@@ -182,19 +182,19 @@ void blocks_have_as_much_to_do() {
   CHECK(idle(batch) == 0);
 }
 
-void sections_fit_the_l2() {
+void swizzle_groups_fit_the_l2() {
   for (int i = 0; i < 20000; ++i) {
     const int heads = from(1, 64);
     const int keys = from(0, 1 << 20);
     const int room = from(0, 1 << 22);
-    const int section = heads_per_section(heads, keys, room);
-    CHECK(section >= 1 && section <= heads);
+    const int group = heads_per_swizzle(heads, keys, room);
+    CHECK(group >= 1 && group <= heads);
     // One head's keys may be too many already.
-    CHECK(section == 1 || static_cast<int64_t>(section) * keys <= room);
-    // Not one head less than there may be, but for sections of about one size.
-    const int sections = (heads + section - 1) / section;
-    CHECK(section == heads || keys == 0 || sections == 1 ||
-          static_cast<int64_t>((heads + sections - 2) / (sections - 1)) * keys > room);
+    CHECK(group == 1 || static_cast<int64_t>(group) * keys <= room);
+    // Not one head less than there may be, but for groups of about one size.
+    const int groups = (heads + group - 1) / group;
+    CHECK(group == heads || keys == 0 || groups == 1 ||
+          static_cast<int64_t>((heads + groups - 2) / (groups - 1)) * keys > room);
   }
 }
 
@@ -263,7 +263,7 @@ void steps_are_made_of_pieces_of_pages() {
 int main() {
   flashmoe::sm90::every_tile_is_taken_once();
   flashmoe::sm90::blocks_have_as_much_to_do();
-  flashmoe::sm90::sections_fit_the_l2();
+  flashmoe::sm90::swizzle_groups_fit_the_l2();
   flashmoe::sm90::boxes_are_cut_at_their_sequence();
   flashmoe::sm90::steps_are_made_of_pieces_of_pages();
   return 0;

@@ -4,11 +4,11 @@
 #include "cuda/launch.h"
 #include "cuda/tile/sequence_tables.h"
 
-namespace flashmoe::mixed {
+namespace flashmoe::lengths {
 
 inline constexpr int kLengthsThreads = 256;
 
-struct LengthsParams {
+struct Params {
   SequenceParams sequences;
   int32_t few;      // queries
   int32_t* many_q;  // [sequences]: queries of those with more, 0 of the others
@@ -17,4 +17,4 @@ struct LengthsParams {
 
 extern const Kernel kLengths;
 
-}  // namespace flashmoe::mixed
+}  // namespace flashmoe::lengths

@@ -1,13 +1,13 @@
 // Tells sequences with few queries from the others: two tables of lengths, in each of which the
 // sequences of the other have no query.
-#include "cuda/attention/mixed/lengths.h"
+#include "cuda/attention/lengths/lengths.h"
 #include "cuda/ptx/pdl.cuh"
 
-namespace flashmoe::mixed {
+namespace flashmoe::lengths {
 namespace {
 
 __global__ void __launch_bounds__(kLengthsThreads)
-    attention_lengths_kernel(const __grid_constant__ LengthsParams params) {
+    attention_lengths_kernel(const __grid_constant__ Params params) {
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
@@ -26,4 +26,4 @@ LoadedKernel loaded[kMaxDevices];
 const Kernel kLengths = {"attention_forward_mixed_lengths",
                          reinterpret_cast<const void*>(&attention_lengths_kernel), 0, loaded};
 
-}  // namespace flashmoe::mixed
+}  // namespace flashmoe::lengths
