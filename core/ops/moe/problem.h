@@ -169,6 +169,7 @@ struct MoeBackwardProblem {
   BiasGradient db_up;
   BiasGradient db_down;
   float* dweights;  // [tokens, top_k] or nullptr
+  uint64_t max_workspace_bytes;  // 0: no bound
   bool accumulate;
   KernelName kernel;
 };
