@@ -229,7 +229,7 @@ float differentiate_row(const MoeActivationGradient& row) {
 template <typename Element>
 void sum_rows(const MoeRowSums& sums) {
   constexpr int kVectors = 4;
-  constexpr int64_t kRun = 64;
+  constexpr int64_t kRun = 16;
   for (int64_t i = 0; i < sums.columns; i += kVectors * kLanes) {
     Vector total[kVectors];
 #pragma GCC unroll 4
