@@ -5,8 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "bindings/calls.h"
+#include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
 #include "flashmoe/moe.h"
 
@@ -578,6 +580,16 @@ nb::object dispatch(const char* name, const Arguments&... arguments) {
 template <class... Arguments>
 nb::object record(const char* name, const Arguments&... arguments) {
   return nb::module_::import_("flashmoe_science._moe_autograd").attr(name)(arguments...);
+}
+
+// Whether torch.autocast takes tensors of a call, one of which is fp32: what is above casts them.
+inline bool is_cast(const TensorType& type, std::initializer_list<const TensorView*> views) {
+  if (!type.is_torch) return false;
+  for (const TensorView* view : views) {
+    const flashmoe_dtype dtype = view->tensor().dtype;
+    if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 32) return torch_casts(view->device());
+  }
+  return false;
 }
 
 struct LayerWeights {
