@@ -82,13 +82,14 @@ def test_layers_by_differences(activation: Any, gate: Any, weight_on_input: bool
     assert by_differences(call, x, weights, *matrices)
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("groups", [{}, {"num_groups": 4, "top_groups": 2}])
-def test_routing_by_differences(scoring: Any, renormalize: bool, groups: Any) -> None:
-    """Of logits so far apart that no step changes the choice."""
-    order = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(i))
-                         for i in range(5)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scoring", "groups"),
+    [*((scoring, {}) for scoring in SCORINGS), ("sigmoid", {"num_groups": 4, "top_groups": 2})],
+)
+def test_routing_by_differences(scoring: Any, groups: Any, renormalize: bool) -> None:
+    """Of logits so far apart that no step changes the choice, of groups neither."""
+    order = torch.stack([torch.arange(E).roll(2 * i) for i in range(5)])
     lse = scoring == "softmax"
 
     def call(logits: Any) -> Any:
@@ -148,6 +149,7 @@ def test_autocast_is_that_of_cast_tensors(function: str, module: Any, recorded: 
     """Outputs of bf16, from fp32 or from a bf16 that meets fp32 weights; gradients of fp32."""
     given = {"x": normal(T, H), "router": normal(E, H), "up": normal(E, 2 * INNER, H, scale=0.2),
              "down": normal(E, H, INNER, scale=0.2), "bias": normal(E, 2 * INNER)}  # fmt: skip
+    torch._dynamo.reset()
     routing = fm.moe_route(normal(T, E), K)
     offsets = torch.tensor([0, *[T] * E], dtype=torch.int32)
 
@@ -182,7 +184,7 @@ def test_autocast_is_that_of_cast_tensors(function: str, module: Any, recorded: 
             torch.testing.assert_close(x.grad.float(), low[name].grad.float(), msg=name)
 
 
-def test_autocast_leaves_what_is_not_fp32(module: Any = fm) -> None:
+def test_autocast_leaves_what_is_not_fp32() -> None:
     low = layer_of(torch.bfloat16).requires_grad_(False)
     x = normal(T, H).bfloat16()
     want = low(x)
@@ -288,10 +290,9 @@ def test_exported_layers_train(strict: bool) -> None:
     for module in (layer, trained):
         for data in (x, normal(2, 9, H)):
             step(module, data).backward()
-    for (name, want), (_, got) in zip(
-        layer.named_parameters(), trained.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(got.grad, want.grad, msg=name)
+    made = dict(trained.named_parameters())
+    for name, want in layer.named_parameters():
+        torch.testing.assert_close(made[name].grad, want.grad, msg=name)
 
 
 def test_a_training_step_is_one_graph() -> None:
