@@ -103,9 +103,8 @@ template <class Params>
 constexpr Option<Params> max_workspace_bytes_option() {
   return {"max_workspace_bytes", [](nb::handle given, Params* p) {
             if (given.is_none()) return;
-            p->max_workspace_bytes = static_cast<uint64_t>(
-                parse_integer("max_workspace_bytes", given, 1, INT64_MAX,
-                              "are positive, or None, for no bound"));
+            p->max_workspace_bytes = static_cast<uint64_t>(parse_integer(
+                "max_workspace_bytes", given, 1, INT64_MAX, "are positive, or None, for no bound"));
           }};
 }
 
@@ -459,9 +458,15 @@ struct BackwardCall {
   };
 
   static constexpr Option<Params> kOptions[] = {
-      gate_option<Params>(),       activation_option<Params>(), alpha_option<Params>(),
-      limit_option<Params>(),      up_offset_option<Params>(),  weight_on_input_option<Params>(),
-      accumulate_option<Params>(), kernel_option<Params>(),     max_workspace_bytes_option<Params>(),
+      gate_option<Params>(),
+      activation_option<Params>(),
+      alpha_option<Params>(),
+      limit_option<Params>(),
+      up_offset_option<Params>(),
+      weight_on_input_option<Params>(),
+      accumulate_option<Params>(),
+      kernel_option<Params>(),
+      max_workspace_bytes_option<Params>(),
   };
 
   const TensorView& first() const { return dout; }

@@ -126,8 +126,8 @@ struct Workspace {
     dz_rows = pointers(needs.dz);
     scaled_rows = pointers(needs.scaled_dz);
     a_rows = pointers(needs.a);
-    dz = matrix(carver, needs.dz,
-                needs.dx_rows ? static_cast<uint64_t>(width_of(p)) : width, element);
+    dz = matrix(carver, needs.dz, needs.dx_rows ? static_cast<uint64_t>(width_of(p)) : width,
+                element);
     scratch = carver.take(static_cast<uint64_t>(threads) * ThreadScratch::bytes(kernel));
     Carver of_hidden = carver;
     computed = matrix(carver, needs.up(p), width, element);
@@ -144,10 +144,9 @@ struct Workspace {
 // query and a call.
 GradientChunks chunks_of(const Problem& p, const MoeKernel& kernel) {
   constexpr uint64_t kShareOfThreads = 8;
-  return fit_chunks(p, p.max_workspace_bytes - p.max_workspace_bytes / kShareOfThreads,
-                    [&](const GradientChunks& chunks) {
-                      return Workspace(nullptr, p, chunks, kernel, 1).bytes;
-                    });
+  return fit_chunks(
+      p, p.max_workspace_bytes - p.max_workspace_bytes / kShareOfThreads,
+      [&](const GradientChunks& chunks) { return Workspace(nullptr, p, chunks, kernel, 1).bytes; });
 }
 
 InnerChunk inner_chunk(const Problem& p, const GradientChunks& chunks, int64_t first) {
@@ -270,9 +269,9 @@ void point_to_chunk(Launch* launch) {
   for (int64_t row = 0; row < rows; ++row) {
     if (needs.activation()) {
       const void* const before =
-          is_given ? at(p.pre_activation.data,
-                        w.slots[row] * p.pre_activation.row_stride + chunk.first)
-                   : at(w.computed, row * own_width);
+          is_given
+              ? at(p.pre_activation.data, w.slots[row] * p.pre_activation.row_stride + chunk.first)
+              : at(w.computed, row * own_width);
       w.before[0][row] = before;
       if (gated) w.before[1][row] = at(before, is_given ? chunk.inner : chunk.count);
     }
@@ -567,7 +566,7 @@ void run_stages(const Stages& stages, int begin, int end, const Plan& plan, bool
   for (int i = begin; i < end; ++i) {
     const Stages::Stage& stage = stages.stages[i];
     const flashmoe_launch& planned = plan.info.launches[i];
-    const int64_t columns = stage.columns == 0      ? 0
+    const int64_t columns = stage.columns == 0    ? 0
                             : i < stages.of_inner ? launch->chunk.count
                                                   : launch->hidden;
     launch->tile_columns = columns > 0 ? planned.tile_m : 1;

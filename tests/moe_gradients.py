@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from reference import to_numpy
 
-ORDERS = {"float32": 4, "float16": 1, "bfloat16": 1}
-"""In how many orders of its sums the ordinary computation is made, of which the error is the largest.
-In fp32 all there is to an error is the order, and a gradient of an expert with few rows has few of
-them: one order tells chance, by factors of 3, not how near an ordinary computation comes."""
+ORDERS = {"float32": 8, "float16": 1, "bfloat16": 1}
+"""In how many orders of its sums the ordinary computation is made, of which the error is the
+largest. In fp32 all there is to an error is the order, and a gradient of an expert with few rows
+has few sums: one order tells chance, by factors of 3, not how near such a computation comes."""
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -122,9 +122,7 @@ def reordered(
         return values
 
     given = {name: turned(name, values) for name, values in w.items() if values is not None}
-    made = of_layer(
-        turned("x", x), ids[t], weights[t], given, turned("x", dout), dtype, **options
-    )
+    made = of_layer(turned("x", x), ids[t], weights[t], given, turned("x", dout), dtype, **options)
     return {name: turned(name, values, back=True) for name, values in made.items()}
 
 

@@ -4,6 +4,7 @@ layout."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from typing import Any
 
@@ -347,7 +348,7 @@ def test_bits_with_any_number_of_threads(isa_library: ctypes.CDLL, dtype: str) -
 
 def least_bound(*arguments: Any, **options: Any) -> int:
     """The smallest max_workspace_bytes that such a call may have, which the refusal tells."""
-    with pytest.raises(capi.FlashmoeError, match=r"max_workspace_bytes: got 1, accepted") as refusal:
+    with pytest.raises(capi.FlashmoeError, match="max_workspace_bytes: got 1, acc") as refusal:
         run_backward(*arguments, max_workspace_bytes=1, **options)
     told = re.search(r"and from (\d+) on, which chunks of 256 columns take$", str(refusal.value))
     assert told is not None
@@ -356,32 +357,30 @@ def least_bound(*arguments: Any, **options: Any) -> int:
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", capi.DTYPES)
-@pytest.mark.parametrize("weight_on_input", [0, 1])
-def test_bits_with_any_bound(
-    isa_library: ctypes.CDLL, dtype: str, gate: str, weight_on_input: int
-) -> None:
+def test_bits_with_any_bound(isa_library: ctypes.CDLL, dtype: str, gate: str) -> None:
     """Chunks of I and of H, the last of which are no whole ones: of all gradients, of each alone,
     and added to what there is."""
     rng = np.random.default_rng(11)
-    layer = make_layer(rng, 3, 520, 784, capi.DTYPES[dtype], gate=gate, bias="fp32")
-    x = capi.normal(rng, (40, 520), capi.DTYPES[dtype])
-    dout = capi.normal(rng, (40, 520), capi.DTYPES[dtype])
-    routing = random_routing(rng, 40, 3, 2, missing=0.1)
+    layer = make_layer(rng, 3, 264, 520, capi.DTYPES[dtype], gate=gate, bias="fp32")
+    x = capi.normal(rng, (20, 264), capi.DTYPES[dtype])
+    dout = capi.normal(rng, (20, 264), capi.DTYPES[dtype])
+    routing = random_routing(rng, 20, 3, 2, missing=0.1)
     call = (dout, x, layer, routing)
-    options: dict[str, Any] = {"lib": isa_library, "weight_on_input": weight_on_input}
-    for wanted in (ALL, ["dx"], ["dw_gate_up", "dw_down", "db_gate_up"], ["dweights"], ["db_down"]):
-        of: dict[str, Any] = options | {"wanted": wanted, "accumulate": len(wanted) % 2}
+    of_weights = ["dw_gate_up", "dw_down", "db_gate_up"]
+    for on_input, wanted in itertools.product((0, 1), (ALL, of_weights, ["dweights"], ["db_down"])):
+        of: dict[str, Any] = {"lib": isa_library, "weight_on_input": on_input, "wanted": wanted,
+                              "accumulate": len(wanted) % 2}  # fmt: skip
         whole = run_backward(*call, **of)
         repeats = [launch.repeats for launch in capi.last_launches(isa_library)]
         assert set(repeats) == {0}
         least = least_bound(*call, **of)
-        for bound in (least, least * 9 // 8, least * 3 // 2, 1 << 40):
+        for bound in (least, least * 6 // 5, 1 << 40):
             made = run_backward(*call, max_workspace_bytes=bound, **of)
             for name, gradient in whole.items():
                 assert made[name].tobytes() == gradient.tobytes(), (wanted, bound, name)
             again = [launch.repeats for launch in capi.last_launches(isa_library)]
             if bound == least and wanted is ALL:
-                assert set(again) == {3, 4}  # 520 and 784 columns
+                assert set(again) == {2, 3}  # 264 and 520 columns
             if bound == 1 << 40:
                 assert again == repeats
 

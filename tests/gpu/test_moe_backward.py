@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -134,33 +135,30 @@ def test_each_alone(family: str, gate: str) -> None:
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
 def test_bits_with_any_bound(family: str, gate: str, on_input: bool, saved: bool) -> None:
-    """In chunks of I and of H, the last of which are no whole ones: of all gradients, and of such as
-    need no dz of all columns."""
+    """In chunks of I and of H, the last of which are no whole ones: of all gradients, and of such
+    as need no dz of all columns."""
     case = dataclasses.replace(BASE, hidden=776, inner=1040, gate=gate, bias="x",
                                weight_on_input=on_input, tokens=150)  # fmt: skip
-    of_weights = [name for name in moe_gradient_calls.ALL if name not in ("dx", "dweights")]
-    for wanted in (moe_gradient_calls.ALL, of_weights, ["dx"], ["dweights"]):
+    of_weights = tuple(name for name in moe_gradient_calls.ALL if name not in ("dx", "dweights"))
+    for wanted in (moe_gradient_calls.ALL, of_weights, ("dx",), ("dweights",)):
         whole = Gradients.of(case, "bf16", family, missing=0.2, saved=saved, wanted=wanted)
-        want = whole.run()
-        given = {name: x for name, x in whole.call.placed.items() if name not in whole.names}
-        given.pop("pre_activation", None)
-
-        def bounded(most: int) -> Gradients:
-            return Gradients.of(case, "bf16", family, ids=whole.ids, saved=saved, wanted=wanted,
-                                inputs=given, max_workspace_bytes=most)  # fmt: skip
-
+        want, most = whole.run(), whole.call.plan.workspace_bytes
+        inputs = {name: x for name, x in whole.call.placed.items() if name not in whole.names}
+        inputs.pop("pre_activation", None)
+        again = functools.partial(Gradients.of, case, "bf16", family, ids=whole.ids, saved=saved,
+                                  wanted=wanted, inputs=inputs)  # fmt: skip
         with pytest.raises(capi.FlashmoeError, match="max_workspace_bytes: got 1") as refusal:
-            bounded(1)
-        told = re.search(rf"{family}: max_workspace_bytes:.*? and from (\d+) on", str(refusal.value))
+            again(max_workspace_bytes=1)
+        told = re.search(r"max_workspace_bytes:.*? and from (\d+) on", str(refusal.value))
         assert told is not None, refusal.value
         least = int(told[1])
-        for most in (least, least * 5 // 4, whole.call.plan.workspace_bytes):
-            made = bounded(most)
+        for bound in (least, least * 5 // 4, most):
+            made = again(max_workspace_bytes=bound)
             plan = made.call.plan
-            assert plan.workspace_bytes <= most
+            assert plan.workspace_bytes <= bound
             repeats = {launch.repeats for launch in plan.launches[: plan.launch_count]}
-            assert repeats == {0} or most < whole.call.plan.workspace_bytes
-            if most == least and wanted is moe_gradient_calls.ALL:
+            assert repeats == {0} or bound < most
+            if bound == least and wanted is moe_gradient_calls.ALL:
                 assert repeats == {4, 5}  # 776 and 1040 columns
             assert_same(made.run(), want)
 

@@ -5,8 +5,9 @@
 //
 // then, of all of dz, of columns of H: rows of dx, their sums, and with weight_on_input part of the
 // weights' gradients. Every sum but those of the weights' gradients is whole in one chunk; these go
-// by blocks of kGradientBlock columns, in order. So the bits are those of one chunk. What a chunk is
-// of is known before the routing is: experts, whose rows are not, would have to have room for all.
+// by blocks of kGradientBlock columns, in order. So the bits are those of one chunk. What a chunk
+// is of is known before the routing is: experts, whose rows are not, would have to have room for
+// all.
 //
 // For the launchers of the backends.
 #pragma once
@@ -78,7 +79,7 @@ struct InnerChunk {
   bool dz_is_whole;
 
   bool is_whole() const { return count == inner; }
-  int64_t dz_first() const { return dz_is_whole ? first : 0; }   // of what lies first in a row
+  int64_t dz_first() const { return dz_is_whole ? first : 0; }      // of what lies first in a row
   int64_t dz_inner() const { return dz_is_whole ? inner : count; }  // to what lies second
 };
 
@@ -133,8 +134,8 @@ template <class View>
 void advance(View* view, int64_t elements) {
   if (view->data == nullptr) return;
   using Data = decltype(view->data);
-  view->data = static_cast<Data>(
-      const_cast<char*>(static_cast<const char*>(view->data) + elements * dtype_bytes(view->dtype)));
+  view->data = static_cast<Data>(const_cast<char*>(static_cast<const char*>(view->data) +
+                                                   elements * dtype_bytes(view->dtype)));
 }
 
 inline MatrixGradient rows_from(MatrixGradient gradient, int64_t row) {

@@ -27,7 +27,7 @@ struct Routing {
 
 // Rows of gradients of g and of u, in the order of w_gate_up's rows.
 struct DzRows {
-  uint16_t* data;     // or nullptr
+  uint16_t* data;  // or nullptr
   int64_t stride;
   int32_t places[2];  // of g's first and u's first in a row; without a gate u's the second
   int32_t step;       // 2: they alternate, g's first
@@ -45,8 +45,8 @@ struct RowsParams {
   int64_t pre_activation_stride;
   int32_t pre_activation_up;  // from g's first to u's
   int32_t adds_dots;
-  DzRows dz;         // out
-  DzRows scaled_dz;  // the same times the weight
+  DzRows dz;             // out
+  DzRows scaled_dz;      // the same times the weight
   const uint16_t* dout;  // [tokens, hidden]
   int64_t dout_stride;
   Bias down_bias;
@@ -71,8 +71,8 @@ struct CombineParams {
   // The weights' gradients, or with weight_on_input, where they are <y, x>, the sums of the chunks
   // so far. nullptr: of one chunk.
   float* dots;
-  int32_t adds_dots;     // behind the first chunk
-  const uint16_t* x;     // [tokens, hidden]
+  int32_t adds_dots;  // behind the first chunk
+  const uint16_t* x;  // [tokens, hidden]
   int64_t x_stride;
   void* dx;  // [tokens, hidden] or nullptr
   int64_t dx_stride;

@@ -135,57 +135,57 @@ class RowOfSlot {
     uint16_t* const row = p_.da + slot_ * p_.inner;
     const float factor = p_.weight_on_input != 0 ? 1.0f : weight;
     float dot = 0.0f;
-      float first[kPiece];
-      float second[kPiece];
-      float da[kPiece];
-      unpack_piece<Element>(first, pieces.first);
-      if (p_.gated != 0) unpack_piece<Element>(second, pieces.second);
-      if (p_.has_da != 0) {
-        const uint32_t words[] = {pieces.da.x, pieces.da.y, pieces.da.z, pieces.da.w};
-        unpack_piece<Element>(da, words);
+    float first[kPiece];
+    float second[kPiece];
+    float da[kPiece];
+    unpack_piece<Element>(first, pieces.first);
+    if (p_.gated != 0) unpack_piece<Element>(second, pieces.second);
+    if (p_.has_da != 0) {
+      const uint32_t words[] = {pieces.da.x, pieces.da.y, pieces.da.z, pieces.da.w};
+      unpack_piece<Element>(da, words);
 #pragma unroll
-        for (int j = 0; j < kPiece; ++j) da[j] *= p_.da_scale;
-      }
-      load(pieces, i + kThreadsPerWarp * kPiece);
-      float act[kPiece];
-      float slope[kPiece];
+      for (int j = 0; j < kPiece; ++j) da[j] *= p_.da_scale;
+    }
+    load(pieces, i + kThreadsPerWarp * kPiece);
+    float act[kPiece];
+    float slope[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      act[j] = p_.gated != 0 ? cut_above(first[j], p_.limit) : cut(first[j], p_.limit);
+    }
+    activate_with_slope(act, slope, p_.activation, p_.alpha);
+    float up[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      up[j] = p_.gated != 0 ? cut(second[j], p_.limit) + p_.up_offset : 1.0f;
+    }
+    if (p_.has_da != 0) {
+      float dfirst[kPiece];
+      float dsecond[kPiece];
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
-        act[j] = p_.gated != 0 ? cut_above(first[j], p_.limit) : cut(first[j], p_.limit);
+        dot = fmaf(da[j], act[j] * up[j], dot);
+        const float weighted = da[j] * factor;
+        const float through = weighted * up[j] * slope[j];
+        dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, through)
+                                  : through_cut(first[j], p_.limit, through);
+        dsecond[j] = p_.gated != 0 ? through_cut(second[j], p_.limit, weighted * act[j]) : 0.0f;
       }
-      activate_with_slope(act, slope, p_.activation, p_.alpha);
-      float up[kPiece];
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        up[j] = p_.gated != 0 ? cut(second[j], p_.limit) + p_.up_offset : 1.0f;
-      }
-      if (p_.has_da != 0) {
-        float dfirst[kPiece];
-        float dsecond[kPiece];
+      store_dz(p_.dz, i, dfirst, dsecond);
+      if (p_.scaled_dz.data != nullptr) {
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) {
-          dot = fmaf(da[j], act[j] * up[j], dot);
-          const float weighted = da[j] * factor;
-          const float through = weighted * up[j] * slope[j];
-          dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, through)
-                                    : through_cut(first[j], p_.limit, through);
-          dsecond[j] = p_.gated != 0 ? through_cut(second[j], p_.limit, weighted * act[j]) : 0.0f;
+          dfirst[j] *= weight;
+          dsecond[j] *= weight;
         }
-        store_dz(p_.dz, i, dfirst, dsecond);
-        if (p_.scaled_dz.data != nullptr) {
-#pragma unroll
-          for (int j = 0; j < kPiece; ++j) {
-            dfirst[j] *= weight;
-            dsecond[j] *= weight;
-          }
-          store_dz(p_.scaled_dz, i, dfirst, dsecond);
-        }
+        store_dz(p_.scaled_dz, i, dfirst, dsecond);
       }
-      if (p_.wants_a != 0) {
+    }
+    if (p_.wants_a != 0) {
 #pragma unroll
-        for (int j = 0; j < kPiece; ++j) act[j] = act[j] * up[j] * factor;
-        store_piece<Element>(row + i, act);
-      }
+      for (int j = 0; j < kPiece; ++j) act[j] = act[j] * up[j] * factor;
+      store_piece<Element>(row + i, act);
+    }
     return dot;
   }
 

@@ -311,8 +311,7 @@ Extents extents_of_down(const MoeBackwardProblem& p, const InnerChunk& chunk) {
   return {pairs_of(p), 1, layer.hidden, chunk.count, layer.tokens, p.dout.row_stride, p.dout.dtype};
 }
 Extents extents_of_dx(const MoeBackwardProblem& p, const HiddenChunk& chunk) {
-  return {pairs_of(p), 1,           matrix_rows(p), chunk.count,
-          pairs_of(p), width_of(p), p.layer.x.dtype};
+  return {pairs_of(p), 1, matrix_rows(p), chunk.count, pairs_of(p), width_of(p), p.layer.x.dtype};
 }
 
 // Width of a row of dz.
@@ -336,8 +335,8 @@ WeightGradients weights_gradients_of(const MoeBackwardProblem& p, const InnerChu
     gradients.add(rows_from(rows[i].of_w_up ? p.dw_up : p.dw_gate_up, rows[i].first), of_rows,
                   rows[i].count, x, layer.hidden);
   }
-  gradients.add(columns_from(p.dw_down, chunk.first), dout, layer.hidden,
-                {w.da, chunk.count, 0, 0}, chunk.count);
+  gradients.add(columns_from(p.dw_down, chunk.first), dout, layer.hidden, {w.da, chunk.count, 0, 0},
+                chunk.count);
   return gradients;
 }
 
@@ -417,9 +416,8 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
   };
   if (needs.up) {
     FLASHMOE_TRY(sm89::check_layouts(layer, reason));
-    FLASHMOE_TRY(
-        add_product(layer.gated, layer.up, {"w_gate_up", "x"},
-                    sm89::extents_of_up(layer_of(p, chunk))));
+    FLASHMOE_TRY(add_product(layer.gated, layer.up, {"w_gate_up", "x"},
+                             sm89::extents_of_up(layer_of(p, chunk))));
   }
   if (needs.da) {
     FLASHMOE_TRY(
@@ -480,8 +478,8 @@ moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const InnerChu
   if (needs.activation) {
     params.pre_activation =
         needs.up ? w.computed : static_cast<const uint16_t*>(p.pre_activation.data) + chunk.first;
-    params.pre_activation_stride = needs.up ? chunk.count * (layer.gated ? 2 : 1)
-                                            : p.pre_activation.row_stride;
+    params.pre_activation_stride =
+        needs.up ? chunk.count * (layer.gated ? 2 : 1) : p.pre_activation.row_stride;
     params.pre_activation_up = static_cast<int32_t>(needs.up ? chunk.count : chunk.inner);
   }
   params.adds_dots = w.dots != nullptr && !layer.weight_on_input && chunk.first > 0 ? 1 : 0;

@@ -229,8 +229,8 @@ MoeForwardProblem da_layer(const Layer& p, const InnerChunk& chunk) {
   return layer;
 }
 
-// The workspace: offsets from its beginning. What no stage needs has no bytes. What lies between the
-// stages of I and what lies between those of H have the same place.
+// The workspace: offsets from its beginning. What no stage needs has no bytes. What lies between
+// the stages of I and what lies between those of H have the same place.
 struct Workspace {
   int64_t row_tokens;
   int64_t dots;
@@ -483,10 +483,9 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
   const Gradients gradients(p, chunk, w, nullptr);
   for (int i = 0; i < gradients.count; ++i) {
     FLASHMOE_TRY(add_gradient(gradients.each[i], *facts, plan, reason));
-    plan->info.microseconds += static_cast<double>(inner_chunks) * product *
-                               static_cast<double>(gradients.each[i].m) *
-                               static_cast<double>(gradients.each[i].n) /
-                               static_cast<double>(layer.hidden * layer.inner);
+    plan->info.microseconds +=
+        static_cast<double>(inner_chunks) * product * static_cast<double>(gradients.each[i].m) *
+        static_cast<double>(gradients.each[i].n) / static_cast<double>(layer.hidden * layer.inner);
   }
   if (needs.biases) {
     int count = 0;
@@ -504,8 +503,8 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
   }
   const int32_t of_inner = plan->info.launch_count;
   if (needs.dx_rows) {
-    FLASHMOE_TRY(add_dx_parts(p, hidden_chunk(p, chunks, 0), w, *facts, hidden_chunks, plan,
-                              reason));
+    FLASHMOE_TRY(
+        add_dx_parts(p, hidden_chunk(p, chunks, 0), w, *facts, hidden_chunks, plan, reason));
   }
   if (needs.combine) {
     FLASHMOE_TRY(add_stage(moe_backward::combine_kernels, layer.tokens,
@@ -553,11 +552,11 @@ moe_backward::RowsParams row_params(const Layer& p, const InnerChunk& chunk, con
   params.dots = needs.dots ? reinterpret_cast<float*>(base + w.dots) : nullptr;
   params.da = at(needs.da || needs.a, w.da);
   if (needs.da || needs.a) {
-    params.pre_activation =
-        needs.up ? at(true, w.computed)
-                 : static_cast<const uint16_t*>(p.pre_activation.data) + chunk.first;
-    params.pre_activation_stride = needs.up ? chunk.count * (layer.gated ? 2 : 1)
-                                            : p.pre_activation.row_stride;
+    params.pre_activation = needs.up
+                                ? at(true, w.computed)
+                                : static_cast<const uint16_t*>(p.pre_activation.data) + chunk.first;
+    params.pre_activation_stride =
+        needs.up ? chunk.count * (layer.gated ? 2 : 1) : p.pre_activation.row_stride;
     params.pre_activation_up = static_cast<int32_t>(needs.up ? chunk.count : chunk.inner);
   }
   params.adds_dots = needs.dots && chunk.first > 0 ? 1 : 0;
@@ -621,12 +620,11 @@ flashmoe_status launch_inner(const Layer& p, const InnerChunk& chunk, const Work
   uint32_t* const progress = reinterpret_cast<uint32_t*>(base + w.progress);
   int index = 0;
   if (needs.up) {
-    FLASHMOE_TRY(sm90::launch_up(up_again(p, chunk, base + w.computed), plan, index++,
-                                 base + w.da, progress, stream));
+    FLASHMOE_TRY(sm90::launch_up(up_again(p, chunk, base + w.computed), plan, index++, base + w.da,
+                                 progress, stream));
   }
   if (needs.da) {
-    FLASHMOE_TRY(
-        sm90::launch_up(da_layer(p, chunk), plan, index++, base + w.da, progress, stream));
+    FLASHMOE_TRY(sm90::launch_up(da_layer(p, chunk), plan, index++, base + w.da, progress, stream));
   }
   if (needs.rows) {
     const moe_backward::RowsParams params = row_params(p, chunk, w, base);
@@ -650,8 +648,8 @@ flashmoe_status launch_hidden(const Layer& p, const HiddenChunk& chunk, const Wo
   const Needs needs(p);
   if (needs.dx_rows) {
     for (int part = 0; part < (in_two_parts(p) ? 2 : 1); ++part) {
-      FLASHMOE_TRY(sm90::launch_rows_product(dx_part(p, chunk, w, base, part), plan, index++,
-                                             stream));
+      FLASHMOE_TRY(
+          sm90::launch_rows_product(dx_part(p, chunk, w, base, part), plan, index++, stream));
     }
   }
   if (!needs.combine) return FLASHMOE_OK;
@@ -669,12 +667,10 @@ flashmoe_status launch_layer(const Layer& p, const Plan& plan, void* workspace, 
   char* const base = static_cast<char*>(workspace);
   int end = 0;
   for (int64_t first = 0; first < p.layer.inner; first += chunks.inner) {
-    FLASHMOE_TRY(
-        launch_inner(p, inner_chunk(p, chunks, first), w, plan, base, stream, &end));
+    FLASHMOE_TRY(launch_inner(p, inner_chunk(p, chunks, first), w, plan, base, stream, &end));
   }
   for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
-    FLASHMOE_TRY(
-        launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, base, stream, end));
+    FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, base, stream, end));
   }
   return FLASHMOE_OK;
 }
