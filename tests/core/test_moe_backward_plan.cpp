@@ -368,6 +368,7 @@ void faults_at_random() {
     if (below(2) == 0) call.params.b_down = &call.b_down.view;
     if (below(2) == 0) call.params.pre_activation = &call.pre.view;
     call.params.weight_on_input = static_cast<int32_t>(below(2));
+    if (below(4) == 0) call.params.max_workspace_bytes = uint64_t{1} << below(40);
     for (Tensor* each : call.tensors()) each->allocate(0);
     for (Tensor* each : call.outputs()) each->allocate(0x5a);
     for (size_t faults = below(3); faults > 0; --faults) {
@@ -388,6 +389,8 @@ void faults_at_random() {
     }
     size_t bytes = 0;
     flashmoe_status status = flashmoe_moe_backward_workspace_size(&call.params, &bytes);
+    const uint64_t bound = call.params.max_workspace_bytes;
+    CHECK(bound == 0 || bytes <= bound);
     std::vector<unsigned char> workspace(bytes + 64);
     if (status == FLASHMOE_OK) {
       const auto begin = reinterpret_cast<uintptr_t>(workspace.data());
