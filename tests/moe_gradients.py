@@ -112,18 +112,33 @@ def reordered(
     rng = np.random.default_rng(seed)
     tokens, hidden = x.shape
     t, h, i = (rng.permutation(n) for n in (tokens, hidden, w["w_down"].shape[2]))
-    axes = {"w_gate": (i, h), "w_up": (i, h), "w_down": (h, i), "b_gate": (i,), "b_up": (i,),
-            "b_down": (h,), "x": (t, h), "weights": (t,)}  # fmt: skip
+    axes = {"w_gate": (None, i, h), "w_up": (None, i, h), "w_down": (None, h, i),
+            "b_gate": (None, i), "b_up": (None, i), "b_down": (None, h), "x": (t, h),
+            "weights": (t,)}  # fmt: skip
+    given = {name: turned(values, axes[name]) for name, values in w.items() if values is not None}
+    rows = axes["x"]
+    made = of_layer(
+        turned(x, rows), ids[t], weights[t], given, turned(dout, rows), dtype, **options
+    )
+    return {name: turned(values, axes[name], back=True) for name, values in made.items()}
 
-    def turned(name: str, values: Any, back: bool = False) -> Any:
-        first = values.ndim - len(axes[name]) if name != "weights" else 0
-        for axis, order in enumerate(axes[name], first):
+
+def turned(values: Any, orders: Any, back: bool = False) -> Any:
+    """With each axis in an order, None being the one that it has; or back from that."""
+    for axis, order in enumerate(orders):
+        if order is not None:
             values = values.take(np.argsort(order) if back else order, axis)
-        return values
+    return values
 
-    given = {name: turned(name, values) for name, values in w.items() if values is not None}
-    made = of_layer(turned("x", x), ids[t], weights[t], given, turned("x", dout), dtype, **options)
-    return {name: turned(name, values, back=True) for name, values in made.items()}
+
+def furthest(ref: dict[str, Any], made: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of each number the one of two that is further off."""
+
+    def pick(name: str) -> Any:
+        is_other = np.abs(other[name] - ref[name]) > np.abs(made[name] - ref[name])
+        return np.where(is_other, other[name], made[name])
+
+    return {name: pick(name) for name in made}
 
 
 def both(x: Any, *arguments: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -134,10 +149,7 @@ def both(x: Any, *arguments: Any, **options: Any) -> tuple[dict[str, Any], dict[
         ref = of_layer(x, *arguments, torch.float64, **options)
         plain = of_layer(x, *arguments, low, **options)
         for seed in range(1, ORDERS[str(x.dtype)]):
-            other = reordered(seed, x, *arguments, low, **options)
-            for name, values in other.items():
-                further = np.abs(values - ref[name]) > np.abs(plain[name] - ref[name])
-                plain[name] = np.where(further, values, plain[name])
+            plain = furthest(ref, plain, reordered(seed, x, *arguments, low, **options))
         return ref, plain
 
 
