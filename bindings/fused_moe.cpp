@@ -61,8 +61,10 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   FusedCall call;
   parse_options(FusedCall::kOptions, options, &call.params);
   caller.borrow("tokens", tokens, &call.tokens);
+  // Of what tensors of a cast call are, the function above finds out.
   if (caller.would_record({tokens, router_weights, logits, router_bias, w_gate_up, w_up, w_down,
-                           b_gate_up, b_up, b_down})) {
+                           b_gate_up, b_up, b_down}) ||
+      (type->is_torch && torch_casts(call.tokens.device()))) {
     return record("fused_moe", tokens, router_weights, w_gate_up, w_down, top_k, logits,
                   router_bias, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
                   w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset,

@@ -176,7 +176,7 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
   caller.borrow("routing.pairs", parts.pairs, &call.pairs);
   caller.borrow("routing.slots", parts.slots, &call.slots);
 
-  if (caller.is_recorded()) {
+  if (caller.is_recorded() || is_cast(*type, {&call.x, &call.w_gate_up, &call.w_down})) {
     return record("moe_forward", x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
                   b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
                   return_pre_activation, kernel, stream);
@@ -211,7 +211,7 @@ nb::object grouped_product(nb::handle x, nb::handle w, nb::handle offsets, nb::h
   caller.borrow_optional("offsets", offsets, &call.offsets);
   caller.borrow_optional("counts", counts, &call.counts);
   caller.borrow_optional("bias", bias, &call.bias);
-  if (caller.is_recorded()) {
+  if (caller.is_recorded() || is_cast(*type, {&call.x, &call.w})) {
     return record("grouped_product", x, w, offsets, counts, bias, out, kernel, stream);
   }
   nb::object result = nb::borrow(out);

@@ -5,8 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "bindings/calls.h"
+#include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
 #include "flashmoe/moe.h"
 
@@ -94,6 +96,15 @@ template <class Params>
 constexpr Option<Params> weight_on_input_option() {
   return {"weight_on_input", [](nb::handle given, Params* p) {
             p->weight_on_input = parse_flag("weight_on_input", given);
+          }};
+}
+
+template <class Params>
+constexpr Option<Params> max_workspace_bytes_option() {
+  return {"max_workspace_bytes", [](nb::handle given, Params* p) {
+            if (given.is_none()) return;
+            p->max_workspace_bytes = static_cast<uint64_t>(parse_integer(
+                "max_workspace_bytes", given, 1, INT64_MAX, "are positive, or None, for no bound"));
           }};
 }
 
@@ -447,9 +458,15 @@ struct BackwardCall {
   };
 
   static constexpr Option<Params> kOptions[] = {
-      gate_option<Params>(),       activation_option<Params>(), alpha_option<Params>(),
-      limit_option<Params>(),      up_offset_option<Params>(),  weight_on_input_option<Params>(),
-      accumulate_option<Params>(), kernel_option<Params>(),
+      gate_option<Params>(),
+      activation_option<Params>(),
+      alpha_option<Params>(),
+      limit_option<Params>(),
+      up_offset_option<Params>(),
+      weight_on_input_option<Params>(),
+      accumulate_option<Params>(),
+      kernel_option<Params>(),
+      max_workspace_bytes_option<Params>(),
   };
 
   const TensorView& first() const { return dout; }
@@ -568,6 +585,16 @@ nb::object dispatch(const char* name, const Arguments&... arguments) {
 template <class... Arguments>
 nb::object record(const char* name, const Arguments&... arguments) {
   return nb::module_::import_("flashmoe_science._moe_autograd").attr(name)(arguments...);
+}
+
+// Whether torch.autocast takes tensors of a call, one of which is fp32: what is above casts them.
+inline bool is_cast(const TensorType& type, std::initializer_list<const TensorView*> views) {
+  if (!type.is_torch) return false;
+  for (const TensorView* view : views) {
+    const flashmoe_dtype dtype = view->tensor().dtype;
+    if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 32) return torch_casts(view->device());
+  }
+  return false;
 }
 
 struct LayerWeights {

@@ -20,6 +20,7 @@ Fields describe(const flashmoe_launch& launch) {
   fields["registers"] = nb::int_(launch.registers);
   fields["local_bytes"] = nb::int_(launch.local_bytes);
   fields["binary_arch"] = nb::int_(launch.binary_arch);
+  fields["repeats"] = nb::int_(launch.repeats > 1 ? launch.repeats : 1);
   return fields;
 }
 

@@ -24,7 +24,10 @@ void record_launch(const LaunchRecord& record) {
   LaunchList* const list = PerThread<LaunchList>::existing();
   if (list == nullptr) return;
   if (list->begun) list->count = 0;
+  const bool known =
+      record.index < list->count && record.info.repeats > 1 && record.read != nullptr;
   list->begun = false;
+  if (known) return;
   if (list->count < FLASHMOE_MAX_LAUNCHES) list->records[list->count++] = record;
 }
 

@@ -11,6 +11,7 @@ struct LaunchRecord {
   flashmoe_launch info;
   const void* function;  // GPU: handle for `read`; CPU: nullptr
   flashmoe_status (*read)(const LaunchRecord& record, flashmoe_launch* launch);
+  int32_t index;  // in the plan: of what a plan has repeated, the first is kept
 };
 
 // The next launch that is recorded is the first of its call.
@@ -20,9 +21,9 @@ void begin_launches();
 // a call, it is not kept.
 void record_launch(const LaunchRecord& record);
 
-// Of the CPU, which has nothing to read back.
+// Of the CPU, which has nothing to read back, and records what is repeated once.
 inline void record_launch(const flashmoe_launch& launch) {
-  record_launch(LaunchRecord{launch, nullptr, nullptr});
+  record_launch(LaunchRecord{launch, nullptr, nullptr, 0});
 }
 
 }  // namespace flashmoe

@@ -21,6 +21,7 @@ struct Option {
     kPositive,  // float: finite and positive, or 0 for a default
     kFinite,    // float
     kReserved,  // uint32_t: 0
+    kBytes,     // uint64_t
   };
 
   const char* name;
@@ -31,6 +32,7 @@ struct Option {
   const char* const* words;  // of a choice
   int32_t count;
   const char* zero;  // what 0 means, of a positive number
+  uint64_t Params::* bytes = nullptr;
 
   template <size_t kCount>
   static constexpr Option choice(const char* name, int32_t Params::* field,
@@ -48,6 +50,9 @@ struct Option {
   }
   static constexpr Option reserved(const char* name, uint32_t Params::* field) {
     return {name, kReserved, nullptr, nullptr, field, nullptr, 0, nullptr};
+  }
+  static constexpr Option size(const char* name, uint64_t Params::* field) {
+    return {name, kBytes, nullptr, nullptr, nullptr, nullptr, 0, nullptr, field};
   }
 
   flashmoe_status check(const Params& params) const {
@@ -87,6 +92,7 @@ struct Option {
         if (params.*bits == 0) return FLASHMOE_OK;
         return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %u, accepted is 0", name,
                     params.*bits);
+      case kBytes: break;
     }
     return FLASHMOE_OK;
   }
@@ -99,6 +105,9 @@ struct Option {
       case kPositive:
       case kFinite:
         return std::snprintf(text, size, " %s=%g", name, static_cast<double>(params.*number));
+      case kBytes:
+        return std::snprintf(text, size, " %s=%llu", name,
+                             static_cast<unsigned long long>(params.*bytes));
       case kReserved: break;
     }
     return 0;

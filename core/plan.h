@@ -48,6 +48,7 @@ struct Plan {
   const void* entries[FLASHMOE_MAX_LAUNCHES];  // the backend's kernel of each launch
   ThreadRoom room;                             // CPU
   PlanDetail* detail;                          // nullptr: this plan is not kept
+  int64_t chunk[2];  // of a family that computes in chunks: its extents of one
 
   // Appends a launch of grid[0] blocks of block[0] threads. Families fill the rest.
   flashmoe_launch& add_launch(const char* kernel, const void* entry, flashmoe_device device,

@@ -11,10 +11,14 @@
 //
 // With weight_on_input the weight multiplies x in the forward: then dz is without it, dw_gate_up is
 // of a dz that has it, and what has it is the sum over k.
+//
+// A bounded workspace has the stages up to dw go chunk by chunk of columns of I, and the others of
+// columns of H: see core/ops/moe/gradient_chunks.h.
 #include <algorithm>
 #include <cstdio>
 
 #include "core/launch.h"
+#include "core/ops/moe/gradient_chunks.h"
 #include "cpu/moe.h"
 #include "cpu/moe_gradients.h"
 #include "cpu/moe_tiles.h"
@@ -68,7 +72,8 @@ bool dx_rows_are_fp32(const Problem& p) {
   return in_two_parts(p) || p.layer.x.dtype == Dtype::kFloat32;
 }
 
-// Built on a null base it only measures. What no stage needs has no bytes.
+// Built on a null base it only measures. What no stage needs has no bytes. What lies between the
+// stages of I and what lies between those of H have the same place.
 struct Workspace {
   unsigned char* tiles;
   int32_t* first;  // [experts + 1] rows
@@ -82,29 +87,30 @@ struct Workspace {
   const void** dz_rows;
   const void** scaled_rows;
   const void** a_rows;
-  unsigned char* computed;   // [rows, width] g, then u
+  unsigned char* dz;         // [rows, width], for dx of all columns
+  unsigned char* computed;   // [rows, width] g, then u; of a chunk, from here on
   float* da;                 // [rows, inner]
-  unsigned char* dz;         // [rows, width]
   unsigned char* scaled_dz;  // [rows, width]
   unsigned char* a;          // [rows, inner]
   unsigned char* dx;         // [rows, hidden]
   unsigned char* scratch;    // of the first thread
   uint64_t bytes;
 
-  Workspace(void* base, const Problem& p, const MoeKernel& kernel, int32_t threads) {
+  Workspace(void* base, const Problem& p, const GradientChunks& chunks, const MoeKernel& kernel,
+            int32_t threads) {
     Carver carver(base);
     const Needs needs(p);
     const auto pairs = static_cast<uint64_t>(pairs_of(p));
     const auto element = static_cast<uint64_t>(element_of(p));
-    const auto inner = static_cast<uint64_t>(p.layer.inner);
-    const auto width = static_cast<uint64_t>(width_of(p));
-    const auto hidden = static_cast<uint64_t>(p.layer.hidden);
+    const auto inner = static_cast<uint64_t>(chunks.inner);
+    const uint64_t width = p.layer.gated ? 2 * inner : inner;
+    const auto hidden = static_cast<uint64_t>(chunks.hidden);
     const auto numbers = [&] { return carver.take(pairs * sizeof(int32_t)); };
     const auto pointers = [&](bool needed) {
       return reinterpret_cast<const void**>(carver.take(needed ? pairs * sizeof(void*) : 0));
     };
-    const auto matrix = [&](bool needed, uint64_t columns, uint64_t bytes_each) {
-      return carver.take(needed ? pairs * columns * bytes_each : 0);
+    const auto matrix = [&](Carver& from, bool needed, uint64_t columns, uint64_t bytes_each) {
+      return from.take(needed ? pairs * columns * bytes_each : 0);
     };
     tiles = carver.take(ExpertTiles::bytes(p.layer.experts));
     first = reinterpret_cast<int32_t*>(
@@ -120,32 +126,48 @@ struct Workspace {
     dz_rows = pointers(needs.dz);
     scaled_rows = pointers(needs.scaled_dz);
     a_rows = pointers(needs.a);
-    computed = matrix(needs.up(p), width, element);
-    da = reinterpret_cast<float*>(matrix(needs.da, inner, sizeof(float)));
-    dz = matrix(needs.dz, width, element);
-    scaled_dz = matrix(needs.scaled_dz, width, element);
-    a = matrix(needs.a, inner, element);
-    dx = matrix(needs.dx_rows, hidden, dx_rows_are_fp32(p) ? sizeof(float) : element);
+    dz = matrix(carver, needs.dz, needs.dx_rows ? static_cast<uint64_t>(width_of(p)) : width,
+                element);
     scratch = carver.take(static_cast<uint64_t>(threads) * ThreadScratch::bytes(kernel));
-    bytes = carver.bytes();
+    Carver of_hidden = carver;
+    computed = matrix(carver, needs.up(p), width, element);
+    da = reinterpret_cast<float*>(matrix(carver, needs.da, inner, sizeof(float)));
+    scaled_dz = matrix(carver, needs.scaled_dz, width, element);
+    a = matrix(carver, needs.a, inner, element);
+    dx = matrix(of_hidden, needs.dx_rows, hidden, dx_rows_are_fp32(p) ? sizeof(float) : element);
+    bytes = std::max(carver.bytes(), of_hidden.bytes());
   }
 };
 
-ProductShape up_shape(const Problem& p) {
+// Chunks of which a call by one thread stays within the bound, and leaves an eighth of it to others
+// where chunks can be so small. The number of threads does not matter: it may change between a
+// query and a call.
+GradientChunks chunks_of(const Problem& p, const MoeKernel& kernel) {
+  constexpr uint64_t kShareOfThreads = 8;
+  return fit_chunks(
+      p, p.max_workspace_bytes - p.max_workspace_bytes / kShareOfThreads,
+      [&](const GradientChunks& chunks) { return Workspace(nullptr, p, chunks, kernel, 1).bytes; });
+}
+
+InnerChunk inner_chunk(const Problem& p, const GradientChunks& chunks, int64_t first) {
+  return {first, std::min(chunks.inner, p.layer.inner - first), p.layer.inner, Needs(p).dx_rows};
+}
+
+ProductShape up_shape(const Problem& p, int64_t columns) {
   const MoeForwardProblem& layer = p.layer;
-  return {pairs_of(p),         layer.tokens == 1,          layer.experts, layer.hidden, layer.inner,
+  return {pairs_of(p),         layer.tokens == 1,          layer.experts, layer.hidden, columns,
           layer.gated ? 2 : 1, layer.up.column_stride != 1};
 }
 
-ProductShape down_shape(const Problem& p) {
+ProductShape down_shape(const Problem& p, int64_t columns) {
   const MoeForwardProblem& layer = p.layer;
-  return {pairs_of(p), layer.tokens == 1,         layer.experts, layer.hidden, layer.inner,
+  return {pairs_of(p), layer.tokens == 1,         layer.experts, layer.hidden, columns,
           1,           layer.down.row_stride != 1};
 }
 
-ProductShape dx_shape(const Problem& p) {
+ProductShape dx_shape(const Problem& p, int64_t columns) {
   const MoeForwardProblem& layer = p.layer;
-  return {pairs_of(p), layer.tokens == 1,        layer.experts, width_of(p), layer.hidden,
+  return {pairs_of(p), layer.tokens == 1,        layer.experts, width_of(p), columns,
           1,           p.gate_up.row_stride != 1};
 }
 
@@ -155,17 +177,26 @@ MoeWeights transposed(ExpertMatrix matrix, int32_t expert, int64_t first) {
   return weights_of(matrix, {}, expert, first);
 }
 
-WeightGradients gradients_of(const Problem& p, const Workspace& w) {
+// Those of a chunk; db_down is of the last.
+WeightGradients gradients_of(const Problem& p, const Workspace& w, const InnerChunk& chunk) {
   const MoeForwardProblem& layer = p.layer;
   const bool on_input = layer.weight_on_input;
-  const int64_t rows = in_two_parts(p) ? layer.inner : width_of(p);
   WeightGradients gradients(layer.experts, element_of(p), p.accumulate);
+  GradientRows rows[2];
+  InnerChunk of_matrices = chunk;
+  if (on_input) of_matrices.dz_is_whole = false;
   RowPointers dz = on_input ? w.scaled_rows : w.dz_rows;
-  gradients.add_matrix(p.dw_gate_up, dz, 0, rows, w.x, layer.hidden);
-  gradients.add_matrix(p.dw_up, dz, layer.inner, rows, w.x, layer.hidden);
-  gradients.add_matrix(p.dw_down, w.dout, 0, layer.hidden, w.a_rows, layer.inner);
-  gradients.add_bias(p.db_gate_up, w.dz_rows, 0, rows, nullptr);
-  gradients.add_bias(p.db_up, w.dz_rows, layer.inner, rows, nullptr);
+  for (int i = 0, count = gradient_rows(p, of_matrices, rows); i < count; ++i) {
+    gradients.add_matrix(rows_from(rows[i].of_w_up ? p.dw_up : p.dw_gate_up, rows[i].first), dz,
+                         rows[i].dz_column, rows[i].count, w.x, layer.hidden);
+  }
+  gradients.add_matrix(columns_from(p.dw_down, chunk.first), w.dout, 0, layer.hidden, w.a_rows,
+                       chunk.count);
+  for (int i = 0, count = gradient_rows(p, chunk, rows); i < count; ++i) {
+    gradients.add_bias(rows_from(rows[i].of_w_up ? p.db_up : p.db_gate_up, rows[i].first),
+                       w.dz_rows, rows[i].dz_column, rows[i].count, nullptr);
+  }
+  if (chunk.first + chunk.count < chunk.inner) return gradients;
   gradients.add_bias(p.db_down, w.dout, 0, layer.hidden, on_input ? nullptr : w.weights);
   return gradients;
 }
@@ -175,6 +206,10 @@ struct Launch {
   const MoeKernel& kernel;
   const Workspace& workspace;
   const Needs needs;
+  InnerChunk chunk;         // what is being computed
+  MoeForwardProblem layer;  // with the chunk's columns of I
+  int64_t hidden_first;     // and, behind those, columns of H
+  int64_t hidden;
   const WeightGradients* gradients;
   ExpertTiles experts;
   int64_t tile_columns;
@@ -192,7 +227,6 @@ void list_rows(Launch* launch) {
   const Workspace& w = launch->workspace;
   const int64_t pairs = pairs_of(p);
   const int64_t element = element_of(p);
-  const int64_t width = width_of(p);
   const auto at = [element](const void* data, int64_t place) -> const void* {
     return static_cast<const char*>(data) + place * element;
   };
@@ -210,22 +244,41 @@ void list_rows(Launch* launch) {
       w.weights[row] = layer.weights[pair];
       w.x[row] = at(layer.x.data, token * layer.x.row_stride);
       w.dout[row] = at(p.dout.data, token * p.dout.row_stride);
-      if (launch->needs.activation()) {
-        const void* const before =
-            p.pre_activation.data != nullptr
-                ? at(p.pre_activation.data, slot * p.pre_activation.row_stride)
-                : at(w.computed, row * width);
-        w.before[0][row] = before;
-        if (layer.gated) w.before[1][row] = at(before, layer.inner);
-      }
-      if (launch->needs.dz) w.dz_rows[row] = at(w.dz, row * width);
-      if (launch->needs.scaled_dz) w.scaled_rows[row] = at(w.scaled_dz, row * width);
-      if (launch->needs.a) w.a_rows[row] = at(w.a, row * layer.inner);
       ++row;
     }
   }
   w.first[layer.experts] = row;
   launch->experts.from_offsets(w.first, row);
+}
+
+// What the rows have of a chunk of I.
+void point_to_chunk(Launch* launch) {
+  const Problem& p = launch->p;
+  const Workspace& w = launch->workspace;
+  const Needs& needs = launch->needs;
+  const InnerChunk& chunk = launch->chunk;
+  const bool gated = p.layer.gated;
+  const bool is_given = p.pre_activation.data != nullptr;
+  const int64_t own_width = gated ? 2 * chunk.count : chunk.count;
+  const int64_t dz_width = chunk.dz_is_whole ? width_of(p) : own_width;
+  const int64_t element = element_of(p);
+  const auto at = [element](const void* data, int64_t place) -> const void* {
+    return static_cast<const char*>(data) + place * element;
+  };
+  const int32_t rows = w.first[p.layer.experts];
+  for (int64_t row = 0; row < rows; ++row) {
+    if (needs.activation()) {
+      const void* const before =
+          is_given
+              ? at(p.pre_activation.data, w.slots[row] * p.pre_activation.row_stride + chunk.first)
+              : at(w.computed, row * own_width);
+      w.before[0][row] = before;
+      if (gated) w.before[1][row] = at(before, is_given ? chunk.inner : chunk.count);
+    }
+    if (needs.dz) w.dz_rows[row] = at(w.dz, row * dz_width);
+    if (needs.scaled_dz) w.scaled_rows[row] = at(w.scaled_dz, row * own_width);
+    if (needs.a) w.a_rows[row] = at(w.a, row * chunk.count);
+  }
 }
 
 // One thread's part of a stage.
@@ -257,15 +310,16 @@ struct Worker {
 
   // As the forward does.
   void up(const ExpertTiles::Tile& rows) const {
-    const MoeForwardProblem& layer = p.layer;
+    const MoeForwardProblem& layer = launch.layer;
+    const int64_t width = layer.gated ? 2 * layer.inner : layer.inner;
     const int64_t column = rows.column_tile * launch.tile_columns;
     MoeTile tile = tile_of(rows, w.x + rows.begin, layer.hidden, layer.inner);
     tile.scale = layer.weight_on_input ? w.weights + rows.begin : nullptr;
     tile.matrices = layer.gated ? 2 : 1;
     if (layer.gated) tile.weights[0] = weights_of(layer.gate, layer.gate_bias, rows.expert, column);
     tile.weights[tile.matrices - 1] = weights_of(layer.up, layer.up_bias, rows.expert, column);
-    tile.out = w.computed + (rows.begin * width_of(p) + column) * element_of(p);
-    tile.out_stride = tile.before_stride = width_of(p);
+    tile.out = w.computed + (rows.begin * width + column) * element_of(p);
+    tile.out_stride = tile.before_stride = width;
     if (layer.gated) {
       tile.before[1] = static_cast<unsigned char*>(tile.out) + layer.inner * element_of(p);
     }
@@ -273,7 +327,7 @@ struct Worker {
   }
 
   void down(const ExpertTiles::Tile& rows) const {
-    const MoeForwardProblem& layer = p.layer;
+    const MoeForwardProblem& layer = launch.layer;
     const int64_t column = rows.column_tile * launch.tile_columns;
     MoeTile tile = tile_of(rows, w.dout + rows.begin, layer.hidden, layer.inner);
     tile.weights[0] = transposed(layer.down, rows.expert, column);
@@ -288,12 +342,12 @@ struct Worker {
     const int64_t column = rows.column_tile * launch.tile_columns;
     const bool two = in_two_parts(p);
     MoeTile tile =
-        tile_of(rows, w.dz_rows + rows.begin, two ? layer.inner : width_of(p), layer.hidden);
-    tile.weights[0] = transposed(p.gate_up, rows.expert, column);
+        tile_of(rows, w.dz_rows + rows.begin, two ? layer.inner : width_of(p), launch.hidden);
+    tile.weights[0] = transposed(p.gate_up, rows.expert, launch.hidden_first + column);
     tile.out_is_fp32 = dx_rows_are_fp32(p);
     const int64_t element = tile.out_is_fp32 ? int64_t{sizeof(float)} : element_of(p);
-    tile.out = w.dx + (rows.begin * layer.hidden + column) * element;
-    tile.out_stride = layer.hidden;
+    tile.out = w.dx + (rows.begin * launch.hidden + column) * element;
+    tile.out_stride = launch.hidden;
     launch.kernel.multiply(tile, memory.scratch);
     if (!two) return;
     for (int64_t r = 0; r < tile.rows; ++r) {
@@ -301,49 +355,53 @@ struct Worker {
           static_cast<const char*>(w.dz_rows[rows.begin + r]) + layer.inner * element_of(p);
     }
     tile.x = memory.x;
-    tile.weights[0] = transposed(layer.up, rows.expert, column);
+    tile.weights[0] = transposed(layer.up, rows.expert, launch.hidden_first + column);
     tile.adds = true;
     launch.kernel.multiply(tile, memory.scratch);
   }
 
   void activate(const ExpertTiles::Tile& rows) const {
-    const MoeForwardProblem& layer = p.layer;
+    const MoeForwardProblem& layer = launch.layer;
     const bool on_input = layer.weight_on_input;
     MoeActivationGradient row = {};
     row.activation = &launch.activation;
-    row.inner = layer.inner;
-    place_gradients(&row);
     const char* bias = static_cast<const char*>(layer.down_bias.data);
     if (bias != nullptr) {
       bias += rows.expert * layer.down_bias.expert_stride * dtype_bytes(layer.down_bias.dtype);
     }
+    InnerChunk of_scaled = launch.chunk;
+    of_scaled.dz_is_whole = false;
+    const DzPlaces dz = dz_places(p, launch.chunk);
+    const DzPlaces scaled = dz_places(p, of_scaled);
+    const int64_t element = element_of(p);
+    const auto from = [element](bool there, const void* data, int64_t place) -> void* {
+      return there ? const_cast<char*>(static_cast<const char*>(data)) + place * element : nullptr;
+    };
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      row.before[0] = w.before[0][r];
-      row.before[1] = layer.gated ? w.before[1][r] : nullptr;
-      row.da = launch.needs.da ? w.da + r * layer.inner : nullptr;
       row.weight = on_input ? 1.0f : w.weights[r];
       row.scale = w.weights[r];
-      row.a_out = launch.needs.a ? const_cast<void*>(w.a_rows[r]) : nullptr;
-      row.dz = launch.needs.dz ? const_cast<void*>(w.dz_rows[r]) : nullptr;
-      row.scaled_dz = launch.needs.scaled_dz ? const_cast<void*>(w.scaled_rows[r]) : nullptr;
-      float dot = launch.kernel.differentiate(row);
-      if (bias != nullptr && p.dweights != nullptr && !on_input) {
-        dot +=
-            launch.kernel.dot(w.dout[r], p.dout.dtype, bias, layer.down_bias.dtype, layer.hidden);
+      float dot = launch.chunk.first > 0 ? w.dots[r] : 0.0f;
+      if (launch.chunk.first == 0 && bias != nullptr && p.dweights != nullptr && !on_input) {
+        dot = launch.kernel.dot(w.dout[r], p.dout.dtype, bias, layer.down_bias.dtype, layer.hidden);
+      }
+      // The sum goes by blocks, whatever the chunks.
+      for (int64_t i = 0; i < layer.inner; i += kGradientBlock) {
+        row.inner = std::min(kGradientBlock, layer.inner - i);
+        row.before[0] = from(true, w.before[0][r], i);
+        row.before[1] = from(layer.gated, layer.gated ? w.before[1][r] : nullptr, i);
+        row.da = launch.needs.da ? w.da + r * layer.inner + i : nullptr;
+        row.a_out = from(launch.needs.a, launch.needs.a ? w.a_rows[r] : nullptr, i);
+        // Both kinds of dz have the same step, and each places of its own.
+        row.dz_step = dz.step;
+        row.dz = launch.needs.dz ? const_cast<void*>(w.dz_rows[r]) : nullptr;
+        row.scaled_dz = launch.needs.scaled_dz ? const_cast<void*>(w.scaled_rows[r]) : nullptr;
+        for (int m = 0; m < 2; ++m) {
+          row.dz_places[m] = dz.places[m] + i * dz.step;
+          row.scaled_places[m] = scaled.places[m] + i * scaled.step;
+        }
+        dot += launch.kernel.differentiate(row);
       }
       w.dots[r] = dot;
-    }
-  }
-
-  // In the order of w_gate_up's rows; of two matrices the gate's first.
-  void place_gradients(MoeActivationGradient* row) const {
-    row->dz_step = 1;
-    row->dz_places[1] = p.layer.gated ? p.layer.inner : 0;
-    if (p.order == FLASHMOE_MOE_UP_GATE) {
-      std::swap(row->dz_places[0], row->dz_places[1]);
-    } else if (p.order == FLASHMOE_MOE_INTERLEAVED) {
-      row->dz_places[1] = 1;
-      row->dz_step = 2;
     }
   }
 
@@ -360,27 +418,38 @@ struct Worker {
         const int64_t slot = layer.slots[pair];
         const bool counts = slot >= 0 && slot < pairs && layer.pairs[slot] == pair;
         const int64_t row = counts ? w.rows[slot] : -1;
-        if (row >= 0 && launch.needs.dx_rows) sum.y[k] = w.dx + row * layer.hidden * element;
+        if (row >= 0 && launch.needs.dx_rows) sum.y[k] = w.dx + row * launch.hidden * element;
         if (p.dweights == nullptr) continue;
-        float gradient = 0.0f;
-        if (row >= 0) {
-          gradient = on_input
-                         ? launch.kernel.dot(sum.y[k], is_fp32 ? Dtype::kFloat32 : layer.x.dtype,
-                                             w.x[row], layer.x.dtype, layer.hidden)
-                         : w.dots[row];
-        }
+        if (row >= 0 && on_input) w.dots[row] = dot_with_x(row, sum.y[k]);
+        if (launch.hidden_first + launch.hidden < layer.hidden) continue;
+        const float gradient = row >= 0 ? w.dots[row] : 0.0f;
         p.dweights[pair] = p.accumulate ? p.dweights[pair] + gradient : gradient;
       }
       if (p.dx.data == nullptr) continue;
       sum.weights = on_input ? layer.weights + t * layer.top_k : nullptr;
       sum.top_k = layer.top_k;
-      sum.hidden = layer.hidden;
-      sum.out = static_cast<char*>(p.dx.data) + t * p.dx.row_stride * dtype_bytes(p.dx.dtype);
+      sum.hidden = launch.hidden;
+      sum.out = static_cast<char*>(p.dx.data) +
+                (t * p.dx.row_stride + launch.hidden_first) * dtype_bytes(p.dx.dtype);
       sum.y_is_fp32 = is_fp32;
       sum.out_is_fp32 = p.dx.dtype == Dtype::kFloat32;
       sum.adds = p.accumulate;
       launch.kernel.add(sum);
     }
+  }
+
+  // <y, x> of a row up to the end of this chunk of H. By blocks, whatever the chunks.
+  float dot_with_x(int64_t row, const void* y) const {
+    const Dtype dtype = p.layer.x.dtype;
+    const Dtype y_dtype = dx_rows_are_fp32(p) ? Dtype::kFloat32 : dtype;
+    float dot = launch.hidden_first > 0 ? w.dots[row] : 0.0f;
+    for (int64_t i = 0; i < launch.hidden; i += kGradientBlock) {
+      dot += launch.kernel.dot(
+          static_cast<const char*>(y) + i * dtype_bytes(y_dtype), y_dtype,
+          static_cast<const char*>(w.x[row]) + (launch.hidden_first + i) * dtype_bytes(dtype),
+          dtype, std::min(kGradientBlock, launch.hidden - i));
+    }
+    return dot;
   }
 };
 
@@ -410,7 +479,7 @@ void combine(void* context, int32_t index) {
   }
 }
 
-// The stages that there are, in order.
+// The stages that there are, in order: those of I, then those of H.
 struct Stages {
   struct Stage {
     const char* name;
@@ -419,51 +488,54 @@ struct Stages {
   };
   Stage stages[6];
   int count = 0;
+  int of_inner = 0;  // the first so many
 
-  explicit Stages(const Problem& p) {
+  Stages(const Problem& p, const GradientChunks& chunks) {
     const Needs needs(p);
-    const MoeForwardProblem& layer = p.layer;
     const auto add = [this](bool needed, const Stage& stage) {
       if (needed) stages[count++] = stage;
     };
-    add(needs.up(p), {"up", by_rows<&Worker::up>, layer.inner});
-    add(needs.da, {"down", by_rows<&Worker::down>, layer.inner});
+    add(needs.up(p), {"up", by_rows<&Worker::up>, chunks.inner});
+    add(needs.da, {"down", by_rows<&Worker::down>, chunks.inner});
     add(needs.activation(), {"activation", by_rows<&Worker::activate>, 0});
-    add(needs.dx_rows, {"dx", by_rows<&Worker::dx>, layer.hidden});
     add(needs.dw, {"dw", weight_gradients, 0});
+    of_inner = count;
+    add(needs.dx_rows, {"dx", by_rows<&Worker::dx>, chunks.hidden});
     add(needs.combine, {"combine", combine, 0});
   }
 };
 
-}  // namespace
-
-flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Reason& reason) {
-  Isa isa;
-  FLASHMOE_TRY(chosen_isa(&isa, reason));
+// Of one chunk, which the others' are no larger than; `repeats` is how many there are.
+void plan_stages(const Problem& p, const MoeKernel& kernel, const GradientChunks& chunks,
+                 Plan* plan) {
   const MoeForwardProblem& layer = p.layer;
-  const MoeKernel& kernel = moe_kernel_for(isa, layer.x.dtype);
   const int32_t available = num_threads();
   const auto pairs = static_cast<double>(pairs_of(p));
-  const WeightGradients gradients = gradients_of(p, Workspace(nullptr, p, kernel, 1));
-  plan->set_isa(kernel.isa);
-  const auto add = [&](const char* name, int64_t pieces, int32_t threads) -> flashmoe_launch& {
-    char text[sizeof flashmoe_launch::kernel];
-    std::snprintf(text, sizeof text, "moe_backward_%s_cpu_%s_%s", name, kernel.isa,
-                  dtype_name(layer.x.dtype));
-    flashmoe_launch& launch = add_launch(text, &kernel, pieces, threads, plan);
-    launch.stages = 1;
-    return launch;
-  };
-  int32_t most_threads = 1;
-  const Stages stages(p);
+  const int64_t inner_chunks = chunk_count(layer.inner, chunks.inner);
+  const int64_t hidden_chunks = chunk_count(layer.hidden, chunks.hidden);
+  // The last one's gradients are all that there may be.
+  const InnerChunk last = inner_chunk(p, chunks, (inner_chunks - 1) * chunks.inner);
+  const WeightGradients gradients = gradients_of(p, Workspace(nullptr, p, chunks, kernel, 1), last);
+  const Stages stages(p, chunks);
   for (int i = 0; i < stages.count; ++i) {
     const Stages::Stage& stage = stages.stages[i];
+    const auto add = [&](int64_t pieces, int32_t threads) -> flashmoe_launch& {
+      char text[sizeof flashmoe_launch::kernel];
+      std::snprintf(text, sizeof text, "moe_backward_%s_cpu_%s_%s", stage.name, kernel.isa,
+                    dtype_name(layer.x.dtype));
+      flashmoe_launch& launch = add_launch(text, &kernel, pieces, threads, plan);
+      launch.stages = 1;
+      const int64_t repeats = i < stages.of_inner ? inner_chunks : hidden_chunks;
+      launch.repeats = repeats > 1 ? static_cast<int32_t>(repeats) : 0;
+      return launch;
+    };
     if (stage.columns > 0) {
-      const ProductShape shape = stage.run == by_rows<&Worker::up>     ? up_shape(p)
-                                 : stage.run == by_rows<&Worker::down> ? down_shape(p)
-                                                                       : dx_shape(p);
+      const ProductShape shape = stage.run == by_rows<&Worker::up> ? up_shape(p, stage.columns)
+                                 : stage.run == by_rows<&Worker::down>
+                                     ? down_shape(p, stage.columns)
+                                     : dx_shape(p, stage.columns);
       const Tiling tiling = choose_tiling(kernel, shape, available);
-      flashmoe_launch& launch = add(stage.name, tiling.most_tiles, tiling.threads);
+      flashmoe_launch& launch = add(tiling.most_tiles, tiling.threads);
       launch.tile_m = static_cast<int32_t>(tiling.tile_columns);
       launch.tile_n = static_cast<int32_t>(tiling.tile_rows);
     } else if (stage.run == weight_gradients) {
@@ -472,7 +544,7 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
           2.0 * (pairs + layer.experts) * gradients.elements() / kFlopsToWake, INT32_MAX);
       const MoeTileSize size = gradients.tile_size(kernel, threads);
       cut.cut(size);
-      flashmoe_launch& launch = add(stage.name, cut.units(), threads);
+      flashmoe_launch& launch = add(cut.units(), threads);
       launch.tile_m = static_cast<int32_t>(size.rows);
       launch.tile_n = static_cast<int32_t>(size.columns);
     } else {
@@ -481,14 +553,60 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
       const int64_t pieces =
           by_tokens ? ceil_divide(layer.tokens, each) : pairs_of(p) / each + layer.experts;
       const double bytes =
-          pairs * static_cast<double>((by_tokens ? layer.hidden : layer.inner) * element_of(p));
-      flashmoe_launch& launch = add(stage.name, pieces, threads_for(bytes / kBytesToWake, pieces));
+          pairs * static_cast<double>((by_tokens ? chunks.hidden : chunks.inner) * element_of(p));
+      flashmoe_launch& launch = add(pieces, threads_for(bytes / kBytesToWake, pieces));
       launch.tile_n = static_cast<int32_t>(each);
     }
+  }
+}
+
+// Runs stages `begin` to `end`, of a chunk.
+void run_stages(const Stages& stages, int begin, int end, const Plan& plan, bool is_first,
+                WeightGradients* gradients, Launch* launch) {
+  for (int i = begin; i < end; ++i) {
+    const Stages::Stage& stage = stages.stages[i];
+    const flashmoe_launch& planned = plan.info.launches[i];
+    const int64_t columns = stage.columns == 0    ? 0
+                            : i < stages.of_inner ? launch->chunk.count
+                                                  : launch->hidden;
+    launch->tile_columns = columns > 0 ? planned.tile_m : 1;
+    launch->column_tiles = columns > 0 ? ceil_divide(columns, planned.tile_m) : 1;
+    if (stage.run == weight_gradients) {
+      gradients->cut({planned.tile_m, planned.tile_n});
+    } else {
+      launch->pieces = launch->experts.cut(planned.tile_n) * launch->column_tiles;
+    }
+    launch->next.reset();
+    parallel_run(static_cast<int32_t>(planned.block[0]), stage.run, launch);
+    if (is_first) record_launch(planned);
+  }
+}
+
+}  // namespace
+
+flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Reason& reason) {
+  Isa isa;
+  FLASHMOE_TRY(chosen_isa(&isa, reason));
+  const MoeKernel& kernel = moe_kernel_for(isa, p.layer.x.dtype);
+  const GradientChunks chunks = chunks_of(p, kernel);
+  const auto bytes_of = [&](int32_t threads) {
+    return Workspace(nullptr, p, chunks, kernel, threads).bytes;
+  };
+  const uint64_t least = bytes_of(1);
+  if (p.max_workspace_bytes > 0 && least > p.max_workspace_bytes) {
+    return refuse_bound(p, least, reason);
+  }
+  plan->set_isa(kernel.isa);
+  plan->chunk[0] = chunks.inner;
+  plan->chunk[1] = chunks.hidden;
+  plan_stages(p, kernel, chunks, plan);
+  int32_t most_threads = 1;
+  for (int32_t i = 0; i < plan->info.launch_count; ++i) {
     most_threads = std::max(most_threads, static_cast<int32_t>(plan->info.launches[i].block[0]));
   }
-  plan->info.workspace_bytes = Workspace(nullptr, p, kernel, most_threads).bytes;
-  plan->room = {Workspace(nullptr, p, kernel, 1).bytes, ThreadScratch::bytes(kernel)};
+  plan->info.workspace_bytes = bytes_of(most_threads);
+  plan->room = {least, ThreadScratch::bytes(kernel)};
+  if (p.max_workspace_bytes > 0) plan->fit_threads(p.max_workspace_bytes);
   return FLASHMOE_OK;
 }
 
@@ -496,17 +614,21 @@ flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, v
                                 void* /*stream*/) {
   const MoeForwardProblem& layer = p.layer;
   const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entries[0]);
+  const GradientChunks chunks = {plan.chunk[0], plan.chunk[1]};
   int32_t threads = 1;
   for (int32_t i = 0; i < plan.info.launch_count; ++i) {
     threads = std::max(threads, static_cast<int32_t>(plan.info.launches[i].block[0]));
   }
-  const Workspace workspace(memory, p, kernel, threads);
-  WeightGradients gradients = gradients_of(p, workspace);
+  const Workspace workspace(memory, p, chunks, kernel, threads);
   Launch launch = {p,
                    kernel,
                    workspace,
                    Needs(p),
-                   &gradients,
+                   {},
+                   layer,
+                   0,
+                   0,
+                   nullptr,
                    ExpertTiles(workspace.tiles, layer.experts),
                    0,
                    1,
@@ -515,20 +637,19 @@ flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, v
                    large_cache(),
                    {}};
   list_rows(&launch);
-  const Stages stages(p);
-  for (int i = 0; i < stages.count; ++i) {
-    const Stages::Stage& stage = stages.stages[i];
-    const flashmoe_launch& planned = plan.info.launches[i];
-    launch.tile_columns = stage.columns > 0 ? planned.tile_m : 1;
-    launch.column_tiles = stage.columns > 0 ? ceil_divide(stage.columns, planned.tile_m) : 1;
-    if (stage.run == weight_gradients) {
-      gradients.cut({planned.tile_m, planned.tile_n});
-    } else {
-      launch.pieces = launch.experts.cut(planned.tile_n) * launch.column_tiles;
-    }
-    launch.next.reset();
-    parallel_run(static_cast<int32_t>(planned.block[0]), stage.run, &launch);
-    record_launch(planned);
+  const Stages stages(p, chunks);
+  for (int64_t first = 0; first < layer.inner && stages.of_inner > 0; first += chunks.inner) {
+    launch.chunk = inner_chunk(p, chunks, first);
+    launch.layer = layer_of(p, launch.chunk);
+    point_to_chunk(&launch);
+    WeightGradients gradients = gradients_of(p, workspace, launch.chunk);
+    launch.gradients = &gradients;
+    run_stages(stages, 0, stages.of_inner, plan, first == 0, &gradients, &launch);
+  }
+  for (int64_t first = 0; first < layer.hidden; first += chunks.hidden) {
+    launch.hidden_first = first;
+    launch.hidden = std::min(chunks.hidden, layer.hidden - first);
+    run_stages(stages, stages.of_inner, stages.count, plan, first == 0, nullptr, &launch);
   }
   return FLASHMOE_OK;
 }

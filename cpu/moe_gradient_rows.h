@@ -149,14 +149,14 @@ void add_outer_products(const MoeOuterProducts& tile, void* scratch) {
 template <typename Element>
 class GradientStore {
  public:
-  GradientStore(void* to, const MoeActivationGradient& row)
-      : to_(static_cast<Element*>(to)), row_(row) {}
+  GradientStore(void* to, const int64_t (&places)[2], int64_t step)
+      : to_(static_cast<Element*>(to)), places_(places), step_(step) {}
 
   FLASHMOE_INLINE void store(int64_t first, const Vector (&dz)[2], bool gated, int64_t n) const {
     if (to_ == nullptr) return;
-    if (row_.dz_step == 1) {
-      if (gated) Simd::store_first(to_ + row_.dz_places[0] + first, dz[0], n);
-      Simd::store_first(to_ + row_.dz_places[1] + first, dz[1], n);
+    if (step_ == 1) {
+      if (gated) Simd::store_first(to_ + places_[0] + first, dz[0], n);
+      Simd::store_first(to_ + places_[1] + first, dz[1], n);
       return;
     }
     float each[2][kLanes];
@@ -164,11 +164,11 @@ class GradientStore {
     Simd::store(each[0], dz[0]);
     Simd::store(each[1], dz[1]);
     for (int i = 0; i < kLanes; ++i) {
-      pairs[2 * i + row_.dz_places[0]] = each[0][i];
-      pairs[2 * i + row_.dz_places[1]] = each[1][i];
+      pairs[2 * i] = each[0][i];
+      pairs[2 * i + 1] = each[1][i];
     }
     const int64_t places = 2 * smaller(n, kLanes);
-    Element* to = to_ + 2 * first;
+    Element* to = to_ + places_[0] + 2 * first;
     Simd::store_first(to, Simd::load(pairs), places);
     if (places > kLanes) {
       Simd::store_first(to + kLanes, Simd::load(pairs + kLanes), places - kLanes);
@@ -177,7 +177,8 @@ class GradientStore {
 
  private:
   Element* const to_;
-  const MoeActivationGradient& row_;
+  const int64_t (&places_)[2];
+  const int64_t step_;
 };
 
 template <typename Element>
@@ -186,8 +187,8 @@ float differentiate_row(const MoeActivationGradient& row) {
   const bool gated = row.before[1] != nullptr;
   const Vector weight = Simd::broadcast(row.weight);
   const Vector scale = Simd::broadcast(row.scale);
-  const GradientStore<Element> dz_store(row.dz, row);
-  const GradientStore<Element> scaled_store(row.scaled_dz, row);
+  const GradientStore<Element> dz_store(row.dz, row.dz_places, row.dz_step);
+  const GradientStore<Element> scaled_store(row.scaled_dz, row.scaled_places, row.dz_step);
   Vector total = Simd::zero();
   for (int64_t i = 0; i < row.inner; i += kLanes) {
     const int64_t n = row.inner - i;
@@ -228,7 +229,7 @@ float differentiate_row(const MoeActivationGradient& row) {
 template <typename Element>
 void sum_rows(const MoeRowSums& sums) {
   constexpr int kVectors = 4;
-  constexpr int64_t kRun = 64;
+  constexpr int64_t kRun = 16;
   for (int64_t i = 0; i < sums.columns; i += kVectors * kLanes) {
     Vector total[kVectors];
 #pragma GCC unroll 4

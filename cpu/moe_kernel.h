@@ -77,9 +77,10 @@ struct MoeActivationGradient {
   int64_t inner;
   void* a_out;      // [inner] or nullptr
   void* dz;         // that of g at dz_places[0] + i * dz_step, of u at dz_places[1] + ...
-  void* scaled_dz;  // likewise, or nullptr
+  void* scaled_dz;  // likewise, at its own places, or nullptr
   int64_t dz_places[2];
-  int64_t dz_step;  // 1 or 2
+  int64_t scaled_places[2];
+  int64_t dz_step;  // 1; or 2, of places next to each other, g's first
 };
 
 // A tile of the sum of outer products of rows:

@@ -313,7 +313,7 @@ flashmoe_status launch_planned(const Plan& plan, int index, const void* params, 
     error = launch_by_runtime(kernel.function, shape, arguments, stream);
     if (error != cudaSuccess) return fail_to_launch(kernel, error);
   }
-  LaunchRecord record = {planned, kernel.function, &read_launch};
+  LaunchRecord record = {planned, kernel.function, &read_launch, index};
   record.info.shared_bytes = shape.shared_bytes;
   record_launch(record);
   return FLASHMOE_OK;

@@ -142,7 +142,8 @@ class Launch(c.Structure):
         ("registers", c.c_int32),
         ("local_bytes", c.c_int32),
         ("binary_arch", c.c_int32),
-        ("reserved", c.c_int32 * 3),
+        ("repeats", c.c_int32),
+        ("reserved", c.c_int32 * 2),
     ]
 
     def planned(self) -> bytes:

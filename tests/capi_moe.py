@@ -116,6 +116,7 @@ class BackwardParams(c.Structure):
         ("accumulate", c.c_int32),
         ("reserved", c.c_uint32),
         ("kernel", c.c_char_p),
+        ("max_workspace_bytes", c.c_uint64),
     ]
 
 

@@ -224,7 +224,10 @@ typedef struct flashmoe_launch {
   int32_t registers;   /* of a thread */
   int32_t local_bytes; /* local memory of a thread, spills included */
   int32_t binary_arch; /* architecture of the loaded code, 90 for sm_90 */
-  int32_t reserved[3];
+  /* How often the call launches it, by turns with its neighbours of the same number, where a
+   * bounded workspace has it go in chunks. 0: once */
+  int32_t repeats;
+  int32_t reserved[2];
 } flashmoe_launch;
 
 typedef struct flashmoe_plan {

@@ -631,8 +631,9 @@ struct MoeBackward {
   float limit = 0;  // 0: none
   float up_offset = 0;
   bool weight_on_input = false;
-  bool accumulate = false;       // add to what the outputs hold
-  const char* kernel = nullptr;  // nullptr: the best here
+  bool accumulate = false;           // add to what the outputs hold
+  const char* kernel = nullptr;      // nullptr: the best here
+  uint64_t max_workspace_bytes = 0;  // 0: no bound
 };
 
 // The gradients of a routing: flashmoe_moe_route_backward.
@@ -1100,6 +1101,7 @@ struct Bound<MoeBackward> {
     params.weight_on_input = call.weight_on_input ? 1 : 0;
     params.accumulate = call.accumulate ? 1 : 0;
     params.kernel = call.kernel;
+    params.max_workspace_bytes = call.max_workspace_bytes;
   }
 };
 

@@ -319,6 +319,11 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  * else written: an expert without rows has gradients of 0. So two calls, one for dx and dweights
  * and one for the rest, do what one does, to the same bits, but for what both compute.
  *
+ * The workspace is for T * K pairs whatever the routing is. With max_workspace_bytes the call goes
+ * in chunks of 256 columns, or a multiple, of I and of H, each over all pairs, to the same bits.
+ * The gradient of what act was applied to stays whole where dx is wanted. A bound that is too low
+ * for chunks of 256 is refused.
+ *
  * pre_activation is what the forward returned, or NULL: then it is computed again, to the same
  * bits as by the family's forward; w_gate_up and w_up are then on a GPU both transposed or neither.
  *
@@ -358,10 +363,11 @@ typedef struct flashmoe_moe_backward_params {
   float alpha;        /* as in flashmoe_moe_forward */
   float limit;
   float up_offset;
-  int32_t weight_on_input; /* 0 or 1 */
-  int32_t accumulate;      /* 1: add to what the outputs hold */
-  uint32_t reserved;       /* 0 */
-  const char* kernel;      /* NULL: the best here. Else a kernel family */
+  int32_t weight_on_input;      /* 0 or 1 */
+  int32_t accumulate;           /* 1: add to what the outputs hold */
+  uint32_t reserved;            /* 0 */
+  const char* kernel;           /* NULL: the best here. Else a kernel family */
+  uint64_t max_workspace_bytes; /* the most that the workspace may have; 0: no bound */
 } flashmoe_moe_backward_params;
 
 static inline flashmoe_moe_backward_params flashmoe_moe_backward_params_init(void) {

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from flashmoe_science._autograd import is_recorded
+from flashmoe_science import _core
+from flashmoe_science._autograd import autocast, is_recorded
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
 from flashmoe_science.moe import MoeRouting
 
@@ -87,6 +88,23 @@ def once(compute: Callable[..., Any], *tensors: Any) -> Any:
 # ---- calls of the native half ----------------------------------------------------------------
 
 
+def cast(*tensors: Any) -> list[Any]:
+    """What torch.autocast casts, where it is on: fp32 among these, of which optional ones are None.
+    Of master weights in fp32 the gradients are fp32."""
+    made = iter(autocast(*(x for x in tensors if x is not None)))
+    return [None if x is None else next(made) for x in tensors]
+
+
+def _is_recorded(*arguments: Any) -> bool:
+    return is_recorded(*(x for x in arguments if isinstance(x, torch.Tensor)))
+
+
+def _below_autocast(call: Callable[..., Any], first: torch.Tensor, *arguments: Any) -> Any:
+    """By the native half, for which what is here has cast."""
+    with torch.autocast(first.device.type, enabled=False):
+        return call(first, *arguments)
+
+
 def _refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
@@ -126,6 +144,13 @@ def moe_forward(
 ) -> Any:  # fmt: skip
     from flashmoe_science.torch import operators
 
+    x, w_gate_up, w_down, w_up = cast(x, w_gate_up, w_down, w_up)
+    if not _is_recorded(x, w_gate_up, w_down, w_up, b_gate_up, b_up, b_down, *routing):
+        return _below_autocast(
+            _core.moe_forward, x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
+            b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
+            return_pre_activation, kernel, stream,
+        )  # fmt: skip
     _refuse(out=out, pre_activation=pre_activation, stream=stream)
     return operators.traced_moe_forward(
         x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
@@ -138,6 +163,11 @@ def grouped_product(
 ) -> Any:
     from flashmoe_science.torch import operators
 
+    x, w = cast(x, w)
+    if not _is_recorded(x, w, bias):
+        return _below_autocast(
+            _core.grouped_product, x, w, offsets, counts, bias, out, kernel, stream
+        )
     _refuse(out=out, stream=stream)
     return operators.traced_grouped_product(x, w, offsets, counts, bias, kernel)
 
@@ -146,5 +176,19 @@ def fused_moe(*arguments: Any) -> Any:
     from flashmoe_science.torch import operators
 
     *layer, out, kernel, stream = arguments
+    layer = cast_layer(layer)
+    if not _is_recorded(*layer):
+        return _below_autocast(_core.fused_moe, *layer, out, kernel, stream)
     _refuse(out=out, stream=stream)
     return operators.traced_fused_moe(*layer, kernel)
+
+
+_FUSED_MATRICES = (0, 1, 2, 3, 13)  # tokens, router_weights, w_gate_up, w_down, w_up
+
+
+def cast_layer(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of fused_moe, cast: what is multiplied, but no bias, which may be fp32."""
+    made = list(arguments)
+    for i, tensor in zip(_FUSED_MATRICES, cast(*(made[i] for i in _FUSED_MATRICES)), strict=True):
+        made[i] = tensor
+    return made

@@ -105,6 +105,7 @@ def moe_backward(
     db_up: Any = None,
     db_down: Any = None,
     dweights: Any = None,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> MoeGradients:
@@ -132,6 +133,9 @@ def moe_backward(
         dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
             the shape of what they are of, of its dtype or fp32 (dweights is fp32); strides are
             their own, as moe_forward takes them. May overlap no other tensor.
+        max_workspace_bytes: The most memory that the call may take for what lies between its
+            products, for which it goes in chunks of I and of H, to the same bits. One that is too
+            low is an error that tells the least. None: as much as it is fastest with.
         kernel: "cpu", "sm89", "sm90", or None: the best here.
         stream: As in flash_attention.
 
@@ -148,7 +152,8 @@ def moe_backward(
     options = {
         "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
         "up_offset": up_offset, "weight_on_input": weight_on_input, "accumulate": accumulate,
-        "kernel": kernel, "wanted": wanted_flags(wanted, MoeGradients),
+        "kernel": kernel, "max_workspace_bytes": max_workspace_bytes,
+        "wanted": wanted_flags(wanted, MoeGradients),
     }  # fmt: skip
     return MoeGradients(*_moe.moe_backward(tensors, routing, options, outputs, stream))
 
@@ -261,6 +266,7 @@ def fused_moe_backward(
     limit: float | None = None,
     up_offset: float = 0.0,
     weight_on_input: bool = False,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> FusedMoeGradients:
@@ -276,6 +282,7 @@ def fused_moe_backward(
             pass logits.
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate: Likewise.
         activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input: Likewise.
+        max_workspace_bytes: As in moe_backward, for its part of the call.
         kernel, stream: As in moe_backward.
 
     Raises: What flash_attention raises. A message names the argument.
@@ -309,7 +316,8 @@ def fused_moe_backward(
     layer = moe_backward(
         dout, tokens, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
         b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
-        up_offset=up_offset, weight_on_input=weight_on_input, kernel=kernel, stream=stream,
+        up_offset=up_offset, weight_on_input=weight_on_input,
+        max_workspace_bytes=max_workspace_bytes, kernel=kernel, stream=stream,
     )  # fmt: skip
     dlogits = moe_route_backward(
         layer.weights, routing, logits=made, scoring=scoring, renormalize=renormalize, scale=scale,

@@ -180,6 +180,7 @@ def moe_backward_plan(
     weight_on_input: bool = False,
     pre_activation: Any = None,
     wanted: Sequence[bool] | None = None,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
 ) -> MoePlan:
     """What moe_backward would do with these arguments, into gradients of its own making. Reads no
@@ -198,6 +199,7 @@ def moe_backward_plan(
     options = {
         "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
         "up_offset": up_offset, "weight_on_input": weight_on_input, "kernel": kernel,
+        "max_workspace_bytes": max_workspace_bytes,
         "wanted": moe_gradients.wanted_flags(wanted, moe_gradients.MoeGradients),
     }  # fmt: skip
     return _plan("moe_backward", tensors, options)
@@ -281,6 +283,7 @@ def moe_backward_plan_for(
     bias: bool = False,
     pre_activation: bool = True,
     wanted: Sequence[bool] | None = None,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
 ) -> MoePlan:
     """The plan of moe_backward for contiguous tensors of these extents, which need not exist.
@@ -288,7 +291,7 @@ def moe_backward_plan_for(
     Args:
         tokens, hidden, inner, experts, top_k, dtype, device, transposed, bias: As in moe_plan_for.
         pre_activation: Whether the forward returned it; else it is computed again.
-        wanted: As in moe_backward.
+        wanted, max_workspace_bytes: As in moe_backward.
 
     Raises what moe_backward would raise for such tensors.
     """
@@ -304,6 +307,7 @@ def moe_backward_plan_for(
         **layer.options(gate, activation, transposed, bias),
         pre_activation=saved if parse_flag("pre_activation", pre_activation) else None,
         wanted=wanted,
+        max_workspace_bytes=max_workspace_bytes,
         kernel=kernel,
     )
 

@@ -63,6 +63,9 @@ class Launch:
     """Local memory of a thread, spills included; 0 in plans and on the CPU."""
     binary_arch: int = field(compare=False)
     """Architecture of the loaded code, 90 for sm_90; 0 in plans and on the CPU."""
+    repeats: int = 1
+    """How often the call launches it, by turns with its neighbours of the same number, where a
+    bounded workspace has it go in chunks."""
 
     @property
     def tile_rows(self) -> int:

@@ -550,6 +550,8 @@ void gradients() {
   backward.dw_down = fm::TensorView(dw.data(), {kExperts, kInner, kHidden}).transpose(1, 2);
   backward.dweights = fm::TensorView(dweights.data(), {kTokens, kTopK});
   CHECK(get(fm::plan(backward)).workspace_bytes == get(fm::workspace_size(backward)));
+  backward.max_workspace_bytes = get(fm::workspace_size(backward));
+  CHECK(get(fm::workspace_size(backward)) <= backward.max_workspace_bytes);
   done(fm::run(backward, workspace));
   // Along one direction each, by differences.
   const auto check = [&](std::vector<float>& at, const std::vector<float>& gradient) {

@@ -195,6 +195,8 @@ void layers_are_refused() {
   invalid<B>("flashmoe_moe_backward_params.struct_size", [](B& b) { b.params.struct_size = 8; });
   invalid<B>("accumulate: got 2", [](B& b) { b.params.accumulate = 2; });
   invalid<B>("reserved: got 1", [](B& b) { b.params.reserved = 1; });
+  refused<B>(FLASHMOE_ERROR_UNSUPPORTED, "cpu: max_workspace_bytes: got 1, accepted are 0, for no ",
+             [](B& b) { b.params.max_workspace_bytes = 1; });
   invalid<B>("gate: got 9", [](B& b) { b.params.gate = 9; });
   invalid<B>("limit: got -1", [](B& b) { b.params.limit = -1; });
   invalid<B>("alpha: got 2", [](B& b) {
@@ -315,9 +317,9 @@ void plans() {
     b.params.dx = b.params.dw_gate_up = b.params.dw_down = b.params.db_gate_up = b.params.db_down =
         b.params.dweights = nullptr;
   };
-  CHECK(stages([](Backward&) {}) == "up down activation dx dw combine ");
+  CHECK(stages([](Backward&) {}) == "up down activation dw dx combine ");
   CHECK(stages([](Backward& b) { b.params.pre_activation = &b.pre.view; }) ==
-        "down activation dx dw combine ");
+        "down activation dw dx combine ");
   CHECK(stages([&](Backward& b) {
           none(b);
           b.params.dweights = &b.dweights.view;
@@ -335,8 +337,14 @@ void plans() {
           none(b);
           b.params.db_down = &b.db_down.view;
         }) == "dw ");
-  CHECK(stages([](Backward& b) { b.dw_down.transpose(); }) == "up down activation dx dw combine ");
+  CHECK(stages([](Backward& b) { b.dw_down.transpose(); }) == "up down activation dw dx combine ");
   flashmoe_plan plan = flashmoe_plan_init();
+  {  // of a caller who knows no bound
+    Backward old;
+    old.params.max_workspace_bytes = 1;
+    old.params.struct_size = offsetof(flashmoe_moe_backward_params, max_workspace_bytes);
+    CHECK(old.plan(&plan) == FLASHMOE_OK);
+  }
   CHECK(Product().plan(&plan) == FLASHMOE_OK && plan.launch_count == 2);
   CHECK(Route().plan(&plan) == FLASHMOE_OK && plan.launch_count == 1);
 }
@@ -360,6 +368,7 @@ void faults_at_random() {
     if (below(2) == 0) call.params.b_down = &call.b_down.view;
     if (below(2) == 0) call.params.pre_activation = &call.pre.view;
     call.params.weight_on_input = static_cast<int32_t>(below(2));
+    if (below(4) == 0) call.params.max_workspace_bytes = uint64_t{1} << below(40);
     for (Tensor* each : call.tensors()) each->allocate(0);
     for (Tensor* each : call.outputs()) each->allocate(0x5a);
     for (size_t faults = below(3); faults > 0; --faults) {
@@ -380,6 +389,8 @@ void faults_at_random() {
     }
     size_t bytes = 0;
     flashmoe_status status = flashmoe_moe_backward_workspace_size(&call.params, &bytes);
+    const uint64_t bound = call.params.max_workspace_bytes;
+    CHECK(bound == 0 || bytes <= bound);
     std::vector<unsigned char> workspace(bytes + 64);
     if (status == FLASHMOE_OK) {
       const auto begin = reinterpret_cast<uintptr_t>(workspace.data());

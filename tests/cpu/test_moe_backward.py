@@ -4,6 +4,8 @@ layout."""
 from __future__ import annotations
 
 import ctypes
+import itertools
+import re
 from typing import Any
 
 import capi
@@ -342,6 +344,70 @@ def test_bits_with_any_number_of_threads(isa_library: ctypes.CDLL, dtype: str) -
     for other in made[1:]:
         for name, gradient in made[0].items():
             assert other[name].tobytes() == gradient.tobytes(), name
+
+
+def least_bound(*arguments: Any, **options: Any) -> int:
+    """The smallest max_workspace_bytes that such a call may have, which the refusal tells."""
+    with pytest.raises(capi.FlashmoeError, match="max_workspace_bytes: got 1, acc") as refusal:
+        run_backward(*arguments, max_workspace_bytes=1, **options)
+    told = re.search(r"and from (\d+) on, which chunks of 256 columns take$", str(refusal.value))
+    assert told is not None
+    return int(told[1])
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+def test_bits_with_any_bound(isa_library: ctypes.CDLL, dtype: str, gate: str) -> None:
+    """Chunks of I and of H, the last of which are no whole ones: of all gradients, of each alone,
+    and added to what there is."""
+    rng = np.random.default_rng(11)
+    layer = make_layer(rng, 3, 264, 520, capi.DTYPES[dtype], gate=gate, bias="fp32")
+    x = capi.normal(rng, (20, 264), capi.DTYPES[dtype])
+    dout = capi.normal(rng, (20, 264), capi.DTYPES[dtype])
+    routing = random_routing(rng, 20, 3, 2, missing=0.1)
+    call = (dout, x, layer, routing)
+    of_weights = ["dw_gate_up", "dw_down", "db_gate_up"]
+    for on_input, wanted in itertools.product((0, 1), (ALL, of_weights, ["dweights"], ["db_down"])):
+        of: dict[str, Any] = {"lib": isa_library, "weight_on_input": on_input, "wanted": wanted,
+                              "accumulate": len(wanted) % 2}  # fmt: skip
+        whole = run_backward(*call, **of)
+        repeats = [launch.repeats for launch in capi.last_launches(isa_library)]
+        assert set(repeats) == {0}
+        least = least_bound(*call, **of)
+        for bound in (least, least * 6 // 5, 1 << 40):
+            made = run_backward(*call, max_workspace_bytes=bound, **of)
+            for name, gradient in whole.items():
+                assert made[name].tobytes() == gradient.tobytes(), (wanted, bound, name)
+            again = [launch.repeats for launch in capi.last_launches(isa_library)]
+            if bound == least and wanted is ALL:
+                assert set(again) == {2, 3}  # 264 and 520 columns
+            if bound == 1 << 40:
+                assert again == repeats
+
+
+def test_workspaces_stay_within_their_bound(library: ctypes.CDLL) -> None:
+    """Of any number of threads, and of no more than one that is large enough."""
+    rng = np.random.default_rng(12)
+    layer = make_layer(rng, 4, 1024, 1024, capi.DTYPES["bf16"])
+    x = capi.normal(rng, (256, 1024), capi.DTYPES["bf16"])
+    routing = random_routing(rng, 256, 4, 4)
+    arrays = {name: getattr(routing, name) for name in ("weights", "offsets", "pairs", "slots")}
+    outputs = outputs_of(layer, x, routing, ALL, x.dtype, "rows", 0.0, rng)
+    params = capi_moe.make_params(
+        capi_moe.BackwardParams, dout=x, x=x, **layer.arguments, **arrays, **outputs
+    )
+    free = capi_moe.plan_of(params).workspace_bytes
+    params.max_workspace_bytes = 1 << 20
+    with pytest.raises(capi.FlashmoeError, match="max_workspace_bytes: got 1048576"):
+        capi_moe.plan_of(params)
+    sizes = []
+    for share in (1.0, 0.9, 0.8, 0.7, 0.6):
+        params.max_workspace_bytes = int(free * share)
+        plan = capi_moe.plan_of(params)
+        assert plan.workspace_bytes <= params.max_workspace_bytes
+        sizes.append(sum(max(launch.repeats, 1) for launch in plan.launches[: plan.launch_count]))
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
 
 
 def test_limits_at_the_kink(isa_library: ctypes.CDLL) -> None:

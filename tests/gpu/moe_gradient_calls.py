@@ -112,6 +112,7 @@ class Gradients:
         missing: float = 0.0, wanted: Iterable[str] = ALL, out: str | None = None,
         turned: bool = False, gap: int = 8, saved: bool = False, coarse: bool = False,
         accumulate: bool = False, inputs: dict[str, Placed] | None = None,
+        max_workspace_bytes: int = 0,
     ) -> Gradients:  # fmt: skip
         """`out`: dtype of gradients. `turned`: those of matrices are transposed views. `saved`:
         what the activation is applied to is given. `inputs`: of another call, in their places."""
@@ -127,6 +128,7 @@ class Gradients:
             "limit": case.limit or 0.0, "alpha": 0.0 if case.alpha == 1.0 else case.alpha,
             "up_offset": case.up_offset, "weight_on_input": int(case.weight_on_input),
             "accumulate": int(accumulate), "kernel": family.encode() if family else None,
+            "max_workspace_bytes": max_workspace_bytes,
         }  # fmt: skip
         call = Call(capi_moe.BackwardParams, inputs | outputs, **values)
         return cls(case, dtype, ids, call, tuple(outputs))

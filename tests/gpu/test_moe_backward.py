@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import re
 
 import capi
 import moe_oracle
@@ -127,6 +129,38 @@ def test_each_alone(family: str, gate: str) -> None:
         saved = Gradients.of(case, "bf16", family, ids=whole.ids, saved=True)
         assert_same(saved.run(), want)
         assert saved.call.plan.launch_count == whole.call.plan.launch_count - 1
+
+
+@pytest.mark.parametrize("gate", moe_oracle.GATES)
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_bits_with_any_bound(family: str, gate: str, on_input: bool, saved: bool) -> None:
+    """In chunks of I and of H, the last of which are no whole ones: of all gradients, and of such
+    as need no dz of all columns."""
+    case = dataclasses.replace(BASE, hidden=776, inner=1040, gate=gate, bias="x",
+                               weight_on_input=on_input, tokens=150)  # fmt: skip
+    of_weights = tuple(name for name in moe_gradient_calls.ALL if name not in ("dx", "dweights"))
+    for wanted in (moe_gradient_calls.ALL, of_weights, ("dx",), ("dweights",)):
+        whole = Gradients.of(case, "bf16", family, missing=0.2, saved=saved, wanted=wanted)
+        want, most = whole.run(), whole.call.plan.workspace_bytes
+        inputs = {name: x for name, x in whole.call.placed.items() if name not in whole.names}
+        inputs.pop("pre_activation", None)
+        again = functools.partial(Gradients.of, case, "bf16", family, ids=whole.ids, saved=saved,
+                                  wanted=wanted, inputs=inputs)  # fmt: skip
+        with pytest.raises(capi.FlashmoeError, match="max_workspace_bytes: got 1") as refusal:
+            again(max_workspace_bytes=1)
+        told = re.search(r"max_workspace_bytes:.*? and from (\d+) on", str(refusal.value))
+        assert told is not None, refusal.value
+        least = int(told[1])
+        for bound in (least, least * 5 // 4, most):
+            made = again(max_workspace_bytes=bound)
+            plan = made.call.plan
+            assert plan.workspace_bytes <= bound
+            repeats = {launch.repeats for launch in plan.launches[: plan.launch_count]}
+            assert repeats == {0} or bound < most
+            if bound == least and wanted is moe_gradient_calls.ALL:
+                assert repeats == {4, 5}  # 776 and 1040 columns
+            assert_same(made.run(), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

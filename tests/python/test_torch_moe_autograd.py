@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import flashmoe_science as fm  # noqa: E402
 import flashmoe_science.torch as fmt  # noqa: E402
 import moe_gradients  # noqa: E402
+import numpy as np  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 T, H, INNER, E, K = 45, 64, 40, 8, 3
@@ -64,6 +65,23 @@ def reference(given: dict[str, Any], dout: Any, ids: Any, how: str, dtype: Any) 
     return {name: x.grad.double().numpy() for name, x in w.items()}
 
 
+def reordered(seed: int, given: dict[str, Any], dout: Any, ids: Any, how: str, dtype: Any) -> Any:
+    """reference() with its sums in orders of their own."""
+    rng = np.random.default_rng(seed)
+    t, h, i = (rng.permutation(n) for n in (T, H, INNER))
+    both = np.concatenate([i, i + INNER])
+    axes = {"tokens": (t, h), "router_weights": (None, h), "router_bias": (),
+            "w_gate_up": (None, both, h), "w_down": (None, h, i), "b_gate_up": (None, both),
+            "b_down": (None, h)}  # fmt: skip
+
+    def turned(x: Any, orders: Any) -> Any:
+        return torch.from_numpy(moe_gradients.turned(x.detach().numpy(), orders))
+
+    other = {name: turned(x, axes[name]) for name, x in given.items()}
+    made = reference(other, turned(dout, axes["tokens"]), turned(ids, (t,)), how, dtype)
+    return {name: moe_gradients.turned(x, axes[name], back=True) for name, x in made.items()}
+
+
 @MODULES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scoring", ["softmax", "topk_softmax", "sigmoid"])
@@ -85,6 +103,9 @@ def test_a_layer(fm: Any, dtype: Any, scoring: str, transposed: bool) -> None:
     import capi
 
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    for seed in range(1, moe_gradients.ORDERS[capi.DTYPES[kind].name]):
+        other = reordered(seed, given, dout, ids, scoring, dtype)
+        plain = moe_gradients.furthest(ref, plain, other)
     for name, gradient in grads(given).items():
         assert gradient.dtype == dtype, name
         assert gradient.stride() == given[name].stride(), name

@@ -1,5 +1,6 @@
 // The layer, backward: its options, its checks and its families. See core/operation.h for the rest.
 #include <array>
+#include <cstddef>
 #include <cstdio>
 
 #include "core/ops/moe/checks.h"
@@ -15,6 +16,7 @@ using Params = flashmoe_moe_backward_params;
 constexpr Option<Params> kOptions[] = {
     Option<Params>::flag("accumulate", &Params::accumulate),
     Option<Params>::reserved("reserved", &Params::reserved),
+    Option<Params>::size("max_workspace_bytes", &Params::max_workspace_bytes),
 };
 
 // The forward whose gradients these are, less its outputs.
@@ -146,7 +148,7 @@ struct MoeBackward {
   static constexpr char kName[] = "moe_backward";
   static constexpr char kParams[] = "flashmoe_moe_backward_params";
   static constexpr char kSizeFunction[] = "flashmoe_moe_backward_workspace_size";
-  static constexpr size_t kOldestParams = sizeof(Params);
+  static constexpr size_t kOldestParams = offsetof(Params, max_workspace_bytes);
 
   static constexpr std::array<TensorMember<Params>, 21> kTensors = {{
       {"dout", &Params::dout},
@@ -194,6 +196,7 @@ struct MoeBackward {
     FLASHMOE_TRY(read_given(params, &p));
     FLASHMOE_TRY(read_outputs(params, &p));
     p.accumulate = params.accumulate != 0;
+    p.max_workspace_bytes = params.max_workspace_bytes;
     copy_kernel_name(params.kernel, &p.kernel);
     return FLASHMOE_OK;
   }
@@ -221,7 +224,7 @@ struct MoeBackward {
 
   static void print(const Params& params, const Problem& p, char* text, size_t size) {
     char layer[160];
-    char options[32];
+    char options[80];
     print_options(kLayerOptions<Params>, params, layer, sizeof layer);
     print_options(kOptions, params, options, sizeof options);
     const auto dtype_of = [](const auto& gradient) {

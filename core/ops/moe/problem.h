@@ -168,7 +168,8 @@ struct MoeBackwardProblem {
   BiasGradient db_gate_up;
   BiasGradient db_up;
   BiasGradient db_down;
-  float* dweights;  // [tokens, top_k] or nullptr
+  float* dweights;               // [tokens, top_k] or nullptr
+  uint64_t max_workspace_bytes;  // 0: no bound
   bool accumulate;
   KernelName kernel;
 };

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/ops/moe/gradient_chunks.h"
 #include "core/ops/moe/problem.h"
 #include "cuda/launch.h"
 #include "cuda/moe/backward/params.h"
@@ -18,6 +19,19 @@ extern const Kernel zeros_kernel_entry;
 
 inline const Kernel& kernel_for(const Kernel (&kernels)[2], Dtype dtype) {
   return kernels[dtype == Dtype::kFloat16 ? 0 : 1];
+}
+
+// Rows of dz, those of a chunk or whole ones that a chunk has columns of; `data` is nullptr where
+// there are none.
+inline DzRows dz_rows(const MoeBackwardProblem& p, const InnerChunk& chunk, void* data) {
+  const DzPlaces at = dz_places(p, chunk);
+  DzRows rows = {};
+  rows.data = static_cast<uint16_t*>(data);
+  rows.stride = chunk.dz_inner() * (p.layer.gated ? 2 : 1);
+  rows.places[0] = static_cast<int32_t>(at.places[0]);
+  rows.places[1] = static_cast<int32_t>(at.places[1]);
+  rows.step = static_cast<int32_t>(at.step);
+  return rows;
 }
 
 // The rows of dx that no expert has.

@@ -25,8 +25,17 @@ struct Routing {
   int32_t top_k;
 };
 
+// Rows of gradients of g and of u, in the order of w_gate_up's rows.
+struct DzRows {
+  uint16_t* data;  // or nullptr
+  int64_t stride;
+  int32_t places[2];  // of g's first and u's first in a row; without a gate u's the second
+  int32_t step;       // 2: they alternate, g's first
+};
+
 // From da, the gradient of a row of what act made, and what act was applied to. Rows of slots that
-// an expert has, and that do not count, become zeros.
+// an expert has, and that do not count, become zeros. Sums over columns go by blocks of 256, in
+// order: a chunk of columns adds to what those before it left.
 struct RowsParams {
   Routing routing;
   int32_t* row_tokens;  // [rows]: of a slot, or -1; out
@@ -34,8 +43,10 @@ struct RowsParams {
   uint16_t* da;         // [rows, inner]; where `wants_a` in its place a, times the weight
   const uint16_t* pre_activation;  // [rows, g and u] or nullptr: there is nothing but row_tokens
   int64_t pre_activation_stride;
-  uint16_t* dz;          // [rows, g and u], in the order of w_gate_up's rows; out, or nullptr
-  uint16_t* scaled_dz;   // the same times the weight
+  int32_t pre_activation_up;  // from g's first to u's
+  int32_t adds_dots;
+  DzRows dz;             // out
+  DzRows scaled_dz;      // the same times the weight
   const uint16_t* dout;  // [tokens, hidden]
   int64_t dout_stride;
   Bias down_bias;
@@ -45,8 +56,6 @@ struct RowsParams {
   int32_t inner;
   int32_t hidden;
   int32_t gated;
-  int32_t dz_places[2];  // of g's first and u's first in a row of dz
-  int32_t dz_step;       // 2: they alternate
   int32_t weight_on_input;
   int32_t activation;
   float alpha;
@@ -54,17 +63,20 @@ struct RowsParams {
   float up_offset;
 };
 
-// dx[t] = sum over k of y[slots[t, k]], and dweights.
+// dx[t] = sum over k of y[slots[t, k]], and dweights. Of a chunk of columns `hidden` are its own.
 struct CombineParams {
   Routing routing;
   const int32_t* row_tokens;
   const uint16_t* y[2];  // [rows, hidden], to be added up; the second may be absent
-  const float* dots;     // or nullptr: with weight_on_input they are <y, x>
-  const uint16_t* x;     // [tokens, hidden]
+  // The weights' gradients, or with weight_on_input, where they are <y, x>, the sums of the chunks
+  // so far. nullptr: of one chunk.
+  float* dots;
+  int32_t adds_dots;  // behind the first chunk
+  const uint16_t* x;  // [tokens, hidden]
   int64_t x_stride;
   void* dx;  // [tokens, hidden] or nullptr
   int64_t dx_stride;
-  float* dweights;  // [tokens, top_k] or nullptr
+  float* dweights;  // [tokens, top_k] or nullptr; of the last chunk
   int32_t dx_is_fp32;
   int32_t hidden;
   int32_t weight_on_input;

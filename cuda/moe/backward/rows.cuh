@@ -47,13 +47,7 @@ __device__ __forceinline__ void unpack_piece(float (&values)[kPiece],
     values[2 * i + 1] = pair.y;
   }
 }
-template <class Element>
-__device__ __forceinline__ void load_piece(float (&values)[kPiece], const uint16_t* from) {
-  uint32_t words[kPiece / 2];
-  ptx::load_streaming(words, from);
-  unpack_piece<Element>(values, words);
-}
-// The same of what is written anew: the compiler sees the access.
+// Of what is written anew: the compiler sees the access.
 template <class Element>
 __device__ __forceinline__ void load_own_piece(float (&values)[kPiece], const uint16_t* from) {
   const uint4 piece = *reinterpret_cast<const uint4*>(from);
@@ -86,7 +80,7 @@ template <class Element>
 class RowOfSlot {
  public:
   __device__ __forceinline__ RowOfSlot(const RowsParams& params, int slot)
-      : p_(params), width_(int64_t{params.inner} * (params.gated != 0 ? 2 : 1)), slot_(slot) {}
+      : p_(params), slot_(slot) {}
 
   // What a lane needs of a row for a piece.
   struct Pieces {
@@ -100,73 +94,22 @@ class RowOfSlot {
     if (i >= p_.inner || p_.pre_activation == nullptr) return;
     const uint16_t* const before = p_.pre_activation + slot_ * p_.pre_activation_stride + i;
     ptx::load_streaming(pieces.first, before);
-    if (p_.gated != 0) ptx::load_streaming(pieces.second, before + p_.inner);
+    if (p_.gated != 0) ptx::load_streaming(pieces.second, before + p_.pre_activation_up);
     // The compiler sees this access: the row is written anew.
     if (p_.has_da != 0) {
       pieces.da = *reinterpret_cast<const uint4*>(p_.da + slot_ * p_.inner + i);
     }
   }
 
-  // <da, a>, of this lane's pieces, the first of which are loaded. The next are while one is
-  // computed.
-  __device__ __forceinline__ float differentiate(Pieces& pieces, float weight) const {
-    uint16_t* const row = p_.da + slot_ * p_.inner;
-    const float factor = p_.weight_on_input != 0 ? 1.0f : weight;
-    float dot = 0.0f;
-    for (int i = lane_index() * kPiece; i < p_.inner; i += kThreadsPerWarp * kPiece) {
-      float first[kPiece];
-      float second[kPiece];
-      float da[kPiece];
-      unpack_piece<Element>(first, pieces.first);
-      if (p_.gated != 0) unpack_piece<Element>(second, pieces.second);
-      if (p_.has_da != 0) {
-        const uint32_t words[] = {pieces.da.x, pieces.da.y, pieces.da.z, pieces.da.w};
-        unpack_piece<Element>(da, words);
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) da[j] *= p_.da_scale;
-      }
-      load(pieces, i + kThreadsPerWarp * kPiece);
-      float act[kPiece];
-      float slope[kPiece];
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        act[j] = p_.gated != 0 ? cut_above(first[j], p_.limit) : cut(first[j], p_.limit);
-      }
-      activate_with_slope(act, slope, p_.activation, p_.alpha);
-      float up[kPiece];
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        up[j] = p_.gated != 0 ? cut(second[j], p_.limit) + p_.up_offset : 1.0f;
-      }
-      if (p_.has_da != 0) {
-        float dfirst[kPiece];
-        float dsecond[kPiece];
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) {
-          dot = fmaf(da[j], act[j] * up[j], dot);
-          const float weighted = da[j] * factor;
-          const float through = weighted * up[j] * slope[j];
-          dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, through)
-                                    : through_cut(first[j], p_.limit, through);
-          dsecond[j] = p_.gated != 0 ? through_cut(second[j], p_.limit, weighted * act[j]) : 0.0f;
-        }
-        if (p_.dz != nullptr) store_dz(p_.dz, i, dfirst, dsecond);
-        if (p_.scaled_dz != nullptr) {
-#pragma unroll
-          for (int j = 0; j < kPiece; ++j) {
-            dfirst[j] *= weight;
-            dsecond[j] *= weight;
-          }
-          store_dz(p_.scaled_dz, i, dfirst, dsecond);
-        }
-      }
-      if (p_.wants_a != 0) {
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) act[j] = act[j] * up[j] * factor;
-        store_piece<Element>(row + i, act);
-      }
+  // Adds <da, a> to `total`; the first pieces are loaded.
+  __device__ __forceinline__ float differentiate(Pieces& pieces, float weight, float total) const {
+    constexpr int kBlock = kThreadsPerWarp * kPiece;
+    for (int block = 0; block < p_.inner; block += kBlock) {
+      const int i = block + lane_index() * kPiece;
+      const float dot = i < p_.inner ? differentiate_piece(pieces, weight, i) : 0.0f;
+      if (p_.dots != nullptr) total += sum_of_lanes(dot);
     }
-    return dot;
+    return total;
   }
 
   // What a slot leaves that does not count: products by which weights' gradients are made meet it.
@@ -174,20 +117,80 @@ class RowOfSlot {
     const float zeros[kPiece] = {};
     for (int i = lane_index() * kPiece; i < p_.inner; i += kThreadsPerWarp * kPiece) {
       if (p_.wants_a != 0) store_piece<Element>(p_.da + int64_t{slot_} * p_.inner + i, zeros);
-      if (p_.dz != nullptr) store_dz(p_.dz, i, zeros, zeros);
-      if (p_.scaled_dz != nullptr) store_dz(p_.scaled_dz, i, zeros, zeros);
+      store_dz(p_.dz, i, zeros, zeros);
+      store_dz(p_.scaled_dz, i, zeros, zeros);
     }
   }
 
  private:
-  __device__ __forceinline__ void store_dz(uint16_t* rows, int i, const float (&first)[kPiece],
+  // <da, a>, of this lane's pieces from element i on. The next are loaded while they are computed.
+  __device__ __forceinline__ float differentiate_piece(Pieces& pieces, float weight, int i) const {
+    uint16_t* const row = p_.da + slot_ * p_.inner;
+    const float factor = p_.weight_on_input != 0 ? 1.0f : weight;
+    float dot = 0.0f;
+    float first[kPiece];
+    float second[kPiece];
+    float da[kPiece];
+    unpack_piece<Element>(first, pieces.first);
+    if (p_.gated != 0) unpack_piece<Element>(second, pieces.second);
+    if (p_.has_da != 0) {
+      const uint32_t words[] = {pieces.da.x, pieces.da.y, pieces.da.z, pieces.da.w};
+      unpack_piece<Element>(da, words);
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) da[j] *= p_.da_scale;
+    }
+    load(pieces, i + kThreadsPerWarp * kPiece);
+    float act[kPiece];
+    float slope[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      act[j] = p_.gated != 0 ? cut_above(first[j], p_.limit) : cut(first[j], p_.limit);
+    }
+    activate_with_slope(act, slope, p_.activation, p_.alpha);
+    float up[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      up[j] = p_.gated != 0 ? cut(second[j], p_.limit) + p_.up_offset : 1.0f;
+    }
+    if (p_.has_da != 0) {
+      float dfirst[kPiece];
+      float dsecond[kPiece];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        dot = fmaf(da[j], act[j] * up[j], dot);
+        const float weighted = da[j] * factor;
+        const float through = weighted * up[j] * slope[j];
+        dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, through)
+                                  : through_cut(first[j], p_.limit, through);
+        dsecond[j] = p_.gated != 0 ? through_cut(second[j], p_.limit, weighted * act[j]) : 0.0f;
+      }
+      store_dz(p_.dz, i, dfirst, dsecond);
+      if (p_.scaled_dz.data != nullptr) {
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          dfirst[j] *= weight;
+          dsecond[j] *= weight;
+        }
+        store_dz(p_.scaled_dz, i, dfirst, dsecond);
+      }
+    }
+    if (p_.wants_a != 0) {
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) act[j] = act[j] * up[j] * factor;
+      store_piece<Element>(row + i, act);
+    }
+    return dot;
+  }
+
+  __device__ __forceinline__ void store_dz(const DzRows& rows, int i, const float (&first)[kPiece],
                                            const float (&second)[kPiece]) const {
-    uint16_t* const row = rows + slot_ * width_;
+    if (rows.data == nullptr) return;
+    uint16_t* const row = rows.data + slot_ * rows.stride;
     if (p_.gated == 0) {
-      store_piece<Element>(row + i, first);
-    } else if (p_.dz_step == 1) {
-      store_piece<Element>(row + p_.dz_places[0] + i, first);
-      store_piece<Element>(row + p_.dz_places[1] + i, second);
+      store_piece<Element>(row + rows.places[1] + i, first);
+    } else if (rows.step == 1) {
+      store_piece<Element>(row + rows.places[0] + i, first);
+      store_piece<Element>(row + rows.places[1] + i, second);
     } else {
       float turns[2][kPiece];
 #pragma unroll
@@ -195,13 +198,12 @@ class RowOfSlot {
         turns[j / 4][j % 4 * 2] = first[j];
         turns[j / 4][j % 4 * 2 + 1] = second[j];
       }
-      store_piece<Element>(row + 2 * i, turns[0]);
-      store_piece<Element>(row + 2 * i + kPiece, turns[1]);
+      store_piece<Element>(row + rows.places[0] + 2 * i, turns[0]);
+      store_piece<Element>(row + rows.places[0] + 2 * i + kPiece, turns[1]);
     }
   }
 
   const RowsParams& p_;
-  const int64_t width_;
   const int64_t slot_;
 };
 
@@ -245,13 +247,14 @@ __global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp, 5)
     return;
   }
   const float weight = routing.weights[pair];
-  float dot = row.differentiate(pieces, weight);
-  if (params.dots == nullptr) return;
-  if (params.down_bias.data != nullptr) {
-    dot += dot_with_bias<Element>(params, token, expert_of(routing, slot));
+  float dot = 0.0f;
+  if (params.adds_dots != 0) {
+    dot = params.dots[slot];
+  } else if (params.dots != nullptr && params.down_bias.data != nullptr) {
+    dot = sum_of_lanes(dot_with_bias<Element>(params, token, expert_of(routing, slot)));
   }
-  dot = sum_of_lanes(dot);
-  if (lane_index() == 0) params.dots[slot] = dot;
+  dot = row.differentiate(pieces, weight, dot);
+  if (params.dots != nullptr && lane_index() == 0) params.dots[slot] = dot;
 }
 
 }  // namespace flashmoe::moe_backward

@@ -79,21 +79,27 @@ __device__ __forceinline__ void write_piece(void* rows, int64_t at, bool is_fp32
   store_piece<Element>(to, sum);
 }
 
-// <y, x> of a row of y, by a warp.
+// <y, x> of a row of y, by a warp; from the chunks before this one on.
 template <class Element>
 __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int64_t token) {
-  float dot = 0.0f;
-  for (int i = lane_index() * kPiece; i < p.hidden; i += kThreadsPerWarp * kPiece) {
+  float total = p.adds_dots != 0 ? p.dots[row] : 0.0f;
+  for (int block = 0; block < p.hidden; block += kThreadsPerWarp * kPiece) {
+    const int i = block + lane_index() * kPiece;
+    const bool valid = i < p.hidden;
     float y[kPiece] = {};
+    uint32_t words[kPiece / 2];
     float x[kPiece];
     const int64_t at = int64_t{row} * p.hidden + i;
-    add_piece<Element>(y, p.y[0] + at, true);
-    if (p.y[1] != nullptr) add_piece<Element>(y, p.y[1] + at, true);
-    load_piece<Element>(x, p.x + token * p.x_stride + i);
+    add_piece<Element>(y, p.y[0] + (valid ? at : 0), valid);
+    if (p.y[1] != nullptr) add_piece<Element>(y, p.y[1] + (valid ? at : 0), valid);
+    ptx::load_streaming_or_zero(words, p.x + (valid ? token * p.x_stride + i : 0), valid);
+    unpack_piece<Element>(x, words);
+    float dot = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) dot = fmaf(y[j], x[j], dot);
+    total += sum_of_lanes(dot);
   }
-  return sum_of_lanes(dot);
+  return total;
 }
 
 template <class Element>
@@ -128,7 +134,8 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
                            params.adds != 0, sum);
     }
   }
-  if (params.dweights == nullptr) return;
+  const bool sums_up = params.weight_on_input != 0 && params.dots != nullptr;
+  if (params.dweights == nullptr && !sums_up) return;
   for (int k = warp_index(); k < routing.top_k; k += warp_count()) {
     const int row = rows[k];
     float gradient = 0.0f;
@@ -137,6 +144,10 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
           params.weight_on_input != 0 ? dot_with_x<Element>(params, row, token) : params.dots[row];
     }
     if (lane_index() != 0) continue;
+    if (params.dweights == nullptr) {
+      if (row >= 0) params.dots[row] = gradient;
+      continue;
+    }
     float* const to = params.dweights + first_pair + k;
     *to = params.adds != 0 ? *to + gradient : gradient;
   }

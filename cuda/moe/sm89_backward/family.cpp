@@ -6,16 +6,20 @@
 //   up       g, u   = as the forward has them, where it did not save them
 //   down     da     = w_down^T dout           rows of dout gathered by the pairs
 //   rows     a, dz  = from da, g and u        and the gradients of the weights of pairs
-//   dx       dx_k   = w_gate_up^T dz          of two matrices in two products
 //   dw       dw_gate_up = sum of dz x^T, dw_down = sum of dout a^T
 //   sums     biases' likewise
+//   dx       dx_k   = w_gate_up^T dz          of two matrices in two products
 //   combine  dx[t]  = sum over k of dx_k, and dweights
+//
+// A bounded workspace has those up to sums go chunk by chunk of columns of I, and the others of
+// columns of H: see core/ops/moe/gradient_chunks.h.
 //
 // The products but dw are those of the forward (cuda/moe/sm89), of weights that are turned round.
 #include <algorithm>
 #include <climits>
 
 #include "core/backends.h"
+#include "core/ops/moe/gradient_chunks.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/backward/entry.h"
@@ -233,24 +237,27 @@ int64_t width_of(const MoeBackwardProblem& p) {
 }
 // Gate and up are two matrices, each of which has rows of dx of its own.
 bool in_two_parts(const MoeBackwardProblem& p) { return p.order == FLASHMOE_MOE_SEPARATE; }
-// Rows of a matrix of gate and up.
+// What dx's product sums over, of one matrix.
 int64_t matrix_rows(const MoeBackwardProblem& p) {
   return in_two_parts(p) ? p.layer.inner : width_of(p);
 }
 
-// Built on a null base it only measures. What no stage needs has no bytes.
+// Built on a null base it only measures. What no stage needs has no bytes. What lies between the
+// stages of I and what lies between those of H have the same place.
 struct Workspace {
   int32_t* row_tokens;  // [pairs] by slot, as all rows
   float* dots;
+  uint16_t* dz;        // [pairs, width], for dx of all columns
   uint16_t* da;        // [pairs, inner], then a; of recomputed layers first what is not used
-  uint16_t* computed;  // [pairs, width]
-  uint16_t* dz;        // [pairs, width]
+  uint16_t* computed;  // [pairs, width]; of a chunk, as what follows
   uint16_t* scaled_dz;
   uint16_t* y[2];  // [pairs, hidden]
   uint64_t bytes = 0;
 
-  Workspace(void* base, const MoeBackwardProblem& p) {
+  Workspace(void* base, const MoeBackwardProblem& p, const GradientChunks& chunks) {
     const Needs needs(p);
+    const int64_t width = p.layer.gated ? 2 * chunks.inner : chunks.inner;
+    const bool sums_up = p.layer.weight_on_input && chunks.hidden < p.layer.hidden;
     const auto pairs = static_cast<uint64_t>(pairs_of(p));
     const auto take = [&](bool needed, int64_t columns, uint64_t element) {
       unsigned char* const at =
@@ -264,48 +271,88 @@ struct Workspace {
     };
     row_tokens = reinterpret_cast<int32_t*>(take(true, 1, sizeof(int32_t)));
     dots = reinterpret_cast<float*>(
-        take(p.dweights != nullptr && !p.layer.weight_on_input, 1, sizeof(float)));
-    da = matrix(needs.activation, p.layer.inner);
-    computed = matrix(needs.up, width_of(p));
-    dz = matrix(needs.dz, width_of(p));
-    scaled_dz = matrix(needs.scaled_dz, width_of(p));
-    y[0] = matrix(needs.dx_rows, p.layer.hidden);
-    y[1] = matrix(needs.dx_rows && in_two_parts(p), p.layer.hidden);
+        take(p.dweights != nullptr && (!p.layer.weight_on_input || sums_up), 1, sizeof(float)));
+    dz = matrix(needs.dz, needs.dx_rows ? width_of(p) : width);
+    const uint64_t shared = bytes;
+    da = matrix(needs.activation, chunks.inner);
+    computed = matrix(needs.up, width);
+    scaled_dz = matrix(needs.scaled_dz, width);
+    const uint64_t of_inner = bytes;
+    bytes = shared;
+    y[0] = matrix(needs.dx_rows, chunks.hidden);
+    y[1] = matrix(needs.dx_rows && in_two_parts(p), chunks.hidden);
+    bytes = std::max(bytes, of_inner);
   }
 };
 
-Extents extents_of_down(const MoeBackwardProblem& p) {
-  const MoeForwardProblem& layer = p.layer;
-  return {pairs_of(p), 1, layer.hidden, layer.inner, layer.tokens, p.dout.row_stride, p.dout.dtype};
-}
-Extents extents_of_dx(const MoeBackwardProblem& p) {
-  return {pairs_of(p), 1,           matrix_rows(p), p.layer.hidden,
-          pairs_of(p), width_of(p), p.layer.x.dtype};
+GradientChunks chunks_of(const MoeBackwardProblem& p) {
+  return fit_chunks(p, p.max_workspace_bytes, [&](const GradientChunks& chunks) {
+    return Workspace(nullptr, p, chunks).bytes;
+  });
 }
 
-WeightGradients weights_gradients_of(const MoeBackwardProblem& p, const Workspace& w) {
+InnerChunk inner_chunk(const MoeBackwardProblem& p, const GradientChunks& chunks, int64_t first) {
+  return {first, std::min(chunks.inner, p.layer.inner - first), p.layer.inner, Needs(p).dx_rows};
+}
+
+// Columns of H.
+struct HiddenChunk {
+  int64_t first;
+  int64_t count;
+  bool is_last;
+};
+HiddenChunk hidden_chunk(const MoeBackwardProblem& p, const GradientChunks& chunks, int64_t first) {
+  const int64_t rest = p.layer.hidden - first;
+  return {first, std::min(chunks.hidden, rest), chunks.hidden >= rest};
+}
+
+Extents extents_of_down(const MoeBackwardProblem& p, const InnerChunk& chunk) {
+  const MoeForwardProblem& layer = p.layer;
+  return {pairs_of(p), 1, layer.hidden, chunk.count, layer.tokens, p.dout.row_stride, p.dout.dtype};
+}
+Extents extents_of_dx(const MoeBackwardProblem& p, const HiddenChunk& chunk) {
+  return {pairs_of(p), 1, matrix_rows(p), chunk.count, pairs_of(p), width_of(p), p.layer.x.dtype};
+}
+
+// Width of a row of dz.
+int64_t dz_width(const MoeBackwardProblem& p, const InnerChunk& chunk) {
+  return chunk.dz_inner() * (p.layer.gated ? 2 : 1);
+}
+
+WeightGradients weights_gradients_of(const MoeBackwardProblem& p, const InnerChunk& chunk,
+                                     const Workspace& w) {
   const MoeForwardProblem& layer = p.layer;
   WeightGradients gradients(layer.experts);
+  InnerChunk of_dz = chunk;
+  if (layer.weight_on_input) of_dz.dz_is_whole = false;
   const uint16_t* const dz = layer.weight_on_input ? w.scaled_dz : w.dz;
   const Operand x = {static_cast<const uint16_t*>(layer.x.data), layer.x.row_stride, 0, 1};
   const Operand dout = {static_cast<const uint16_t*>(p.dout.data), p.dout.row_stride, 0, 1};
-  const auto dz_from = [&](int64_t column) {
-    return Operand{dz != nullptr ? dz + column : nullptr, width_of(p), 0, 0};
-  };
-  gradients.add(p.dw_gate_up, dz_from(0), matrix_rows(p), x, layer.hidden);
-  gradients.add(p.dw_up, dz_from(layer.inner), layer.inner, x, layer.hidden);
-  gradients.add(p.dw_down, dout, layer.hidden, {w.da, layer.inner, 0, 0}, layer.inner);
+  GradientRows rows[2];
+  for (int i = 0, end = gradient_rows(p, of_dz, rows); i < end; ++i) {
+    const Operand of_rows = {dz != nullptr ? dz + rows[i].dz_column : nullptr, dz_width(p, of_dz),
+                             0, 0};
+    gradients.add(rows_from(rows[i].of_w_up ? p.dw_up : p.dw_gate_up, rows[i].first), of_rows,
+                  rows[i].count, x, layer.hidden);
+  }
+  gradients.add(columns_from(p.dw_down, chunk.first), dout, layer.hidden, {w.da, chunk.count, 0, 0},
+                chunk.count);
   return gradients;
 }
 
-BiasGradients bias_gradients_of(const MoeBackwardProblem& p, const Workspace& w) {
+// db_down is of the last chunk.
+BiasGradients bias_gradients_of(const MoeBackwardProblem& p, const InnerChunk& chunk,
+                                const Workspace& w) {
   const MoeForwardProblem& layer = p.layer;
   BiasGradients gradients(layer.experts);
-  const auto dz_from = [&](int64_t column) {
-    return Operand{w.dz != nullptr ? w.dz + column : nullptr, width_of(p), 0, 0};
-  };
-  gradients.add(p.db_gate_up, dz_from(0), matrix_rows(p), false);
-  gradients.add(p.db_up, dz_from(layer.inner), layer.inner, false);
+  GradientRows rows[2];
+  for (int i = 0, end = gradient_rows(p, chunk, rows); i < end; ++i) {
+    const Operand of_rows = {w.dz != nullptr ? w.dz + rows[i].dz_column : nullptr,
+                             dz_width(p, chunk), 0, 0};
+    gradients.add(rows_from(rows[i].of_w_up ? p.db_up : p.db_gate_up, rows[i].first), of_rows,
+                  rows[i].count, false);
+  }
+  if (chunk.first + chunk.count < chunk.inner) return gradients;
   gradients.add(p.db_down, {static_cast<const uint16_t*>(p.dout.data), p.dout.row_stride, 0, 1},
                 layer.hidden, !layer.weight_on_input);
   return gradients;
@@ -352,6 +399,15 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
   FLASHMOE_TRY(check_supported(p.device.device_id, &found, reason));
   const DeviceFacts& facts = *found;
   const Needs needs(p);
+  const GradientChunks chunks = chunks_of(p);
+  const Workspace workspace(nullptr, p, chunks);
+  if (p.max_workspace_bytes > 0 && workspace.bytes > p.max_workspace_bytes) {
+    return refuse_bound(p, workspace.bytes, reason);
+  }
+  plan->chunk[0] = chunks.inner;
+  plan->chunk[1] = chunks.hidden;
+  const InnerChunk chunk = inner_chunk(p, chunks, 0);
+  const HiddenChunk of_hidden = hidden_chunk(p, chunks, 0);
   const Dtype dtype = layer.x.dtype;
   const auto add_product = [&](bool gated, const ExpertMatrix& matrix, const sm89::Names& names,
                                const Extents& extents) {
@@ -360,34 +416,43 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
   };
   if (needs.up) {
     FLASHMOE_TRY(sm89::check_layouts(layer, reason));
-    FLASHMOE_TRY(
-        add_product(layer.gated, layer.up, {"w_gate_up", "x"}, sm89::extents_of_up(layer)));
+    FLASHMOE_TRY(add_product(layer.gated, layer.up, {"w_gate_up", "x"},
+                             sm89::extents_of_up(layer_of(p, chunk))));
   }
   if (needs.da) {
-    FLASHMOE_TRY(add_product(false, turned(layer.down), {"w_down", "dout"}, extents_of_down(p)));
+    FLASHMOE_TRY(
+        add_product(false, turned(layer.down), {"w_down", "dout"}, extents_of_down(p, chunk)));
   }
   FLASHMOE_TRY(add_stage(kernel_for(moe_backward::rows_kernels, dtype), facts, p.device,
                          ceil_div(pairs_of(p), moe_backward::kRowWarps),
                          moe_backward::kRowWarps * kWarpThreads, moe_backward::kRowWarps, plan,
                          reason));
-  if (needs.dx_rows) {
-    FLASHMOE_TRY(add_product(false, turned(p.gate_up), {"w_gate_up", "weights"}, extents_of_dx(p)));
-    if (in_two_parts(p)) {
-      FLASHMOE_TRY(add_product(false, turned(layer.up), {"w_up", "weights"}, extents_of_dx(p)));
-    }
-  }
-  const Workspace workspace(nullptr, p);
-  const WeightGradients matrices = weights_gradients_of(p, workspace);
-  const BiasGradients biases = bias_gradients_of(p, workspace);
+  // The last chunk's, which may have fewer columns, are all gradients that there may be.
+  const InnerChunk last = {layer.inner - chunk.count, chunk.count, layer.inner, chunk.dz_is_whole};
+  const WeightGradients matrices = weights_gradients_of(p, chunk, workspace);
+  const BiasGradients biases = bias_gradients_of(p, last, workspace);
   if (matrices.wanted()) FLASHMOE_TRY(matrices.plan(facts, p.device, dtype, plan, reason));
   if (biases.wanted()) FLASHMOE_TRY(biases.plan(facts, p.device, dtype, plan, reason));
+  const int32_t of_inner = plan->info.launch_count;
+  if (needs.dx_rows) {
+    const Extents extents = extents_of_dx(p, of_hidden);
+    FLASHMOE_TRY(add_product(false, turned(p.gate_up), {"w_gate_up", "weights"}, extents));
+    if (in_two_parts(p)) {
+      FLASHMOE_TRY(add_product(false, turned(layer.up), {"w_up", "weights"}, extents));
+    }
+  }
   if (needs.combine) {
     const int64_t threads =
-        ceil_div(std::min<int64_t>(layer.hidden / kPiece, moe_backward::kCombineThreads),
+        ceil_div(std::min<int64_t>(of_hidden.count / kPiece, moe_backward::kCombineThreads),
                  kWarpThreads) *
         kWarpThreads;
     FLASHMOE_TRY(add_stage(kernel_for(moe_backward::combine_kernels, dtype), facts, p.device,
                            layer.tokens, static_cast<int>(threads), 1, plan, reason));
+  }
+  for (int32_t i = 0; i < plan->info.launch_count; ++i) {
+    const int64_t repeats = i < of_inner ? chunk_count(layer.inner, chunks.inner)
+                                         : chunk_count(layer.hidden, chunks.hidden);
+    plan->info.launches[i].repeats = repeats > 1 ? static_cast<int32_t>(repeats) : 0;
   }
   plan->info.workspace_bytes = workspace.bytes;
   plan->info.microseconds = estimate(flops_of(p, needs), bytes_moved(p, needs), *plan, facts);
@@ -400,7 +465,8 @@ moe_backward::Routing routing_of(const MoeBackwardProblem& p) {
           layer.experts, layer.top_k};
 }
 
-moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const Workspace& w) {
+moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const InnerChunk& chunk,
+                                     const Workspace& w) {
   const MoeForwardProblem& layer = p.layer;
   const Needs needs(p);
   moe_backward::RowsParams params = {};
@@ -411,27 +477,26 @@ moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const Workspac
   params.da_scale = 1.0f;
   if (needs.activation) {
     params.pre_activation =
-        needs.up ? w.computed : static_cast<const uint16_t*>(p.pre_activation.data);
-    params.pre_activation_stride = needs.up ? width_of(p) : p.pre_activation.row_stride;
+        needs.up ? w.computed : static_cast<const uint16_t*>(p.pre_activation.data) + chunk.first;
+    params.pre_activation_stride =
+        needs.up ? chunk.count * (layer.gated ? 2 : 1) : p.pre_activation.row_stride;
+    params.pre_activation_up = static_cast<int32_t>(needs.up ? chunk.count : chunk.inner);
   }
-  params.dz = w.dz;
-  params.scaled_dz = w.scaled_dz;
+  params.adds_dots = w.dots != nullptr && !layer.weight_on_input && chunk.first > 0 ? 1 : 0;
+  if (layer.weight_on_input) params.dots = nullptr;
+  params.dz = moe_backward::dz_rows(p, chunk, w.dz);
+  InnerChunk of_scaled = chunk;
+  of_scaled.dz_is_whole = false;
+  params.scaled_dz = moe_backward::dz_rows(p, of_scaled, w.scaled_dz);
   params.dout = static_cast<const uint16_t*>(p.dout.data);
   params.dout_stride = p.dout.row_stride;
   params.down_bias = {layer.down_bias.data, layer.down_bias.expert_stride,
                       layer.down_bias.row_stride, layer.down_bias.dtype == Dtype::kFloat32 ? 1 : 0};
   params.has_da = needs.da ? 1 : 0;
   params.wants_a = needs.a ? 1 : 0;
-  params.inner = static_cast<int32_t>(layer.inner);
+  params.inner = static_cast<int32_t>(chunk.count);
   params.hidden = static_cast<int32_t>(layer.hidden);
   params.gated = layer.gated ? 1 : 0;
-  params.dz_places[1] = params.inner;
-  params.dz_step = 1;
-  if (p.order == FLASHMOE_MOE_UP_GATE) {
-    std::swap(params.dz_places[0], params.dz_places[1]);
-  } else if (p.order == FLASHMOE_MOE_INTERLEAVED) {
-    params.dz_step = 2;
-  }
   params.weight_on_input = layer.weight_on_input ? 1 : 0;
   params.activation = layer.activation;
   params.alpha = layer.alpha;
@@ -440,34 +505,38 @@ moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const Workspac
   return params;
 }
 
-moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const Workspace& w) {
+moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const HiddenChunk& chunk,
+                                           const Workspace& w) {
   moe_backward::CombineParams params = {};
   params.routing = routing_of(p);
   params.row_tokens = w.row_tokens;
   params.y[0] = w.y[0];
   params.y[1] = w.y[1];
   params.dots = w.dots;
-  params.x = static_cast<const uint16_t*>(p.layer.x.data);
+  params.adds_dots = p.layer.weight_on_input && chunk.first > 0 ? 1 : 0;
+  params.x = static_cast<const uint16_t*>(p.layer.x.data) + chunk.first;
   params.x_stride = p.layer.x.row_stride;
-  params.dx = p.dx.data;
-  params.dx_stride = p.dx.row_stride;
-  params.dweights = p.dweights;
+  TokenRows<void> dx = p.dx;
+  advance(&dx, chunk.first);
+  params.dx = dx.data;
+  params.dx_stride = dx.row_stride;
+  params.dweights = chunk.is_last ? p.dweights : nullptr;
   params.dx_is_fp32 = p.dx.dtype == Dtype::kFloat32 ? 1 : 0;
-  params.hidden = static_cast<int32_t>(p.layer.hidden);
+  params.hidden = static_cast<int32_t>(chunk.count);
   params.weight_on_input = p.layer.weight_on_input ? 1 : 0;
   params.adds = p.accumulate ? 1 : 0;
   return params;
 }
 
-sm89::Params down_params(const MoeBackwardProblem& p, const Plan& plan, int index,
-                         const Workspace& w) {
+sm89::Params down_params(const MoeBackwardProblem& p, const InnerChunk& chunk, const Plan& plan,
+                         int index, const Workspace& w) {
   sm89::Params params = {};
-  sm89::fill_extents(extents_of_down(p), p.layer.experts, p.device, plan, index, &params);
+  sm89::fill_extents(extents_of_down(p, chunk), p.layer.experts, p.device, plan, index, &params);
   params.x = static_cast<const uint16_t*>(p.dout.data);
   params.x_stride = p.dout.row_stride;
   params.out = w.da;
-  params.out_stride = p.layer.inner;
-  params.weights[0] = sm89::weights_of(turned(p.layer.down));
+  params.out_stride = chunk.count;
+  params.weights[0] = sm89::weights_of(turned(layer_of(p, chunk).down));
   params.offsets = p.layer.offsets;
   params.pairs = p.layer.pairs;
   params.top_k = p.layer.top_k;
@@ -476,58 +545,81 @@ sm89::Params down_params(const MoeBackwardProblem& p, const Plan& plan, int inde
 }
 
 // By the gate's matrix, or all of gate and up, or (`part` 1) the up's.
-sm89::Params dx_params(const MoeBackwardProblem& p, const Plan& plan, int index, const Workspace& w,
-                       int part) {
+sm89::Params dx_params(const MoeBackwardProblem& p, const HiddenChunk& chunk, const Plan& plan,
+                       int index, const Workspace& w, int part) {
   sm89::Params params = {};
-  sm89::fill_extents(extents_of_dx(p), p.layer.experts, p.device, plan, index, &params);
+  sm89::fill_extents(extents_of_dx(p, chunk), p.layer.experts, p.device, plan, index, &params);
   params.x = w.dz + part * p.layer.inner;
   params.x_stride = width_of(p);
   params.out = w.y[part];
-  params.out_stride = p.layer.hidden;
-  params.weights[0] = sm89::weights_of(turned(part == 0 ? p.gate_up : p.layer.up));
+  params.out_stride = chunk.count;
+  ExpertMatrix matrix = turned(part == 0 ? p.gate_up : p.layer.up);
+  advance(&matrix, chunk.first * matrix.row_stride);
+  params.weights[0] = sm89::weights_of(matrix);
   params.offsets = p.layer.offsets;
   params.top_k = 1;
   params.activation = sm89::kNoActivation;
   return params;
 }
 
+// The launches of a chunk of I, the first of the plan; `*end` is the index behind them.
+flashmoe_status launch_inner(const MoeBackwardProblem& p, const InnerChunk& chunk,
+                             const Workspace& w, const Plan& plan, void* stream, int* end) {
+  const Needs needs(p);
+  int index = 0;
+  if (needs.up) {
+    const MoeForwardProblem layer = layer_of(p, chunk);
+    sm89::Params params = sm89::up_params(layer, plan, index, w.da);
+    params.pre_activation = w.computed;
+    params.pre_activation_stride = layer.gated ? 2 * layer.inner : layer.inner;
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  if (needs.da) {
+    const sm89::Params params = down_params(p, chunk, plan, index, w);
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  const moe_backward::RowsParams rows = rows_params(p, chunk, w);
+  FLASHMOE_TRY(launch_planned(plan, index++, &rows, stream));
+  const Rows by_slot = {p.layer.offsets, nullptr, w.row_tokens, pairs_of(p)};
+  const WeightGradients matrices = weights_gradients_of(p, chunk, w);
+  if (matrices.wanted()) {
+    FLASHMOE_TRY(matrices.launch(plan, index++, by_slot, p.accumulate, stream));
+  }
+  *end = index;
+  const InnerChunk last = {0, chunk.inner, chunk.inner, chunk.dz_is_whole};
+  if (!bias_gradients_of(p, last, w).wanted()) return FLASHMOE_OK;
+  *end = index + 1;
+  return bias_gradients_of(p, chunk, w)
+      .launch(plan, index, by_slot, p.layer.pairs, p.layer.weights, p.accumulate, stream);
+}
+
+// Those of a chunk of H, from `index` on.
+flashmoe_status launch_hidden(const MoeBackwardProblem& p, const HiddenChunk& chunk,
+                              const Workspace& w, const Plan& plan, void* stream, int index) {
+  const Needs needs(p);
+  for (int part = 0; needs.dx_rows && part < (in_two_parts(p) ? 2 : 1); ++part) {
+    const sm89::Params params = dx_params(p, chunk, plan, index, w, part);
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  if (!needs.combine) return FLASHMOE_OK;
+  const moe_backward::CombineParams combine = combine_params(p, chunk, w);
+  return launch_planned(plan, index, &combine, stream);
+}
+
 flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, void* memory,
                                 void* stream) {
   const DeviceGuard guard(p.device.device_id);
   FLASHMOE_TRY(guard.status());
-  const MoeForwardProblem& layer = p.layer;
-  const Needs needs(p);
-  const Workspace w(memory, p);
-  int index = 0;
-  if (needs.up) {
-    sm89::Params params = sm89::up_params(layer, plan, index, w.da);
-    params.pre_activation = w.computed;
-    params.pre_activation_stride = width_of(p);
-    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  const GradientChunks chunks = {plan.chunk[0], plan.chunk[1]};
+  const Workspace w(memory, p, chunks);
+  int end = 0;
+  for (int64_t first = 0; first < p.layer.inner; first += chunks.inner) {
+    FLASHMOE_TRY(launch_inner(p, inner_chunk(p, chunks, first), w, plan, stream, &end));
   }
-  if (needs.da) {
-    const sm89::Params params = down_params(p, plan, index, w);
-    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
+    FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, stream, end));
   }
-  const moe_backward::RowsParams rows = rows_params(p, w);
-  FLASHMOE_TRY(launch_planned(plan, index++, &rows, stream));
-  for (int part = 0; needs.dx_rows && part < (in_two_parts(p) ? 2 : 1); ++part) {
-    const sm89::Params params = dx_params(p, plan, index, w, part);
-    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
-  }
-  const Rows by_slot = {layer.offsets, nullptr, w.row_tokens, pairs_of(p)};
-  const WeightGradients matrices = weights_gradients_of(p, w);
-  if (matrices.wanted()) {
-    FLASHMOE_TRY(matrices.launch(plan, index++, by_slot, p.accumulate, stream));
-  }
-  BiasGradients biases = bias_gradients_of(p, w);
-  if (biases.wanted()) {
-    FLASHMOE_TRY(
-        biases.launch(plan, index++, by_slot, layer.pairs, layer.weights, p.accumulate, stream));
-  }
-  if (!needs.combine) return FLASHMOE_OK;
-  const moe_backward::CombineParams combine = combine_params(p, w);
-  return launch_planned(plan, index, &combine, stream);
+  return FLASHMOE_OK;
 }
 
 // ---- the grouped product

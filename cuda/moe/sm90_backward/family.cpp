@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/backends.h"
+#include "core/ops/moe/gradient_chunks.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/backward/entry.h"
@@ -203,21 +204,21 @@ struct Needs {
 };
 
 // The layer as the forward computes it again, for what act is applied to.
-MoeForwardProblem up_again(const Layer& p, void* pre_activation) {
-  MoeForwardProblem layer = p.layer;
+MoeForwardProblem up_again(const Layer& p, const InnerChunk& chunk, void* pre_activation) {
+  MoeForwardProblem layer = layer_of(p, chunk);
   layer.pre_activation.data = pre_activation;
   layer.pre_activation.dtype = layer.x.dtype;
-  layer.pre_activation.row_stride = width_of(p);
+  layer.pre_activation.row_stride = layer.gated ? 2 * layer.inner : layer.inner;
   return layer;
 }
 
 // da = w_down^T dout, as the first product of a layer whose act is z sigmoid(0 z): half of z.
 constexpr float kDaScale = 2.0f;
-MoeForwardProblem da_layer(const Layer& p) {
-  MoeForwardProblem layer = p.layer;
+MoeForwardProblem da_layer(const Layer& p, const InnerChunk& chunk) {
+  MoeForwardProblem layer = layer_of(p, chunk);
   layer.x = p.dout;
   layer.gated = false;
-  layer.up = p.layer.down;
+  layer.up = layer.down;
   std::swap(layer.up.row_stride, layer.up.column_stride);
   layer.gate_bias = layer.up_bias = layer.down_bias = {};
   layer.activation = FLASHMOE_ACTIVATION_SILU;
@@ -228,24 +229,28 @@ MoeForwardProblem da_layer(const Layer& p) {
   return layer;
 }
 
-// The workspace: offsets from its beginning. What no stage needs has no bytes.
+// The workspace: offsets from its beginning. What no stage needs has no bytes. What lies between
+// the stages of I and what lies between those of H have the same place.
 struct Workspace {
   int64_t row_tokens;
   int64_t dots;
   int64_t progress;  // of one product at a time
-  int64_t computed;  // [pairs, width] g, then u; and when they are done with, dx[0]
+  int64_t dz;        // [pairs, width], for dx of all columns
+  int64_t computed;  // [pairs, width] g, then u; of a chunk, from here on
   int64_t da;        // [pairs, inner], and in its place a
-  int64_t dz;        // [pairs, width]
   int64_t scaled_dz;
   int64_t dx[2];  // [pairs, hidden]
   int64_t bytes;
 
-  Workspace(const Layer& p, int multiprocessors) {
+  Workspace(const Layer& p, const GradientChunks& chunks, int multiprocessors) {
     const Needs needs(p);
     constexpr int64_t kAlignment = 256;
     constexpr int64_t kWordBytes = 4;
     const int64_t pairs = pairs_of(p);
     const int64_t element = dtype_bytes(p.layer.x.dtype);
+    const int64_t width = p.layer.gated ? 2 * chunks.inner : chunks.inner;
+    const bool sums_up = needs.combine && p.dweights != nullptr && p.layer.weight_on_input &&
+                         chunks.hidden < p.layer.hidden;
     bytes = 0;
     const auto take = [&](bool needed, int64_t count, int64_t each) {
       const int64_t place = bytes;
@@ -253,17 +258,41 @@ struct Workspace {
       return place;
     };
     row_tokens = take(needs.rows, pairs, kWordBytes);
-    dots = take(needs.dots, pairs, kWordBytes);
+    dots = take(needs.dots || sums_up, pairs, kWordBytes);
     progress = take(needs.da || needs.up, sm90::most_progress_words(multiprocessors), kWordBytes);
-    da = take(needs.da || needs.a || needs.up, pairs * p.layer.inner, element);
-    dz = take(needs.dz, pairs * width_of(p), element);
-    scaled_dz = take(needs.scaled_dz, pairs * width_of(p), element);
-    const int64_t before = needs.up ? width_of(p) : 0;
-    const int64_t behind = needs.dx_rows ? p.layer.hidden : 0;
-    computed = dx[0] = take(true, pairs * std::max(before, behind), element);
-    dx[1] = take(needs.dx_rows && in_two_parts(p), pairs * p.layer.hidden, element);
+    dz = take(needs.dz, pairs * (needs.dx_rows ? width_of(p) : width), element);
+    const int64_t shared = bytes;
+    computed = take(needs.up, pairs * width, element);
+    da = take(needs.da || needs.a || needs.up, pairs * chunks.inner, element);
+    scaled_dz = take(needs.scaled_dz, pairs * width, element);
+    const int64_t of_inner = bytes;
+    bytes = shared;
+    dx[0] = take(needs.dx_rows, pairs * chunks.hidden, element);
+    dx[1] = take(needs.dx_rows && in_two_parts(p), pairs * chunks.hidden, element);
+    bytes = std::max(bytes, of_inner);
   }
 };
+
+GradientChunks chunks_of(const Layer& p, int multiprocessors) {
+  return fit_chunks(p, p.max_workspace_bytes, [&](const GradientChunks& chunks) {
+    return static_cast<uint64_t>(Workspace(p, chunks, multiprocessors).bytes);
+  });
+}
+
+InnerChunk inner_chunk(const Layer& p, const GradientChunks& chunks, int64_t first) {
+  return {first, std::min(chunks.inner, p.layer.inner - first), p.layer.inner, Needs(p).dx_rows};
+}
+
+// Columns of H.
+struct HiddenChunk {
+  int64_t first;
+  int64_t count;
+  bool is_last;
+};
+HiddenChunk hidden_chunk(const Layer& p, const GradientChunks& chunks, int64_t first) {
+  const int64_t rest = p.layer.hidden - first;
+  return {first, std::min(chunks.hidden, rest), chunks.hidden >= rest};
+}
 
 // Rows by slot in the workspace, from a column on.
 TokenRows<const void> rows_at(const Layer& p, const void* base, int64_t place, int64_t stride,
@@ -275,33 +304,36 @@ TokenRows<const void> rows_at(const Layer& p, const void* base, int64_t place, i
   return rows;
 }
 
-// Part `part` of the rows of dx: dz with a matrix, or with its own of two.
-GroupedProductProblem dx_part(const Layer& p, const Workspace& w, char* base, int part) {
+// Part `part` of a chunk of the rows of dx: dz with a matrix, or with its own of two.
+GroupedProductProblem dx_part(const Layer& p, const HiddenChunk& chunk, const Workspace& w,
+                              char* base, int part) {
   GroupedProductProblem product = {};
   product.device = p.device;
   product.experts = p.layer.experts;
   product.rows = pairs_of(p);
   product.columns = in_two_parts(p) ? p.layer.inner : width_of(p);
-  product.out_columns = p.layer.hidden;
+  product.out_columns = chunk.count;
   product.x = rows_at(p, base, w.dz, width_of(p), part * p.layer.inner);
   product.out.data = base + w.dx[part];
   product.out.dtype = p.layer.x.dtype;
-  product.out.row_stride = p.layer.hidden;
+  product.out.row_stride = chunk.count;
   product.w = part == 0 ? p.gate_up : p.layer.up;
   std::swap(product.w.row_stride, product.w.column_stride);
+  advance(&product.w, chunk.first * product.w.row_stride);
   product.offsets = p.layer.offsets;
   return product;
 }
 
-// The gradients of matrices that are wanted, in order.
+// The gradients of matrices that are wanted, in order, of a chunk.
 struct Gradients {
   Gradient each[3];
   int count = 0;
 
-  Gradients(const Layer& p, const Workspace& w, char* base) {
+  Gradients(const Layer& p, const InnerChunk& chunk, const Workspace& w, char* base) {
     const MoeForwardProblem& layer = p.layer;
-    const int64_t width = width_of(p);
-    const int64_t rows = in_two_parts(p) ? layer.inner : width;
+    InnerChunk of_dz = chunk;
+    if (layer.weight_on_input) of_dz.dz_is_whole = false;
+    const int64_t width = of_dz.dz_inner() * (layer.gated ? 2 : 1);
     const int64_t dz = layer.weight_on_input ? w.scaled_dz : w.dz;
     const Operand x = {"x", layer.x, true};
     const auto add = [&](const MatrixGradient& out, int64_t m, int64_t n, const Operand& left,
@@ -322,15 +354,19 @@ struct Gradients {
       gradient.tokens = layer.tokens;
       gradient.accumulate = p.accumulate;
     };
-    add(p.dw_gate_up, rows, layer.hidden, {"dz", rows_at(p, base, dz, width), false}, x);
-    add(p.dw_up, rows, layer.hidden, {"dz", rows_at(p, base, dz, width, layer.inner), false}, x);
-    add(p.dw_down, layer.hidden, layer.inner, {"dout", p.dout, true},
-        {"a", rows_at(p, base, w.da, layer.inner), false});
+    GradientRows rows[2];
+    for (int i = 0, end = gradient_rows(p, of_dz, rows); i < end; ++i) {
+      add(rows_from(rows[i].of_w_up ? p.dw_up : p.dw_gate_up, rows[i].first), rows[i].count,
+          layer.hidden, {"dz", rows_at(p, base, dz, width, rows[i].dz_column), false}, x);
+    }
+    add(columns_from(p.dw_down, chunk.first), layer.hidden, chunk.count, {"dout", p.dout, true},
+        {"a", rows_at(p, base, w.da, chunk.count), false});
   }
 };
 
-// Sums over rows: the gradients of biases that are wanted.
-moe_backward::SumsParams sums_of(const Layer& p, const Workspace& w, const char* base, int* count) {
+// Sums over rows: the gradients of biases that are wanted, of a chunk; db_down is of the last.
+moe_backward::SumsParams sums_of(const Layer& p, const InnerChunk& chunk, const Workspace& w,
+                                 const char* base, int* count) {
   const MoeForwardProblem& layer = p.layer;
   moe_backward::SumsParams params = {};
   *count = 0;
@@ -347,11 +383,15 @@ moe_backward::SumsParams sums_of(const Layer& p, const Workspace& w, const char*
                                gradient.data,
                                gradient.expert_stride};
   };
-  const int64_t width = width_of(p);
-  add(p.db_gate_up, rows_at(p, base, w.dz, width), in_two_parts(p) ? layer.inner : width, false,
-      false);
-  add(p.db_up, rows_at(p, base, w.dz, width, layer.inner), layer.inner, false, false);
-  add(p.db_down, p.dout, layer.hidden, true, !layer.weight_on_input);
+  const int64_t width = chunk.dz_inner() * (layer.gated ? 2 : 1);
+  GradientRows rows[2];
+  for (int i = 0, end = gradient_rows(p, chunk, rows); i < end; ++i) {
+    add(rows_from(rows[i].of_w_up ? p.db_up : p.db_gate_up, rows[i].first),
+        rows_at(p, base, w.dz, width, rows[i].dz_column), rows[i].count, false, false);
+  }
+  if (chunk.first + chunk.count == chunk.inner) {
+    add(p.db_down, p.dout, layer.hidden, true, !layer.weight_on_input);
+  }
   params.offsets = layer.offsets;
   params.row_tokens = reinterpret_cast<const int32_t*>(base + w.row_tokens);
   params.pairs = layer.pairs;
@@ -377,15 +417,17 @@ flashmoe_status check_again(const MoeForwardProblem& layer, const Reason& reason
   return sm90::check_gathered("x", layer.x, layer.tokens, reason);
 }
 
-flashmoe_status add_dx_parts(const Layer& p, const Workspace& w, const DeviceFacts& facts,
-                             Plan* plan, const Reason& reason) {
+flashmoe_status add_dx_parts(const Layer& p, const HiddenChunk& chunk, const Workspace& w,
+                             const DeviceFacts& facts, int64_t chunks, Plan* plan,
+                             const Reason& reason) {
   static constexpr const char* kNames[] = {"w_gate_up", "w_up"};
   for (int part = 0; part < (in_two_parts(p) ? 2 : 1); ++part) {
-    const GroupedProductProblem product = dx_part(p, w, nullptr, part);
+    const GroupedProductProblem product = dx_part(p, chunk, w, nullptr, part);
     FLASHMOE_TRY(sm90::check_weights(kNames[part], product.w, product.experts, product.out_columns,
                                      product.columns, reason));
     FLASHMOE_TRY(sm90::add_rows_product("weights", product, facts, plan, reason));
-    plan->info.microseconds += microseconds(work_of(product), kGradientSpeed, facts);
+    plan->info.microseconds +=
+        static_cast<double>(chunks) * microseconds(work_of(product), kGradientSpeed, facts);
   }
   return FLASHMOE_OK;
 }
@@ -396,7 +438,16 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
   FLASHMOE_TRY(check_tensor_maps(p.device.device_id, reason));
   const MoeForwardProblem& layer = p.layer;
   const Needs needs(p);
-  const Workspace w(p, facts->multiprocessors);
+  const GradientChunks chunks = chunks_of(p, facts->multiprocessors);
+  const Workspace w(p, chunks, facts->multiprocessors);
+  if (p.max_workspace_bytes > 0 && static_cast<uint64_t>(w.bytes) > p.max_workspace_bytes) {
+    return refuse_bound(p, static_cast<uint64_t>(w.bytes), reason);
+  }
+  plan->chunk[0] = chunks.inner;
+  plan->chunk[1] = chunks.hidden;
+  const InnerChunk chunk = inner_chunk(p, chunks, 0);
+  const int64_t inner_chunks = chunk_count(layer.inner, chunks.inner);
+  const int64_t hidden_chunks = chunk_count(layer.hidden, chunks.hidden);
   const int64_t pairs = pairs_of(p);
   if (pairs > sm90::kMaxRows) {
     return reason.refuse(
@@ -410,11 +461,11 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
                    kGradientSpeed, *facts);
   if (needs.up) {
     FLASHMOE_TRY(check_again(layer, reason));
-    FLASHMOE_TRY(sm90::add_up(up_again(p, plan), *facts, plan, reason));
+    FLASHMOE_TRY(sm90::add_up(up_again(p, chunk, plan), *facts, plan, reason));
     plan->info.microseconds += (layer.gated ? 2 : 1) * product;
   }
   if (needs.da) {
-    const MoeForwardProblem down = da_layer(p);
+    const MoeForwardProblem down = da_layer(p, chunk);
     FLASHMOE_TRY(
         sm90::check_weights("w_down", down.up, layer.experts, layer.inner, layer.hidden, reason));
     FLASHMOE_TRY(sm90::check_gathered("dout", p.dout, layer.tokens, reason));
@@ -429,21 +480,19 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
     FLASHMOE_TRY(add_stage(moe_backward::rows_kernels, ceil_div(pairs, moe_backward::kRowWarps),
                            moe_backward::kRowWarps));
   }
-  if (needs.dx_rows) FLASHMOE_TRY(add_dx_parts(p, w, *facts, plan, reason));
-  if (needs.combine) {
-    FLASHMOE_TRY(add_stage(moe_backward::combine_kernels, layer.tokens,
-                           moe_backward::kCombineThreads / kWarpThreads));
-  }
-  const Gradients gradients(p, w, nullptr);
+  const Gradients gradients(p, chunk, w, nullptr);
   for (int i = 0; i < gradients.count; ++i) {
     FLASHMOE_TRY(add_gradient(gradients.each[i], *facts, plan, reason));
-    plan->info.microseconds += product * static_cast<double>(gradients.each[i].m) *
-                               static_cast<double>(gradients.each[i].n) /
-                               static_cast<double>(layer.hidden * layer.inner);
+    plan->info.microseconds +=
+        static_cast<double>(inner_chunks) * product * static_cast<double>(gradients.each[i].m) *
+        static_cast<double>(gradients.each[i].n) / static_cast<double>(layer.hidden * layer.inner);
   }
   if (needs.biases) {
     int count = 0;
-    const moe_backward::SumsParams sums = sums_of(p, w, nullptr, &count);
+    // The last chunk's, which may have fewer columns, are all that there may be.
+    const InnerChunk last = {layer.inner - chunk.count, chunk.count, layer.inner,
+                             chunk.dz_is_whole};
+    const moe_backward::SumsParams sums = sums_of(p, last, w, nullptr, &count);
     int32_t columns = 0;
     for (int i = 0; i < count; ++i) columns = std::max(columns, sums.sums[i].columns);
     FLASHMOE_TRY(add_stage(moe_backward::sums_kernels, ceil_div(columns, moe_backward::kSumColumns),
@@ -451,6 +500,21 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
     flashmoe_launch& launch = plan->info.launches[plan->info.launch_count - 1];
     launch.grid[1] = static_cast<uint32_t>(layer.experts);
     launch.grid[2] = static_cast<uint32_t>(count);
+  }
+  const int32_t of_inner = plan->info.launch_count;
+  if (needs.dx_rows) {
+    FLASHMOE_TRY(
+        add_dx_parts(p, hidden_chunk(p, chunks, 0), w, *facts, hidden_chunks, plan, reason));
+  }
+  if (needs.combine) {
+    FLASHMOE_TRY(add_stage(moe_backward::combine_kernels, layer.tokens,
+                           moe_backward::kCombineThreads / kWarpThreads));
+  }
+  int64_t launches = 0;
+  for (int32_t i = 0; i < plan->info.launch_count; ++i) {
+    const int64_t repeats = i < of_inner ? inner_chunks : hidden_chunks;
+    plan->info.launches[i].repeats = repeats > 1 ? static_cast<int32_t>(repeats) : 0;
+    launches += repeats;
   }
   // Rows of the workspace that stages between products read and write.
   constexpr double kMemoryShare = 0.75;
@@ -460,7 +524,7 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
   if (facts->memory_bytes_per_microsecond > 0) {
     plan->info.microseconds += bytes / (facts->memory_bytes_per_microsecond * kMemoryShare);
   }
-  plan->info.microseconds += kRowStageMicroseconds * plan->info.launch_count;
+  plan->info.microseconds += kRowStageMicroseconds * static_cast<double>(launches);
   plan->info.workspace_bytes = static_cast<uint64_t>(w.bytes);
   return FLASHMOE_OK;
 }
@@ -475,7 +539,8 @@ moe_backward::Routing routing_of(const Layer& p) {
           p.layer.top_k};
 }
 
-moe_backward::RowsParams row_params(const Layer& p, const Workspace& w, char* base) {
+moe_backward::RowsParams row_params(const Layer& p, const InnerChunk& chunk, const Workspace& w,
+                                    char* base) {
   const MoeForwardProblem& layer = p.layer;
   const Needs needs(p);
   const auto at = [&](bool needed, int64_t place) {
@@ -487,12 +552,18 @@ moe_backward::RowsParams row_params(const Layer& p, const Workspace& w, char* ba
   params.dots = needs.dots ? reinterpret_cast<float*>(base + w.dots) : nullptr;
   params.da = at(needs.da || needs.a, w.da);
   if (needs.da || needs.a) {
-    params.pre_activation =
-        needs.up ? at(true, w.computed) : static_cast<const uint16_t*>(p.pre_activation.data);
-    params.pre_activation_stride = needs.up ? width_of(p) : p.pre_activation.row_stride;
+    params.pre_activation = needs.up
+                                ? at(true, w.computed)
+                                : static_cast<const uint16_t*>(p.pre_activation.data) + chunk.first;
+    params.pre_activation_stride =
+        needs.up ? chunk.count * (layer.gated ? 2 : 1) : p.pre_activation.row_stride;
+    params.pre_activation_up = static_cast<int32_t>(needs.up ? chunk.count : chunk.inner);
   }
-  params.dz = at(needs.dz, w.dz);
-  params.scaled_dz = at(needs.scaled_dz, w.scaled_dz);
+  params.adds_dots = needs.dots && chunk.first > 0 ? 1 : 0;
+  params.dz = moe_backward::dz_rows(p, chunk, at(needs.dz, w.dz));
+  InnerChunk of_scaled = chunk;
+  of_scaled.dz_is_whole = false;
+  params.scaled_dz = moe_backward::dz_rows(p, of_scaled, at(needs.scaled_dz, w.scaled_dz));
   params.dout = static_cast<const uint16_t*>(p.dout.data);
   params.dout_stride = p.dout.row_stride;
   params.down_bias = {layer.down_bias.data, layer.down_bias.expert_stride,
@@ -500,17 +571,9 @@ moe_backward::RowsParams row_params(const Layer& p, const Workspace& w, char* ba
   params.da_scale = kDaScale;
   params.has_da = needs.da ? 1 : 0;
   params.wants_a = needs.a ? 1 : 0;
-  params.inner = static_cast<int32_t>(layer.inner);
+  params.inner = static_cast<int32_t>(chunk.count);
   params.hidden = static_cast<int32_t>(layer.hidden);
   params.gated = layer.gated ? 1 : 0;
-  params.dz_step = 1;
-  params.dz_places[1] = layer.gated ? params.inner : 0;
-  if (p.order == FLASHMOE_MOE_UP_GATE) {
-    std::swap(params.dz_places[0], params.dz_places[1]);
-  } else if (p.order == FLASHMOE_MOE_INTERLEAVED) {
-    params.dz_places[1] = 1;
-    params.dz_step = 2;
-  }
   params.weight_on_input = layer.weight_on_input ? 1 : 0;
   params.activation = layer.activation;
   params.alpha = layer.alpha;
@@ -519,7 +582,8 @@ moe_backward::RowsParams row_params(const Layer& p, const Workspace& w, char* ba
   return params;
 }
 
-moe_backward::CombineParams combine_params(const Layer& p, const Workspace& w, char* base) {
+moe_backward::CombineParams combine_params(const Layer& p, const HiddenChunk& chunk,
+                                           const Workspace& w, char* base) {
   const Needs needs(p);
   const auto rows_of_dx = [&](int part) {
     const bool there = needs.dx_rows && (part == 0 || in_two_parts(p));
@@ -530,17 +594,67 @@ moe_backward::CombineParams combine_params(const Layer& p, const Workspace& w, c
   params.row_tokens = reinterpret_cast<const int32_t*>(base + w.row_tokens);
   params.y[0] = rows_of_dx(0);
   params.y[1] = rows_of_dx(1);
-  params.dots = needs.dots ? reinterpret_cast<const float*>(base + w.dots) : nullptr;
-  params.x = static_cast<const uint16_t*>(p.layer.x.data);
+  const bool in_chunks = chunk.count < p.layer.hidden;
+  params.dots = needs.dots || (in_chunks && p.dweights != nullptr)
+                    ? reinterpret_cast<float*>(base + w.dots)
+                    : nullptr;
+  params.adds_dots = p.layer.weight_on_input && chunk.first > 0 ? 1 : 0;
+  params.x = static_cast<const uint16_t*>(p.layer.x.data) + chunk.first;
   params.x_stride = p.layer.x.row_stride;
-  params.dx = p.dx.data;
-  params.dx_stride = p.dx.row_stride;
-  params.dweights = p.dweights;
+  TokenRows<void> dx = p.dx;
+  advance(&dx, chunk.first);
+  params.dx = dx.data;
+  params.dx_stride = dx.row_stride;
+  params.dweights = chunk.is_last ? p.dweights : nullptr;
   params.dx_is_fp32 = p.dx.dtype == Dtype::kFloat32 ? 1 : 0;
-  params.hidden = static_cast<int32_t>(p.layer.hidden);
+  params.hidden = static_cast<int32_t>(chunk.count);
   params.weight_on_input = p.layer.weight_on_input ? 1 : 0;
   params.adds = p.accumulate ? 1 : 0;
   return params;
+}
+
+// The launches of a chunk of I, the first of the plan; `*end` is the index behind them.
+flashmoe_status launch_inner(const Layer& p, const InnerChunk& chunk, const Workspace& w,
+                             const Plan& plan, char* base, void* stream, int* end) {
+  const Needs needs(p);
+  uint32_t* const progress = reinterpret_cast<uint32_t*>(base + w.progress);
+  int index = 0;
+  if (needs.up) {
+    FLASHMOE_TRY(sm90::launch_up(up_again(p, chunk, base + w.computed), plan, index++, base + w.da,
+                                 progress, stream));
+  }
+  if (needs.da) {
+    FLASHMOE_TRY(sm90::launch_up(da_layer(p, chunk), plan, index++, base + w.da, progress, stream));
+  }
+  if (needs.rows) {
+    const moe_backward::RowsParams params = row_params(p, chunk, w, base);
+    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  const Gradients gradients(p, chunk, w, base);
+  for (int i = 0; i < gradients.count; ++i) {
+    FLASHMOE_TRY(launch_gradient(gradients.each[i], plan, index++, stream));
+  }
+  *end = index;
+  if (!needs.biases) return FLASHMOE_OK;
+  int count = 0;
+  const moe_backward::SumsParams sums = sums_of(p, chunk, w, base, &count);
+  *end = index + 1;
+  return launch_planned(plan, index, &sums, stream);
+}
+
+// Those of a chunk of H, from `index` on.
+flashmoe_status launch_hidden(const Layer& p, const HiddenChunk& chunk, const Workspace& w,
+                              const Plan& plan, char* base, void* stream, int index) {
+  const Needs needs(p);
+  if (needs.dx_rows) {
+    for (int part = 0; part < (in_two_parts(p) ? 2 : 1); ++part) {
+      FLASHMOE_TRY(
+          sm90::launch_rows_product(dx_part(p, chunk, w, base, part), plan, index++, stream));
+    }
+  }
+  if (!needs.combine) return FLASHMOE_OK;
+  const moe_backward::CombineParams params = combine_params(p, chunk, w, base);
+  return launch_planned(plan, index, &params, stream);
 }
 
 flashmoe_status launch_layer(const Layer& p, const Plan& plan, void* workspace, void* stream) {
@@ -548,39 +662,17 @@ flashmoe_status launch_layer(const Layer& p, const Plan& plan, void* workspace, 
   FLASHMOE_TRY(guard.status());
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_hopper(p.device.device_id, &facts, Reason()));
-  const Needs needs(p);
-  const Workspace w(p, facts->multiprocessors);
+  const GradientChunks chunks = {plan.chunk[0], plan.chunk[1]};
+  const Workspace w(p, chunks, facts->multiprocessors);
   char* const base = static_cast<char*>(workspace);
-  uint32_t* const progress = reinterpret_cast<uint32_t*>(base + w.progress);
-  int index = 0;
-  if (needs.up) {
-    FLASHMOE_TRY(sm90::launch_up(up_again(p, base + w.computed), plan, index++, base + w.da,
-                                 progress, stream));
+  int end = 0;
+  for (int64_t first = 0; first < p.layer.inner; first += chunks.inner) {
+    FLASHMOE_TRY(launch_inner(p, inner_chunk(p, chunks, first), w, plan, base, stream, &end));
   }
-  if (needs.da) {
-    FLASHMOE_TRY(sm90::launch_up(da_layer(p), plan, index++, base + w.da, progress, stream));
+  for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
+    FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, base, stream, end));
   }
-  if (needs.rows) {
-    const moe_backward::RowsParams params = row_params(p, w, base);
-    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
-  }
-  if (needs.dx_rows) {
-    for (int part = 0; part < (in_two_parts(p) ? 2 : 1); ++part) {
-      FLASHMOE_TRY(sm90::launch_rows_product(dx_part(p, w, base, part), plan, index++, stream));
-    }
-  }
-  if (needs.combine) {
-    const moe_backward::CombineParams params = combine_params(p, w, base);
-    FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
-  }
-  const Gradients gradients(p, w, base);
-  for (int i = 0; i < gradients.count; ++i) {
-    FLASHMOE_TRY(launch_gradient(gradients.each[i], plan, index++, stream));
-  }
-  if (!needs.biases) return FLASHMOE_OK;
-  int count = 0;
-  const moe_backward::SumsParams sums = sums_of(p, w, base, &count);
-  return launch_planned(plan, index, &sums, stream);
+  return FLASHMOE_OK;
 }
 
 }  // namespace

@@ -1394,7 +1394,9 @@ def traced_moe_forward(
     """moe_forward by its operator."""
     operator = _forward_with_pre_activation if return_pre_activation else _forward
     _, weights, offsets, pairs, slots, _ = routing
-    return operator(x, w_gate_up, w_down, weights, offsets, pairs, slots, *options)
+    w_up, *others = options
+    x, w_gate_up, w_down, w_up = _moe_autograd.cast(x, w_gate_up, w_down, w_up)
+    return operator(x, w_gate_up, w_down, weights, offsets, pairs, slots, w_up, *others)
 
 
 # ---- products, and all in one ----------------------------------------------------------------
@@ -1463,7 +1465,8 @@ def grouped_product(
 
 def traced_grouped_product(*arguments: Any) -> torch.Tensor:
     """grouped_product by its operator."""
-    made: torch.Tensor = _product(*arguments)
+    x, w, *others = arguments
+    made: torch.Tensor = _product(*_moe_autograd.cast(x, w), *others)
     return made
 
 
@@ -1581,5 +1584,5 @@ def fused_moe(
 
 def traced_fused_moe(*arguments: Any) -> torch.Tensor:
     """fused_moe by its operator."""
-    made: torch.Tensor = _fused(*arguments)
+    made: torch.Tensor = _fused(*_moe_autograd.cast_layer(arguments))
     return made

@@ -1,0 +1,392 @@
+"""Training experts with torch: derivatives by differences, autocast, adapters, graphs, and several
+processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.6")
+
+import flashmoe_science as fm  # noqa: E402
+import flashmoe_science.torch as fmt  # noqa: E402
+import moe_gradients  # noqa: E402
+from flashmoe_science.moe import Activation, Scoring  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+T, H, INNER, E, K = 24, 32, 24, 8, 2
+ACTIVATIONS, SCORINGS = get_args(Activation), get_args(Scoring)
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+class Gradients(TorchDispatchMode):
+    """The flags by which backward passes of layers said which gradients they want."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[list[bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.flashmoe.moe_backward.default:
+            self.wanted.append(list(args[-1]))
+        return func(*args, **kwargs or {})
+
+
+# ---- derivatives by differences ----
+#
+# Of our functions, which compute in fp32, with steps of 1e-2: their rounding leaves 1e-5 of a
+# difference, and a third derivative as much.
+
+
+def by_differences(function: Any, *tensors: Any) -> bool:
+    inputs = [x.double().requires_grad_() for x in tensors]
+
+    def wide(*given: Any) -> Any:
+        made = function(*(x.float() for x in given))
+        return tuple(x.double() for x in made) if isinstance(made, tuple) else made.double()
+
+    result: bool = torch.autograd.gradcheck(wide, inputs, eps=1e-2, atol=3e-3, rtol=3e-3)
+    return result
+
+
+def layer_without_kinks(gate: str) -> list[Any]:
+    """x, weights of the routing, w_gate_up, w_down, of which no product is near 0."""
+    for seed in range(200):
+        x = normal(3, 8, seed=seed)
+        w_gate_up = normal(2, 8 if gate == "none" else 16, 8, seed=seed + 1000, scale=0.5)
+        if (torch.einsum("th,enh->ten", x, w_gate_up).abs() > 0.03).all():
+            return [x, normal(3, 2, seed=seed), w_gate_up, normal(2, 8, 8, scale=0.5)]
+    raise AssertionError("no such seed")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gate", ["gate_up", "interleaved", "none"])
+@pytest.mark.parametrize("weight_on_input", [False, True])
+def test_layers_by_differences(activation: Any, gate: Any, weight_on_input: bool) -> None:
+    x, weights, *matrices = layer_without_kinks(gate)
+    ids = torch.tensor([[0, 1], [1, 0], [1, -1]], dtype=torch.int32)
+    if weight_on_input:  # which multiplies what is away from kinks
+        weights = weights.sign() * (weights.abs() + 1)
+
+    def call(x: Any, weights: Any, *w: Any) -> Any:
+        routing = fm.moe_route_given(ids, weights, num_experts=2)
+        return fm.moe_forward(x, *w, routing, gate=gate, activation=activation,
+                              weight_on_input=weight_on_input)  # fmt: skip
+
+    assert by_differences(call, x, weights, *matrices)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    ("scoring", "groups"),
+    [*((scoring, {}) for scoring in SCORINGS), ("sigmoid", {"num_groups": 4, "top_groups": 2})],
+)
+def test_routing_by_differences(scoring: Any, groups: Any, renormalize: bool) -> None:
+    """Of logits so far apart that no step changes the choice, of groups neither."""
+    order = torch.stack([torch.arange(E).roll(2 * i) for i in range(5)])
+    lse = scoring == "softmax"
+
+    def call(logits: Any) -> Any:
+        made = fm.moe_route(logits, 3, scoring=scoring, renormalize=renormalize, scale=1.5,
+                            return_lse=lse, **groups)  # fmt: skip
+        return (made.weights, made.lse) if lse else made.weights
+
+    assert by_differences(call, order * 0.3 - 1)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_whole_layers_by_differences(scoring: Any) -> None:
+    """Through the router's product, which decides the choice by far."""
+    tokens, router = normal(3, 8), normal(8, 8, seed=5, scale=2.0)
+    logits = (tokens @ router.T).sort().values
+    assert (logits.diff() > 0.1).all(), "choose another seed"
+
+    def call(*tensors: Any) -> Any:
+        return fm.fused_moe(*tensors, top_k=2, scoring=scoring, renormalize=True)
+
+    matrices = (normal(8, 16, 8, seed=1, scale=0.5), normal(8, 8, 8, seed=2, scale=0.5))
+    assert by_differences(call, tokens, router, *matrices)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_reference_by_differences_in_float64(activation: str, gated: bool) -> None:
+    """What all tests of gradients hold ours to."""
+    x, weights, w_up, w_down = layer_without_kinks("none")
+    w = {"w_up": w_up, "w_down": w_down, "b_up": normal(2, 8, scale=0.01), "b_down": normal(2, 8)}
+    if gated:
+        w |= {"w_gate": w_up.flip(1), "b_gate": normal(2, 8, scale=0.01)}
+    names = list(w)
+    ids = torch.tensor([[0, 1], [1, 0], [1, -1]]).numpy()
+
+    def call(x: Any, weights: Any, *matrices: Any) -> Any:
+        of = dict(zip(names, matrices, strict=True))
+        return moe_gradients.layer(x, ids, weights, of, activation=activation, limit=50.0)
+
+    inputs = [t.double().requires_grad_() for t in (x, weights, *w.values())]
+    assert torch.autograd.gradcheck(call, inputs)
+
+
+# ---- autocast ----
+
+
+def layer_of(dtype: Any = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    made = fmt.FlashMoELayer(H, INNER, E, K, expert_bias=True, router_bias=True, **options)
+    return made.to(dtype)
+
+
+@pytest.mark.parametrize("function", ["fused_moe", "moe_forward", "grouped_product"])
+@pytest.mark.parametrize("module", [fm, fmt], ids=["package", "torch"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_autocast_is_that_of_cast_tensors(function: str, module: Any, recorded: bool) -> None:
+    """Outputs of bf16, from fp32 or from a bf16 that meets fp32 weights; gradients of fp32."""
+    given = {"x": normal(T, H), "router": normal(E, H), "up": normal(E, 2 * INNER, H, scale=0.2),
+             "down": normal(E, H, INNER, scale=0.2), "bias": normal(E, 2 * INNER)}  # fmt: skip
+    torch._dynamo.reset()
+    routing = fm.moe_route(normal(T, E), K)
+    offsets = torch.tensor([0, *[T] * E], dtype=torch.int32)
+
+    def call(x: Any, router: Any, up: Any, down: Any, bias: Any) -> Any:
+        if function == "fused_moe":
+            return module.fused_moe(x, router, up, down, top_k=K, b_gate_up=bias)
+        if function == "moe_forward":
+            return module.moe_forward(x, up, down, routing, b_gate_up=bias)
+        return module.grouped_product(x, up, offsets=offsets, bias=bias)
+
+    low = {name: x.clone() if name == "bias" else x.bfloat16() for name, x in given.items()}
+    for tensors in (given, given | {"x": given["x"].bfloat16()}):
+        for x in (*tensors.values(), *low.values()):
+            x.requires_grad_(recorded)
+            x.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(**tensors)
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(**tensors)
+        want = call(**low)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, want)
+        assert torch.equal(compiled, want)
+        if not recorded:
+            continue
+        out.float().sin().sum().backward()
+        want.float().sin().sum().backward()
+        for name, x in tensors.items():
+            if x.grad is None:
+                assert low[name].grad is None
+                continue
+            assert x.grad.dtype == x.dtype, name
+            torch.testing.assert_close(x.grad.float(), low[name].grad.float(), msg=name)
+
+
+def test_autocast_leaves_what_is_not_fp32() -> None:
+    low = layer_of(torch.bfloat16).requires_grad_(False)
+    x = normal(T, H).bfloat16()
+    want = low(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.empty_like(x)
+        assert torch.equal(low(x), want)
+        routing = fm.moe_route(normal(T, E), K)
+        up, down = low.experts.gate_up_proj, low.experts.down_proj
+        assert fm.moe_forward(x, up, down, routing, out=out) is out
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert layer_of()(x.float()).dtype == torch.float32
+    # NumPy's arrays are nobody's to cast.
+    with torch.autocast("cpu", torch.bfloat16):
+        made = fm.grouped_product(
+            normal(4, 8).numpy(), normal(1, 8, 8).numpy(), counts=None,
+            offsets=torch.tensor([0, 4], dtype=torch.int32).numpy(),
+        )  # fmt: skip
+    assert made.dtype == "float32"
+
+
+# ---- adapters ----
+
+
+def test_adapters_of_frozen_experts() -> None:
+    """Weights that are given, w + b a: the gradients of a and b are of what autograd makes of the
+    sum's, of frozen matrices none are computed."""
+    base_up, base_down = normal(E, 2 * INNER, H, scale=0.2), normal(E, H, INNER, scale=0.2)
+    a = normal(E, 4, H, seed=1).requires_grad_()
+    b = normal(E, 2 * INNER, 4, seed=2, scale=0.1).requires_grad_()
+    x = normal(T, H).requires_grad_()
+    routing = fm.moe_route(normal(T, E), K)
+    with Gradients() as seen:
+        fm.moe_forward(x, base_up + b @ a, base_down, routing).sin().sum().backward()
+    assert seen.wanted == [[True, True, False, False, False, False, False, False]]
+    whole = (base_up + b @ a).detach().requires_grad_()
+    (dw,) = torch.autograd.grad(fm.moe_forward(x, whole, base_down, routing).sin().sum(), whole)
+    torch.testing.assert_close(a.grad, b.detach().transpose(1, 2) @ dw)
+    torch.testing.assert_close(b.grad, dw @ a.detach().transpose(1, 2))
+
+
+def test_adapters_beside_frozen_products() -> None:
+    """x goes through w, and through a and b, of few columns: w's product computes its dx alone."""
+    w, bounds = normal(E, 40, H), torch.tensor([0, 5, 5, 9, 12, 12, 20, 22, T], dtype=torch.int32)
+    a, b = normal(E, 8, H, seed=1).requires_grad_(), normal(E, 40, 8, seed=2).requires_grad_()
+    x = normal(T, H).requires_grad_()
+
+    def call(x: Any, a: Any, b: Any) -> Any:
+        thin = fm.grouped_product(fm.grouped_product(x, a, offsets=bounds), b, offsets=bounds)
+        return fm.grouped_product(x, w, offsets=bounds) + thin
+
+    call(x, a, b).sin().sum().backward()
+    again = [t.detach().double().requires_grad_() for t in (x, a, b)]
+    expert = torch.repeat_interleave(torch.arange(E), bounds.diff())
+    thin = torch.einsum("th,tnh->tn", again[0], again[1][expert])
+    out = torch.einsum("th,tnh->tn", again[0], w.double()[expert])
+    (out + torch.einsum("th,tnh->tn", thin, again[2][expert])).sin().sum().backward()
+    for got, want in zip((x, a, b), again, strict=True):
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
+    stages = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            if func is torch.ops.flashmoe.grouped_product_backward.default:
+                stages.append((args[2].shape[1], list(args[-1])))
+            return func(*args, **kw or {})
+
+    with Products():
+        call(x, a, b).sum().backward()
+    assert (40, [True, False, False]) in stages  # w
+    assert sorted(stages)[:1] == [(8, [True, True, False])]  # a
+    assert len(stages) == 3
+
+
+# ---- graphs ----
+
+
+def step(layer: Any, x: Any) -> Any:
+    return layer(x).square().mean()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_layer_compiles_for_any_number_of_tokens(transposed: bool) -> None:
+    torch._dynamo.reset()
+    layer = layer_of(transposed=transposed)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (T, 7, 31):
+        x = normal(tokens, H)
+        made = []
+        for run in (step, compiled):
+            layer.zero_grad()
+            run(layer, x).backward()
+            made.append([p.grad.clone() for p in layer.parameters()])
+        for got, want in zip(*made, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_layers_train(strict: bool) -> None:
+    layer, x = layer_of(), normal(2, T, H)
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({1: rows},), strict=strict)
+    trained = program.module()
+    for module in (layer, trained):
+        for data in (x, normal(2, 9, H)):
+            step(module, data).backward()
+    made = dict(trained.named_parameters())
+    for name, want in layer.named_parameters():
+        torch.testing.assert_close(made[name].grad, want.grad, msg=name)
+
+
+def test_a_training_step_is_one_graph() -> None:
+    """Forward, backward and update, traced by make_fx, of which the operators are ours."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer, x = layer_of(), normal(T, H)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def train(x: Any, *parameters: Any) -> tuple[Any, ...]:
+        given = dict(zip(names, parameters, strict=True))
+        loss = torch.func.functional_call(layer, given, (x,)).square().mean()
+        gradients = torch.autograd.grad(loss, parameters)
+        return (loss, *(p - 0.1 * g for p, g in zip(parameters, gradients, strict=True)))
+
+    parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    graph = make_fx(train)(x, *parameters)
+    targets = {str(node.target) for node in graph.graph.nodes}
+    assert {"flashmoe.moe_backward.default", "flashmoe.moe_route_backward.default"} <= targets
+    for got, want in zip(graph(x, *parameters), train(x, *parameters), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_transforms_are_refused_but_for_vmap() -> None:
+    layer, x = layer_of().requires_grad_(False), normal(3, T, H)
+    assert torch.equal(torch.func.vmap(layer)(x), layer(x))
+    refused = r"got a tensor that a transform of torch\.func differentiates, accepted are others"
+    with pytest.raises(ValueError, match=refused):
+        torch.func.grad(lambda x: step(layer, x))(x)
+    with pytest.raises(ValueError, match=refused):
+        torch.func.vjp(layer, x)
+
+
+# ---- processes ----
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(H, H)
+        self.experts = fmt.FlashMoELayer(H, INNER, E, K, router_bias=True, expert_bias=True)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.experts(self.project(x))
+
+
+def train(wrap: Any, rank: int, ranks: int) -> tuple[list[Any], list[Any]]:
+    torch.manual_seed(0)
+    model = wrap(torch.nn.Sequential(Block(), Block()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = normal(2, 4, 9, H)
+    losses = []
+    for part in data:
+        optimizer.zero_grad()
+        loss = step(model, part.chunk(ranks)[rank])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    gradients = [x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+                 for x in model.parameters()]  # fmt: skip
+    return losses, gradients
+
+
+def train_one_of_two(rank: int, folder: str) -> None:
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+
+    def shard(model: Any) -> Any:
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    made = [train(wrap, rank, 2) for wrap in (DistributedDataParallel, shard)]
+    torch.save(made, Path(folder) / f"{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+@pytest.mark.skipif(os.name != "posix", reason="gloo")
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """By DDP and by FSDP2, which shards the stacks of experts."""
+    torch.multiprocessing.spawn(train_one_of_two, (str(tmp_path),), nprocs=2)
+    losses, gradients = train(lambda model: model, 0, 1)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for made in zip(*ranks, strict=True):
+        mean = [sum(each) / 2 for each in zip(*(of_rank[0] for of_rank in made), strict=True)]
+        torch.testing.assert_close(mean, losses)
+        for of_rank in made:
+            torch.testing.assert_close(of_rank[1], gradients)
