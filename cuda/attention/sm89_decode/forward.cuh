@@ -26,9 +26,10 @@ namespace flashmoe::sm89_decode {
 // The fragments of the step that a warp computes next, loaded or on their way.
 template <class Traits>
 struct Ahead {
-  sm89_few_rows::KFragments<Traits> k;
-  sm89_few_rows::VFragments<Traits> v;
+  CachedK<Traits> k;
+  CachedV<Traits> v;
   uint32_t valid;
+  Factors factors;
   bool loaded;
 };
 
@@ -48,6 +49,8 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
   namespace few = sm89_few_rows;
   few::RowStatistics<Traits> statistics;
   statistics.reset();
+  ValueScales<Traits> value_scales;
+  value_scales.reset();
   few::Accumulators<Traits> out;
 #pragma unroll
   for (int n = 0; n < Traits::kRowBlocks; ++n) {
@@ -64,6 +67,7 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     load_k<Traits>(ahead.k, params, step);
     load_v<Traits>(ahead.v, params, step);
     ahead.valid = step.valid;
+    ahead.factors = step.factors;
   }
   while (key < segment.end) {
     // The next step, of this segment or of the one behind it.
@@ -78,12 +82,13 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     if (loads) page = ask_page<Traits>(params, *of, next);
 
     few::Scores<Traits> scores;
-    few::multiply_k<Traits>(scores, ahead.k, q, shared);
-    Step step = {0, 0, 0};
+    multiply_k<Traits>(scores, ahead.k, q, shared);
+    Step step = {};
     if (loads) {
       step = find_rows<Traits>(params, *of, next, page);
       load_k<Traits>(ahead.k, params, step);
     }
+    scale_scores<Traits>(scores, params, ahead.factors);
     if (params.score.capped()) params.score.cap(scores);
     if (ahead.valid != kAllValid<Traits> ||
         (segment.tile.masked != 0 &&
@@ -92,13 +97,17 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
     statistics.rescale(scores, params.score.scale_log2, out);
     few::Probabilities<Traits> p;
-    statistics.exponentiate(p, scores, params.score.scale_log2);
-    few::multiply_v<Traits>(out, ahead.v, p);
+    value_scales.next(params, ahead.factors, out);
+    statistics.exponentiate(p, scores, params.score.scale_log2,
+                            [&](int i, float weight) { return value_scales.weighted(i, weight); });
+    multiply_v<Traits>(out, ahead.v, p);
     if (loads) load_v<Traits>(ahead.v, params, step);
     ahead.valid = step.valid;
+    ahead.factors = step.factors;
     ahead.loaded = loads;
     key = of == &segment ? next : segment.end;
   }
+  value_scales.finish(params, out);
   few::store_part<Traits>(out, statistics, shared, warp_index());
 }
 

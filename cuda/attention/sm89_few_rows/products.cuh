@@ -259,6 +259,13 @@ struct RowStatistics {
   // p = 2^(scores * scale_log2 - row_max), rounded, as B fragments.
   __device__ __forceinline__ void exponentiate(Probabilities<Traits>& p,
                                                const Scores<Traits>& scores, float scale_log2) {
+    exponentiate(p, scores, scale_log2, [](int, float weight) { return weight; });
+  }
+  // The same, with what `of_values(i, p)` makes of those of keys 8i + g before they are rounded.
+  template <class OfValues>
+  __device__ __forceinline__ void exponentiate(Probabilities<Traits>& p,
+                                               const Scores<Traits>& scores, float scale_log2,
+                                               const OfValues& of_values) {
 #pragma unroll
     for (int m = 0; m < Traits::kKeyBlocks; ++m) {
 #pragma unroll
@@ -270,6 +277,7 @@ struct RowStatistics {
           for (int e = 0; e < 2; ++e) {
             row[e] = probability(scores[m][n][2 * h + e], scale_log2, row_max[n][e]);
             sum[n][e] += row[e];
+            row[e] = of_values(2 * m + h, row[e]);
           }
           p[m][n][h] = ptx::transpose_8x8(
               numeric::ElementTraits<typename Traits::Element>::pack(row[0], row[1]));

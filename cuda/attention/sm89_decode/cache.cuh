@@ -1,0 +1,193 @@
+// Keys and values as a cache has them: of the queries' type, or of fp8 with scales.
+//
+// Eight numbers of fp8 are 8 bytes, which a lane loads where it loads 16 of the other types, and
+// widens to the same fragments on the way to the products: these are those of the queries' type, bit
+// for bit. A key's scale is a factor of its scores. Those of values are factors of probabilities,
+// less the largest so far, which accumulators are then without: so what is rounded to the queries'
+// type is as large as it is without scales.
+#pragma once
+
+#include "cuda/attention/sm89_decode/traits.cuh"
+#include "cuda/attention/sm89_few_rows/products.cuh"
+#include "cuda/numeric/fp8.cuh"
+
+namespace flashmoe::sm89_decode {
+
+template <class Traits>
+using CachedElement = std::conditional_t<Traits::kFp8, uint8_t, uint16_t>;
+// As sm89_few_rows::KFragments and VFragments.
+template <class Traits>
+using CachedK = uint32_t[Traits::kStepKeys / 8][Traits::kKChunks][Traits::kCacheWords];
+template <class Traits>
+using CachedV = uint32_t[Traits::kStepKeys / 4][Traits::kVChunks][Traits::kCacheWords];
+
+// `base` is where chunk 0 has it.
+template <class Cached>
+__device__ __forceinline__ const Cached* row_at(const Cached* base, uint32_t chunk) {
+  return base + uint64_t{chunk} * (16 / sizeof(Cached));
+}
+
+// ---- scales -------------------------------------------------------------------------------------
+
+// Those of a key.
+struct Factors {
+  float k;
+  float v;
+};
+
+// Of this lane's key of a step, on that page or in that row of the batch; below 0 there is none.
+template <class Traits>
+__device__ __forceinline__ Factors factors_of(const Params& params, int page, int head_kv) {
+  Factors factors = {1.0f, 0.0f};
+  if constexpr (Traits::kFp8) {
+    if (page < 0) return factors;
+    const auto scale_of = [&](const CacheScales& scales) {
+      return scales.data == nullptr ? 1.0f
+                                    : scales.data[page * scales.page + head_kv * scales.head];
+    };
+    factors = {scale_of(params.k_scale), scale_of(params.v_scale)};
+  }
+  return factors;
+}
+
+// Of a step whose keys lanes have looked up.
+template <class Traits>
+__device__ __forceinline__ void scale_scores(sm89_few_rows::Scores<Traits>& scores,
+                                             const Params& params, const Factors& factors) {
+  if constexpr (Traits::kFp8) {
+    if (params.k_scale.data == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
+      const float factor = __shfl_sync(kFullWarp, factors.k, 8 * i + reread::lane_index() / 4);
+#pragma unroll
+      for (int n = 0; n < Traits::kRowBlocks; ++n) {
+        scores[i / 2][n][i % 2 * 2] *= factor;
+        scores[i / 2][n][i % 2 * 2 + 1] *= factor;
+      }
+    }
+  }
+}
+
+// What a warp's values of a segment are multiplied by.
+template <class Traits>
+struct ValueScales {
+  float most;                            // the largest magnitude so far, of all lanes' keys
+  float weights[Traits::kStepKeys / 8];  // of keys 8i + g, less that
+
+  __device__ __forceinline__ void reset() {
+    if constexpr (Traits::kFp8) {
+      most = 0.0f;
+#pragma unroll
+      for (int i = 0; i < Traits::kStepKeys / 8; ++i) weights[i] = 1.0f;
+    }
+  }
+
+  // Of the next step; accumulators are brought to a larger magnitude.
+  __device__ __forceinline__ void next(const Params& params, const Factors& factors,
+                                       sm89_few_rows::Accumulators<Traits>& out) {
+    if constexpr (Traits::kFp8) {
+      if (params.v_scale.data == nullptr) return;
+      // Magnitudes are in the order of their bits, and a NaN is above them.
+      const uint32_t here =
+          __reduce_max_sync(kFullWarp, __float_as_uint(factors.v) & 0x7fffffffu);
+      if (here > __float_as_uint(most)) {
+        const float larger = __uint_as_float(here);
+        multiply(out, most / larger);
+        most = larger;
+      }
+      const float weight = most != 0.0f ? factors.v / most : 0.0f;
+#pragma unroll
+      for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
+        weights[i] = __shfl_sync(kFullWarp, weight, 8 * i + reread::lane_index() / 4);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float weighted(int i, float p) const {
+    if constexpr (Traits::kFp8) p *= weights[i];
+    return p;
+  }
+
+  // Behind the last step.
+  __device__ __forceinline__ void finish(const Params& params,
+                                         sm89_few_rows::Accumulators<Traits>& out) const {
+    if constexpr (Traits::kFp8) {
+      if (params.v_scale.data != nullptr) multiply(out, most);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void multiply(sm89_few_rows::Accumulators<Traits>& out,
+                                                  float factor) {
+#pragma unroll
+    for (int n = 0; n < Traits::kRowBlocks; ++n) {
+#pragma unroll
+      for (int j = 0; j < Traits::kDimV / 16; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[n][j][e] *= factor;
+      }
+    }
+  }
+};
+
+// ---- products -----------------------------------------------------------------------------------
+
+// scores = K Q^T
+template <class Traits>
+__device__ __forceinline__ void multiply_k(sm89_few_rows::Scores<Traits>& scores,
+                                           const CachedK<Traits>& k,
+                                           const sm89_few_rows::QFragments<Traits>& q,
+                                           const sm89_few_rows::Shared<Traits>& shared) {
+  if constexpr (Traits::kFp8) {
+    using Element = typename Traits::Element;
+    sm89_few_rows::KFragments<Traits> wide;
+#pragma unroll
+    for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
+#pragma unroll
+      for (int c = 0; c < Traits::kKChunks; ++c) {
+#pragma unroll
+        for (int word = 0; word < 2; ++word) {
+          wide[i][c][2 * word] = numeric::widen_pair<Element>(k[i][c][word], 0, 0, 1);
+          wide[i][c][2 * word + 1] = numeric::widen_pair<Element>(k[i][c][word], 0, 2, 3);
+        }
+      }
+    }
+    sm89_few_rows::multiply_k<Traits>(scores, wide, q, shared);
+  } else {
+    sm89_few_rows::multiply_k<Traits>(scores, k, q, shared);
+  }
+}
+
+// out += V^T P^T
+template <class Traits>
+__device__ __forceinline__ void multiply_v(sm89_few_rows::Accumulators<Traits>& out,
+                                           const CachedV<Traits>& v,
+                                           const sm89_few_rows::Probabilities<Traits>& p) {
+  if constexpr (Traits::kFp8) {
+    using Element = typename Traits::Element;
+#pragma unroll
+    for (int m = 0; m < Traits::kKeyBlocks; ++m) {
+#pragma unroll
+      for (int c = 0; c < Traits::kVChunks; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          // Of keys 2t and 2t + 1, or 2t + 8 and 2t + 9, one of the columns 2j and 2j + 1.
+          const auto widen = [&](int key, int column) {
+            const uint32_t byte = (2 * j + column) % 4;
+            return numeric::widen_pair<Element>(v[4 * m + key][c][j / 2],
+                                                v[4 * m + key + 1][c][j / 2], byte, byte + 4);
+          };
+          const uint32_t a[4] = {widen(0, 0), widen(0, 1), widen(2, 0), widen(2, 1)};
+#pragma unroll
+          for (int n = 0; n < Traits::kRowBlocks; ++n) {
+            ptx::mma_m16n8k16<Element>(out[n][4 * c + j], a, p[m][n][0], p[m][n][1]);
+          }
+        }
+      }
+    }
+  } else {
+    sm89_few_rows::multiply_v<Traits>(out, v, p);
+  }
+}
+
+}  // namespace flashmoe::sm89_decode
