@@ -302,7 +302,11 @@ flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& t
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want) {
   Dtype dtype = want;
-  if (!known_dtype(tensor.dtype, &dtype)) FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
+  if (is_fp8(tensor.dtype)) {
+    dtype = Dtype::kFloat8E4M3;
+  } else if (!known_dtype(tensor.dtype, &dtype)) {
+    FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
+  }
   if (dtype == want) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted is %s as %s's", name,
               dtype_name(dtype), dtype_name(want), of);

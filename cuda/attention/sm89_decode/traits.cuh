@@ -68,24 +68,12 @@ struct BlockState {
   Segment segments[kSegments];
 };
 
-// Query rows of a tile, and what keys and values are of: the queries' type, or fp8.
-template <int kRows_>
-struct Rows {
-  static constexpr int kRows = kRows_;
-  static constexpr bool kFp8 = false;
-};
-template <int kRows_>
-struct RowsOfFp8 {
-  static constexpr int kRows = kRows_;
-  static constexpr bool kFp8 = true;
-};
+// Of keys and values of the queries' type, or of fp8. Steps are the same: so bits are, too.
+template <class Element, int kDim, int kDimV, int kRows, bool kFp8_>
+struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
+  using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
 
-// Steps are those of the queries' type: so bits are, too.
-template <class Element, int kDim, int kDimV, class Tuning>
-struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, Tuning::kRows> {
-  using Base = sm89_few_rows::Traits<Element, kDim, kDimV, Tuning::kRows>;
-
-  static constexpr bool kFp8 = Tuning::kFp8;
+  static constexpr bool kFp8 = kFp8_;
   static constexpr int kCacheWords = kFp8 ? 2 : 4;  // of eight numbers of K or V
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
