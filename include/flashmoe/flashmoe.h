@@ -661,8 +661,9 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_p
  *   k        [batch, seq, heads_kv, dim]      new keys: fp16, bf16, fp32; on the CPU fp64
  *   v        [batch, seq, heads_kv, dim_v]    new values, of k's dtype
  *   k_cache  [rows of a batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
- *                                             heads_kv, dim]; of k's dtype. Rows that no new key
- *                                             goes to stay as they are.
+ *                                             heads_kv, dim]; of k's dtype, or beside one of at
+ *                                             most 32 bits fp8 (e4m3). Rows that no new key goes to
+ *                                             stay as they are.
  *   v_cache  as k_cache                       with dim_v
  *
  * in layout BSHD; in layout BHSD the second and third extents are exchanged, in pages too. dim and
@@ -704,6 +705,10 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_p
  *   q_out     as q                           which it may be: of the same memory, shape and strides
  *   q_stays   1: all of a sequence's queries stand where its first does
  *
+ * To a cache of fp8 goes the number that is nearest to the new one (rotated, in k's dtype) divided
+ * by a scale, in fp32: of two as near the even one, of those beyond the largest, 448, that, and of
+ * a NaN NaN. k_scale and v_scale are as of flashmoe_attention_forward; NULL is 1.
+ *
  * Tables are int32, slots and positions int32 or int64, of any stride. They are read when the call
  * computes, and no number leads outside of a tensor: a row is not written whose place the cache
  * does not have, or whose position rotary_cos does not have, and of a sequence of negative
@@ -737,6 +742,8 @@ typedef struct flashmoe_kv_append_params {
   int32_t rotary;     /* flashmoe_rotary; read with rotary_cos */
   int32_t q_stays;    /* 0 or 1 */
   uint32_t reserved;  /* 0 */
+  const flashmoe_tensor* k_scale; /* of caches of fp8 alone; NULL: 1 */
+  const flashmoe_tensor* v_scale;
 } flashmoe_kv_append_params;
 
 static inline flashmoe_kv_append_params flashmoe_kv_append_params_init(void) {

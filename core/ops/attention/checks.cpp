@@ -203,34 +203,29 @@ flashmoe_status read_sinks(const flashmoe_tensor* tensor, AttentionProblem* prob
   return FLASHMOE_OK;
 }
 
-flashmoe_status read_scale(const char* name, const flashmoe_tensor* tensor, const View& k,
-                           const AttentionProblem& problem, KeyScales* scales) {
-  if (tensor == nullptr) return FLASHMOE_OK;
+flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, const char* of,
+                           flashmoe_device device, int64_t batch, int64_t heads_kv,
+                           KeyScales* scales) {
   View view;
-  const int rank = std::clamp<int>(tensor->ndim, 0, 2);
-  FLASHMOE_TRY(check_view(name, tensor, rank, &view));
-  FLASHMOE_TRY(check_same_device(name, *tensor, "q", problem.device));
-  FLASHMOE_TRY(check_fp32(name, *tensor));
+  const int rank = std::clamp<int>(tensor.ndim, 0, 2);
+  FLASHMOE_TRY(check_view(name, &tensor, rank, &view));
+  FLASHMOE_TRY(check_same_device(name, tensor, of, device));
+  FLASHMOE_TRY(check_fp32(name, tensor));
   FLASHMOE_TRY(check_alignment(name, view, sizeof(float)));
-  if (problem.q.dtype == Dtype::kFloat64) {
-    return fail(FLASHMOE_ERROR_UNSUPPORTED,
-                "%s: got one and a q of fp64, whose keys and values have no scales", name);
-  }
   // Extents of 1 are of all rows of the batch, or heads.
-  const int64_t batch = rank == 2 ? view.shape[0] : 1;
+  const int64_t rows = rank == 2 ? view.shape[0] : 1;
   const int64_t heads = rank >= 1 ? view.shape[rank - 1] : 1;
-  if ((batch != 1 && batch != k.shape[0]) || (heads != 1 && heads != problem.heads_kv)) {
-    char of_batch[32] = "";
-    if (rank == 2) std::snprintf(of_batch, sizeof of_batch, "%lld, ", static_cast<long long>(batch));
+  if ((rows != 1 && rows != batch) || (heads != 1 && heads != heads_kv)) {
+    char first[32] = "";
+    if (rank == 2) std::snprintf(first, sizeof first, "%lld, ", static_cast<long long>(rows));
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
                 "%s: got shape [%s%lld], accepted are [], [1 or %lld] and [1 or %lld, 1 or %lld]: "
-                "of all, of the KV heads, and of k's first extent and these",
-                name, of_batch, static_cast<long long>(heads),
-                static_cast<long long>(problem.heads_kv), static_cast<long long>(k.shape[0]),
-                static_cast<long long>(problem.heads_kv));
+                "of all, of the KV heads, and of rows of the batch, or pages, and heads",
+                name, first, static_cast<long long>(heads), static_cast<long long>(heads_kv),
+                static_cast<long long>(batch), static_cast<long long>(heads_kv));
   }
   scales->data = view.data;
-  scales->batch_stride = batch > 1 ? view.strides[0] : 0;
+  scales->batch_stride = rows > 1 ? view.strides[0] : 0;
   scales->head_stride = heads > 1 ? view.strides[rank - 1] : 0;
   return FLASHMOE_OK;
 }

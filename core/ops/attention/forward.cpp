@@ -36,6 +36,16 @@ const flashmoe_attention_sequences* whole_sequences() {
   return &whole;
 }
 
+flashmoe_status read_scale_of(const char* name, const flashmoe_tensor* tensor, const View& k,
+                              const AttentionProblem& problem, KeyScales* scales) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  if (problem.q.dtype == Dtype::kFloat64) {
+    return fail(FLASHMOE_ERROR_UNSUPPORTED,
+                "%s: got one and a q of fp64, whose keys and values have no scales", name);
+  }
+  return read_scale(name, *tensor, "q", problem.device, k.shape[0], problem.heads_kv, scales);
+}
+
 bool has_scaled_keys(const Params& params) {
   return params.k_scale != nullptr || params.v_scale != nullptr ||
          (params.k != nullptr && is_fp8(params.k->dtype));
@@ -97,8 +107,8 @@ struct AttentionForward {
     AttentionViews views;
     FLASHMOE_TRY(check_attention(arguments, problem, &views));
     FLASHMOE_TRY(check_no_overlap("out", views.out, 4));
-    FLASHMOE_TRY(read_scale("k_scale", params.k_scale, views.k, *problem, &problem->k_scale));
-    FLASHMOE_TRY(read_scale("v_scale", params.v_scale, views.k, *problem, &problem->v_scale));
+    FLASHMOE_TRY(read_scale_of("k_scale", params.k_scale, views.k, *problem, &problem->k_scale));
+    FLASHMOE_TRY(read_scale_of("v_scale", params.v_scale, views.k, *problem, &problem->v_scale));
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
     if (params.lse == nullptr) return FLASHMOE_OK;
     View lse;
