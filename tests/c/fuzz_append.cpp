@@ -473,7 +473,8 @@ const std::vector<Fault>& faults() {
       {"struct_size",
        [](Random* random, Append* call) -> Blame {
          const size_t size = sizeof call->params;
-         call->params.struct_size = random->one_of({size_t{0}, size - 8, size + 8, SIZE_MAX});
+         call->params.struct_size = random->one_of(
+             {size_t{0}, offsetof(flashmoe_kv_append_params, k_scale) - 8, size + 8, SIZE_MAX});
          return {"params", "struct_size", "flashmoe_kv_append_params"};
        }},
       {"null params",

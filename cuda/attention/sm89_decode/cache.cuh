@@ -1,8 +1,7 @@
 // Keys and values as a cache has them: of the queries' type, or of fp8 with scales.
 //
-// Eight numbers of fp8 are 8 bytes, which a lane loads where it loads 16 of the other types, and
-// widens to the same fragments on the way to the products: these are those of the queries' type, bit
-// for bit. A key's scale is a factor of its scores. Those of values are factors of probabilities,
+// Numbers of fp8 are widened to the fragments of the queries' type on the way to the products: bit
+// for bit the same. A lane loads 16 bytes of them, too. A key's scale is a factor of its scores. Those of values are factors of probabilities,
 // less the largest so far, which accumulators are then without: so what is rounded to the queries'
 // type is as large as it is without scales.
 #pragma once
@@ -15,11 +14,57 @@ namespace flashmoe::sm89_decode {
 
 template <class Traits>
 using CachedElement = std::conditional_t<Traits::kFp8, uint8_t, uint16_t>;
-// As sm89_few_rows::KFragments and VFragments.
+
+// Where a lane's numbers of a row of K are: `column()` and every kStep from there on, a load's each.
+// Of fp8 the lanes of a row take 16 bytes of every 64, and keep, behind an exchange with a
+// neighbour, what the fragments have: 8t and on of every 32.
 template <class Traits>
-using CachedK = uint32_t[Traits::kStepKeys / 8][Traits::kKChunks][Traits::kCacheWords];
+struct KLayout {
+  static constexpr int kLoads = Traits::kFp8 ? Traits::kDim / 64 : Traits::kKChunks;
+  static constexpr int kStep = Traits::kFp8 ? 64 : 32;
+  static constexpr int kWords = 4;
+
+  static __device__ __forceinline__ int column() {
+    const int t = reread::lane_index() % 4;
+    return Traits::kFp8 ? 16 * (t / 2 + t % 2 * 2) : 8 * t;
+  }
+};
+
+// The same of V. Which columns a lane has makes no difference to their sums: of fp8 16g and on of
+// every 128, where rows are as long.
 template <class Traits>
-using CachedV = uint32_t[Traits::kStepKeys / 4][Traits::kVChunks][Traits::kCacheWords];
+struct VLayout {
+  static constexpr bool kWide = Traits::kFp8 && Traits::kDimV % 128 == 0;
+  static constexpr int kLoads = kWide ? Traits::kDimV / 128 : Traits::kVChunks;
+  static constexpr int kStep = kWide ? 128 : 64;
+  static constexpr int kWords = !Traits::kFp8 || kWide ? 4 : 2;
+
+  static __device__ __forceinline__ int column() {
+    return (kWide ? 16 : 8) * (reread::lane_index() / 4);
+  }
+};
+
+// What a lane has of a step, as it is loaded.
+template <class Traits>
+using CachedK = uint32_t[Traits::kStepKeys / 8][KLayout<Traits>::kLoads][KLayout<Traits>::kWords];
+template <class Traits>
+using CachedV = uint32_t[Traits::kStepKeys / 4][VLayout<Traits>::kLoads][VLayout<Traits>::kWords];
+
+// As many of a load's numbers as there are columns, a multiple of 8; zeros behind.
+__device__ __forceinline__ void load_columns(uint32_t (&words)[4], const uint16_t* at,
+                                             int columns) {
+  ptx::load_streaming_or_zero(words, at, columns > 0);
+}
+__device__ __forceinline__ void load_columns(uint32_t (&words)[2], const uint8_t* at, int columns) {
+  ptx::load_streaming_or_zero(words, at, columns > 0);
+}
+__device__ __forceinline__ void load_columns(uint32_t (&words)[4], const uint8_t* at, int columns) {
+  uint32_t halves[2][2];
+  ptx::load_streaming_or_zero(halves[0], at, columns > 0);
+  ptx::load_streaming_or_zero(halves[1], at + 8, columns > 8);
+  words[0] = halves[0][0], words[1] = halves[0][1];
+  words[2] = halves[1][0], words[3] = halves[1][1];
+}
 
 // `base` is where chunk 0 has it.
 template <class Cached>
@@ -130,6 +175,14 @@ struct ValueScales {
   }
 };
 
+// The unit of four columns of an output row that the m16 blocks 2i and 2i + 1 have of this lane.
+template <class Traits>
+__device__ __forceinline__ int unit_of(int i) {
+  const int g = reread::lane_index() / 4;
+  if constexpr (VLayout<Traits>::kWide) return 32 * (i / 4) + 4 * g + i % 4;
+  return 16 * (i / 2) + 2 * g + i % 2;
+}
+
 // ---- products -----------------------------------------------------------------------------------
 
 // scores = K Q^T
@@ -140,15 +193,25 @@ __device__ __forceinline__ void multiply_k(sm89_few_rows::Scores<Traits>& scores
                                            const sm89_few_rows::Shared<Traits>& shared) {
   if constexpr (Traits::kFp8) {
     using Element = typename Traits::Element;
+    const bool odd = reread::lane_index() % 2 != 0;
     sm89_few_rows::KFragments<Traits> wide;
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
 #pragma unroll
-      for (int c = 0; c < Traits::kKChunks; ++c) {
+      for (int c = 0; c < Traits::kDim / 64; ++c) {
 #pragma unroll
         for (int word = 0; word < 2; ++word) {
-          wide[i][c][2 * word] = numeric::widen_pair<Element>(k[i][c][word], 0, 0, 1);
-          wide[i][c][2 * word + 1] = numeric::widen_pair<Element>(k[i][c][word], 0, 2, 3);
+          // Of 64 numbers the lanes 0 to 3 of a row have the eights 0 1, 4 5, 2 3 and 6 7, and want
+          // one of the first four and one of the others.
+          const uint32_t low = k[i][c][word];
+          const uint32_t high = k[i][c][2 + word];
+          const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 1);
+          const uint32_t first = odd ? got : low;
+          const uint32_t second = odd ? high : got;
+          wide[i][2 * c][2 * word] = numeric::widen_pair<Element>(first, 0, 0, 1);
+          wide[i][2 * c][2 * word + 1] = numeric::widen_pair<Element>(first, 0, 2, 3);
+          wide[i][2 * c + 1][2 * word] = numeric::widen_pair<Element>(second, 0, 0, 1);
+          wide[i][2 * c + 1][2 * word + 1] = numeric::widen_pair<Element>(second, 0, 2, 3);
         }
       }
     }
@@ -165,23 +228,23 @@ __device__ __forceinline__ void multiply_v(sm89_few_rows::Accumulators<Traits>& 
                                            const sm89_few_rows::Probabilities<Traits>& p) {
   if constexpr (Traits::kFp8) {
     using Element = typename Traits::Element;
+    constexpr int kWords = VLayout<Traits>::kWords;
 #pragma unroll
     for (int m = 0; m < Traits::kKeyBlocks; ++m) {
 #pragma unroll
-      for (int c = 0; c < Traits::kVChunks; ++c) {
+      for (int block = 0; block < Traits::kDimV / 16; ++block) {
+        const int load = block / (2 * kWords);
+        const int word = block / 2 % kWords;
+        // Of keys 2t and 2t + 1, or 2t + 8 and 2t + 9, one of two columns side by side.
+        const auto widen = [&](int key, int column) {
+          const uint32_t byte = (2 * block + column) % 4;
+          return numeric::widen_pair<Element>(v[4 * m + key][load][word],
+                                              v[4 * m + key + 1][load][word], byte, byte + 4);
+        };
+        const uint32_t a[4] = {widen(0, 0), widen(0, 1), widen(2, 0), widen(2, 1)};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          // Of keys 2t and 2t + 1, or 2t + 8 and 2t + 9, one of the columns 2j and 2j + 1.
-          const auto widen = [&](int key, int column) {
-            const uint32_t byte = (2 * j + column) % 4;
-            return numeric::widen_pair<Element>(v[4 * m + key][c][j / 2],
-                                                v[4 * m + key + 1][c][j / 2], byte, byte + 4);
-          };
-          const uint32_t a[4] = {widen(0, 0), widen(0, 1), widen(2, 0), widen(2, 1)};
-#pragma unroll
-          for (int n = 0; n < Traits::kRowBlocks; ++n) {
-            ptx::mma_m16n8k16<Element>(out[n][4 * c + j], a, p[m][n][0], p[m][n][1]);
-          }
+        for (int n = 0; n < Traits::kRowBlocks; ++n) {
+          ptx::mma_m16n8k16<Element>(out[n][block], a, p[m][n][0], p[m][n][1]);
         }
       }
     }

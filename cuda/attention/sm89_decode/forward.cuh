@@ -108,7 +108,7 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     key = of == &segment ? next : segment.end;
   }
   value_scales.finish(params, out);
-  few::store_part<Traits>(out, statistics, shared, warp_index());
+  few::store_part<Traits>(out, statistics, shared, warp_index(), unit_of<Traits>);
 }
 
 template <class Traits>

@@ -74,7 +74,6 @@ struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
   using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
 
   static constexpr bool kFp8 = kFp8_;
-  static constexpr int kCacheWords = kFp8 ? 2 : 4;  // of eight numbers of K or V
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
   // Behind what the few-row kernels have: the sum of a tile's chunks, and the block's state.
