@@ -50,6 +50,19 @@ using CachedK = uint32_t[Traits::kStepKeys / 8][KLayout<Traits>::kLoads][KLayout
 template <class Traits>
 using CachedV = uint32_t[Traits::kStepKeys / 4][VLayout<Traits>::kLoads][VLayout<Traits>::kWords];
 
+template <int kKeys, int kLoads, int kWords>
+__device__ __forceinline__ void copy(uint32_t (&to)[kKeys][kLoads][kWords],
+                                     const uint32_t (&from)[kKeys][kLoads][kWords]) {
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+#pragma unroll
+    for (int c = 0; c < kLoads; ++c) {
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) to[i][c][word] = from[i][c][word];
+    }
+  }
+}
+
 // As many of a load's numbers as there are columns, a multiple of 8; zeros behind.
 __device__ __forceinline__ void load_columns(uint32_t (&words)[4], const uint16_t* at,
                                              int columns) {
@@ -185,6 +198,38 @@ __device__ __forceinline__ int unit_of(int i) {
 
 // ---- products -----------------------------------------------------------------------------------
 
+// scores += K Q^T of chunk c, in the order of sm89_few_rows.
+template <class Traits>
+__device__ __forceinline__ void multiply_chunk(sm89_few_rows::Scores<Traits>& scores,
+                                               const uint32_t (&k)[Traits::kStepKeys / 8][2],
+                                               const sm89_few_rows::QFragments<Traits>& q,
+                                               const sm89_few_rows::Shared<Traits>& shared, int c) {
+  using Element = typename Traits::Element;
+  uint32_t wide[Traits::kStepKeys / 8][4];
+#pragma unroll
+  for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t byte = e % 2 * 2;
+      wide[i][e] = numeric::widen_pair<Element>(k[i][e / 2], 0, byte, byte + 1);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < Traits::kRowBlocks; ++n) {
+    uint32_t b[4];
+    sm89_few_rows::query_chunk<Traits>(b, q, shared, n, c);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int m = 0; m < Traits::kKeyBlocks; ++m) {
+        const uint32_t a[4] = {wide[2 * m][2 * half], wide[2 * m + 1][2 * half],
+                               wide[2 * m][2 * half + 1], wide[2 * m + 1][2 * half + 1]};
+        ptx::mma_m16n8k16<Element>(scores[m][n], a, b[2 * half], b[2 * half + 1]);
+      }
+    }
+  }
+}
+
 // scores = K Q^T
 template <class Traits>
 __device__ __forceinline__ void multiply_k(sm89_few_rows::Scores<Traits>& scores,
@@ -192,30 +237,35 @@ __device__ __forceinline__ void multiply_k(sm89_few_rows::Scores<Traits>& scores
                                            const sm89_few_rows::QFragments<Traits>& q,
                                            const sm89_few_rows::Shared<Traits>& shared) {
   if constexpr (Traits::kFp8) {
-    using Element = typename Traits::Element;
     const bool odd = reread::lane_index() % 2 != 0;
-    sm89_few_rows::KFragments<Traits> wide;
 #pragma unroll
-    for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
+    for (int m = 0; m < Traits::kKeyBlocks; ++m) {
 #pragma unroll
-      for (int c = 0; c < Traits::kDim / 64; ++c) {
+      for (int n = 0; n < Traits::kRowBlocks; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int load = 0; load < KLayout<Traits>::kLoads; ++load) {
+      uint32_t first[Traits::kStepKeys / 8][2];  // of each key, eights as fragments have them
+      uint32_t second[Traits::kStepKeys / 8][2];
+#pragma unroll
+      for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
 #pragma unroll
         for (int word = 0; word < 2; ++word) {
           // Of 64 numbers the lanes 0 to 3 of a row have the eights 0 1, 4 5, 2 3 and 6 7, and want
           // one of the first four and one of the others.
-          const uint32_t low = k[i][c][word];
-          const uint32_t high = k[i][c][2 + word];
+          const uint32_t low = k[i][load][word];
+          const uint32_t high = k[i][load][2 + word];
           const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 1);
-          const uint32_t first = odd ? got : low;
-          const uint32_t second = odd ? high : got;
-          wide[i][2 * c][2 * word] = numeric::widen_pair<Element>(first, 0, 0, 1);
-          wide[i][2 * c][2 * word + 1] = numeric::widen_pair<Element>(first, 0, 2, 3);
-          wide[i][2 * c + 1][2 * word] = numeric::widen_pair<Element>(second, 0, 0, 1);
-          wide[i][2 * c + 1][2 * word + 1] = numeric::widen_pair<Element>(second, 0, 2, 3);
+          first[i][word] = odd ? got : low;
+          second[i][word] = odd ? high : got;
         }
       }
+      multiply_chunk<Traits>(scores, first, q, shared, 2 * load);
+      multiply_chunk<Traits>(scores, second, q, shared, 2 * load + 1);
     }
-    sm89_few_rows::multiply_k<Traits>(scores, wide, q, shared);
   } else {
     sm89_few_rows::multiply_k<Traits>(scores, k, q, shared);
   }

@@ -30,6 +30,10 @@ struct Ahead {
   CachedV<Traits> v;
   uint32_t valid;
   Factors factors;
+  // Of the step behind that one its page, if `asked`. Loads of fp8 are half as large and are to be
+  // on their way for longer: K's are sent for before the product of the step before.
+  int page;
+  bool asked;
   bool loaded;
 };
 
@@ -37,6 +41,21 @@ struct Ahead {
 template <class Traits>
 __device__ __forceinline__ int first_step(const Segment& segment) {
   return segment.key + warp_index() * Traits::kStepKeys;
+}
+
+// Asks for the page of the step behind `next`, which is of the same segment or of the next one.
+template <class Traits>
+__device__ __forceinline__ void ask_behind(const Params& params, const Segment& segment,
+                                           const Segment& next_segment, const Segment& of, int next,
+                                           Ahead<Traits>& ahead) {
+  int behind = next + Traits::kRoundKeys;
+  const Segment* whose = &of;
+  if (&of == &segment && behind >= segment.end) {
+    whose = &next_segment;
+    behind = first_step<Traits>(next_segment);
+  }
+  ahead.asked = whose->exists != 0 && behind < whose->end;
+  if (ahead.asked) ahead.page = ask_page<Traits>(params, *whose, behind);
 }
 
 // This warp's steps of a segment, and the loads of its first one of the next.
@@ -79,14 +98,25 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
     const bool loads = of == &segment || (next_segment.exists != 0 && next < next_segment.end);
     int page = -1;
-    if (loads) page = ask_page<Traits>(params, *of, next);
+    if (loads) page = ahead.asked ? ahead.page : ask_page<Traits>(params, *of, next);
+    ahead.asked = false;
 
     few::Scores<Traits> scores;
-    multiply_k<Traits>(scores, ahead.k, q, shared);
     Step step = {};
-    if (loads) {
-      step = find_rows<Traits>(params, *of, next, page);
-      load_k<Traits>(ahead.k, params, step);
+    CachedK<Traits> next_k;
+    if constexpr (Traits::kFp8) {
+      if (loads) {
+        step = find_rows<Traits>(params, *of, next, page);
+        load_k<Traits>(next_k, params, step);
+        ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
+      }
+      multiply_k<Traits>(scores, ahead.k, q, shared);
+    } else {
+      multiply_k<Traits>(scores, ahead.k, q, shared);
+      if (loads) {
+        step = find_rows<Traits>(params, *of, next, page);
+        load_k<Traits>(ahead.k, params, step);
+      }
     }
     scale_scores<Traits>(scores, params, ahead.factors);
     if (params.score.capped()) params.score.cap(scores);
@@ -102,6 +132,7 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
                             [&](int i, float weight) { return value_scales.weighted(i, weight); });
     multiply_v<Traits>(out, ahead.v, p);
     if (loads) load_v<Traits>(ahead.v, params, step);
+    if constexpr (Traits::kFp8) copy(ahead.k, next_k);
     ahead.valid = step.valid;
     ahead.factors = step.factors;
     ahead.loaded = loads;
@@ -133,6 +164,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   Ahead<Traits> ahead;
   ahead.loaded = false;
+  ahead.asked = false;
   sm89_few_rows::QFragments<Traits> q;
   int slot = 0;
   while (true) {

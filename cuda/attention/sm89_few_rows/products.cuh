@@ -111,6 +111,20 @@ __device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChu
   }
 }
 
+// Chunk c of rows 8n + g of Q.
+template <class Traits>
+__device__ __forceinline__ void query_chunk(uint32_t (&b)[4], const QFragments<Traits>& q,
+                                            const Shared<Traits>& shared, int n, int c) {
+  if constexpr (Traits::kQueriesInRegisters) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) b[e] = q[n][c][e];
+  } else {
+    const uint4 chunk =
+        shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()];
+    b[0] = chunk.x, b[1] = chunk.y, b[2] = chunk.z, b[3] = chunk.w;
+  }
+}
+
 // scores = K Q^T
 template <class Traits>
 __device__ __forceinline__ void multiply_k(Scores<Traits>& scores, const KFragments<Traits>& k,
@@ -129,14 +143,7 @@ __device__ __forceinline__ void multiply_k(Scores<Traits>& scores, const KFragme
 #pragma unroll
     for (int n = 0; n < Traits::kRowBlocks; ++n) {
       uint32_t b[4];
-      if constexpr (Traits::kQueriesInRegisters) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) b[e] = q[n][c][e];
-      } else {
-        const uint4 chunk =
-            shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()];
-        b[0] = chunk.x, b[1] = chunk.y, b[2] = chunk.z, b[3] = chunk.w;
-      }
+      query_chunk<Traits>(b, q, shared, n, c);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
