@@ -203,7 +203,7 @@ def test_rows_of_a_batch_and_prompts(queries: int) -> None:
 @pytest.mark.parametrize("kernel", ["sm89", "mixed", "sm89_few_rows", "sm90"])
 def test_other_families_say_why(kernel: str) -> None:
     batch = Paged(torch.bfloat16, 16, 70, (8, 2), 64, 64)
-    with pytest.raises(NotImplementedError, match=f"{kernel}|kernel"):
+    with pytest.raises((NotImplementedError, ValueError), match="kernel"):
         batch.call(kernel=kernel)
 
 

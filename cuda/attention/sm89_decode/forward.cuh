@@ -30,8 +30,7 @@ struct Ahead {
   CachedV<Traits> v;
   uint32_t valid;
   Factors factors;
-  // Of the step behind that one its page, if `asked`. Loads of fp8 are half as large and are to be
-  // on their way for longer: K's are sent for before the product of the step before.
+  // Of the step behind that one its page, if `asked`: where loads are sent for early.
   int page;
   bool asked;
   bool loaded;
@@ -104,13 +103,17 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     few::Scores<Traits> scores;
     Step step = {};
     CachedK<Traits> next_k;
-    if constexpr (Traits::kFp8) {
+    CachedV<Traits> next_v;
+    if constexpr (Traits::kKeysEarly) {
       if (loads) {
         step = find_rows<Traits>(params, *of, next, page);
         load_k<Traits>(next_k, params, step);
         ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
       }
       multiply_k<Traits>(scores, ahead.k, q, shared);
+      if constexpr (Traits::kValuesEarly) {
+        if (loads) load_v<Traits>(next_v, params, step);
+      }
     } else {
       multiply_k<Traits>(scores, ahead.k, q, shared);
       if (loads) {
@@ -131,8 +134,12 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     statistics.exponentiate(p, scores, params.score.scale_log2,
                             [&](int i, float weight) { return value_scales.weighted(i, weight); });
     multiply_v<Traits>(out, ahead.v, p);
-    if (loads) load_v<Traits>(ahead.v, params, step);
-    if constexpr (Traits::kFp8) copy(ahead.k, next_k);
+    if constexpr (Traits::kValuesEarly) {
+      copy(ahead.v, next_v);
+    } else {
+      if (loads) load_v<Traits>(ahead.v, params, step);
+    }
+    if constexpr (Traits::kKeysEarly) copy(ahead.k, next_k);
     ahead.valid = step.valid;
     ahead.factors = step.factors;
     ahead.loaded = loads;
