@@ -693,7 +693,7 @@ def _compute_gradients(
     if wanted:
         tensors["dout"] = _autograd.readable(tensors["dout"])
         given: dict[str, Any] = tensors | options | {name: made[name] for name in wanted}
-        given |= sequences
+        given |= {name: x for name, x in sequences.items() if name not in SCALES}
         with torch.no_grad():
             fm.flash_attention_backward(**given, wanted=(False, False, False, False))
     return tuple(made.values())
