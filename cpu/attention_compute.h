@@ -13,7 +13,8 @@ void compute_tile(const AttentionProblem& problem, const AttentionTile& tile, in
                   void* scratch) {
   ScratchCursor cursor(scratch);
   if (has_few_rows<Product>(problem)) {
-    FewRowsComputer<Product>(problem, tile, FewRowsScratch(cursor, problem, tile_q, Product::kPack)).compute();
+    FewRowsComputer<Product>(problem, tile, FewRowsScratch(cursor, problem, tile_q, Product::kPack))
+        .compute();
   } else {
     TileComputer<Product>(problem, tile, TileScratch(cursor, problem, tile_q, Product::kPack))
         .compute();

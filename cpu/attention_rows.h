@@ -58,8 +58,8 @@ struct RowScores {
       : scores(scratch.take(rows * kScoreStride)), rescale(scratch.take(rows)) {}
 };
 
-// Where the rows of K and V of a step lie, of keys in pages or of 8 bits; these are widened to where
-// they are then found. And their scales, if there are any.
+// Where the rows of K and V of a step lie, of keys in pages or of 8 bits; these are widened to
+// where they are then found. And their scales, if there are any.
 struct StepRows {
   const void** k = nullptr;  // [kMaxTileK], kHiddenRow of a hidden one
   const void** v = nullptr;

@@ -24,8 +24,8 @@ constexpr float value_of(int bits) {
 #define FLASHMOE_16(i) FLASHMOE_4(i), FLASHMOE_4(i + 4), FLASHMOE_4(i + 8), FLASHMOE_4(i + 12)
 #define FLASHMOE_64(i) FLASHMOE_16(i), FLASHMOE_16(i + 16), FLASHMOE_16(i + 32), FLASHMOE_16(i + 48)
 
-alignas(64) const float kE4m3Values[256] = {FLASHMOE_64(0), FLASHMOE_64(64), FLASHMOE_64(128),
-                                            FLASHMOE_64(192)};
+alignas(64) const
+    float kE4m3Values[256] = {FLASHMOE_64(0), FLASHMOE_64(64), FLASHMOE_64(128), FLASHMOE_64(192)};
 
 #undef FLASHMOE_64
 #undef FLASHMOE_16

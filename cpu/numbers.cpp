@@ -30,7 +30,7 @@ void widen_e4m3(const uint8_t* from, int64_t count, float* to) {
 
 // To nearest even; what is beyond the largest number becomes it, and NaN a NaN.
 uint8_t e4m3_of(float x) {
-  constexpr uint32_t kMost = 0x43e00000;      // 448
+  constexpr uint32_t kMost = 0x43e00000;         // 448
   constexpr uint32_t kLeastNormal = 0x3c800000;  // 2^-6
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -68,7 +68,8 @@ void widen(const void* from, Dtype dtype, int64_t first, int64_t count, float* t
     case Dtype::kFloat32: return widen_as(static_cast<const float*>(from) + first, count, to);
     case Dtype::kFloat16: return widen_as(static_cast<const Fp16*>(from) + first, count, to);
     case Dtype::kBFloat16: return widen_as(static_cast<const Bf16*>(from) + first, count, to);
-    case Dtype::kFloat8E4M3: return widen_e4m3(static_cast<const uint8_t*>(from) + first, count, to);
+    case Dtype::kFloat8E4M3:
+      return widen_e4m3(static_cast<const uint8_t*>(from) + first, count, to);
     case Dtype::kFloat64: break;  // of attention alone
   }
 }

@@ -271,8 +271,7 @@ __device__ __forceinline__ void store_narrow(const Piece& piece, float scale, ch
   for (int i = 0; i < Numbers::kPiece; ++i) x[i] = __fdiv_rn(x[i], scale);
 #pragma unroll
   for (int i = 0; i < Numbers::kPiece / 4; ++i) {
-    words[i] =
-        narrow_pair(x[4 * i], x[4 * i + 1]) | narrow_pair(x[4 * i + 2], x[4 * i + 3]) << 16;
+    words[i] = narrow_pair(x[4 * i], x[4 * i + 1]) | narrow_pair(x[4 * i + 2], x[4 * i + 3]) << 16;
   }
   auto* const at = reinterpret_cast<uint32_t*>(to + index);
   if constexpr (Numbers::kPiece == 8) {

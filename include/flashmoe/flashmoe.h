@@ -166,8 +166,8 @@ FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callba
 
 /* Type codes, equal to DLPack's. */
 typedef enum flashmoe_dtype_code {
-  FLASHMOE_DTYPE_INT = 0,   /* kDLInt: 32 and 64, of indices */
-  FLASHMOE_DTYPE_FLOAT = 2, /* kDLFloat: 16 = fp16, 32 = fp32, 64 = fp64 (attention on the CPU) */
+  FLASHMOE_DTYPE_INT = 0,    /* kDLInt: 32 and 64, of indices */
+  FLASHMOE_DTYPE_FLOAT = 2,  /* kDLFloat: 16 = fp16, 32 = fp32, 64 = fp64 (attention on the CPU) */
   FLASHMOE_DTYPE_BFLOAT = 4, /* kDLBfloat: 16 = bf16 */
   FLASHMOE_DTYPE_FLOAT8_E4M3FN = 10 /* kDLFloat8_e4m3fn: 8, of caches of keys and values */
 } flashmoe_dtype_code;
@@ -302,10 +302,10 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  *
  * of any strides; NULL is 1. They multiply in fp32, k_scale a sum of products and v_scale a weight
  * or a sum of weighted values, and never what is widened. The bits depend on their values alone and
- * not on which of these shapes says them. A scale that is a power of two gives the bits of a call of
- * q's dtype whose k and v are already multiplied by it, wherever its products are normal numbers.
- * Scales of keys that are not looked at are not read, and may be NaN. k and v of other dtypes take
- * scales, too, on the CPU, but of fp64.
+ * not on which of these shapes says them. A scale that is a power of two gives the bits of a call
+ * of q's dtype whose k and v are already multiplied by it, wherever its products are normal
+ * numbers. Scales of keys that are not looked at are not read, and may be NaN. k and v of other
+ * dtypes take scales, too, on the CPU, but of fp64.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_layout {
@@ -737,11 +737,11 @@ typedef struct flashmoe_kv_append_params {
   const flashmoe_tensor* rotary_sin;
   const flashmoe_tensor* q;
   const flashmoe_tensor* q_out;
-  const char* kernel; /* as of flashmoe_attention_forward */
-  int32_t layout;     /* flashmoe_layout */
-  int32_t rotary;     /* flashmoe_rotary; read with rotary_cos */
-  int32_t q_stays;    /* 0 or 1 */
-  uint32_t reserved;  /* 0 */
+  const char* kernel;             /* as of flashmoe_attention_forward */
+  int32_t layout;                 /* flashmoe_layout */
+  int32_t rotary;                 /* flashmoe_rotary; read with rotary_cos */
+  int32_t q_stays;                /* 0 or 1 */
+  uint32_t reserved;              /* 0 */
   const flashmoe_tensor* k_scale; /* of caches of fp8 alone; NULL: 1 */
   const flashmoe_tensor* v_scale;
 } flashmoe_kv_append_params;

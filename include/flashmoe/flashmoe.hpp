@@ -457,7 +457,7 @@ struct AttentionForward {
   const char* kernel = nullptr;                 // nullptr: the best here
   ConstTensorView sinks;                        // [heads_q] fp32 or q's dtype; absent: none
   std::optional<AttentionSequences> sequences;  // absent: a dense batch
-  ConstTensorView k_scale;  // fp32 of rank 0, 1 or 2, see flashmoe.h; absent: 1
+  ConstTensorView k_scale;                      // fp32 of rank 0, 1 or 2, see flashmoe.h; absent: 1
   ConstTensorView v_scale;
 };
 

@@ -43,7 +43,11 @@ def is_recorded(*tensors: Any) -> bool:
 
 # ---- whether there are gradients -------------------------------------------------------------
 
-_CODES = {torch.bfloat16: 4, torch.bool: 6, torch.float8_e4m3fn: 10}  # DLPack's; of other dtypes by their kind
+_CODES = {
+    torch.bfloat16: 4,
+    torch.bool: 6,
+    torch.float8_e4m3fn: 10,
+}  # DLPack's; of other dtypes by their kind
 _FLOAT, _COMPLEX, _SIGNED, _UNSIGNED = 2, 5, 0, 1
 _LACKING = (
     "{0}: requires grad, but no kernel computes the gradients of this call ({1}); call under "
@@ -57,7 +61,9 @@ SHARED_KEYS = _LACKING.format(
 SCALED_KEYS = _LACKING.format(
     "{0}", "{1}: got one, accepted is None: keys and values with scales have no gradients"
 )
-_NARROW_KEYS = "{}: got dtype {}, accepted is {} as q's: keys and values of 8 bits have no gradients"
+_NARROW_KEYS = (
+    "{}: got dtype {}, accepted is {} as q's: keys and values of 8 bits have no gradients"
+)
 _MOST_KEPT = 1024
 _kept_reasons: dict[Any, str] = {}  # by problem: asking takes longer than a call may
 
@@ -129,7 +135,9 @@ def _why_not(
     q, k, v, sinks = tensors
     for name, (_, dtype, *_) in (("k", k), ("v", v)):
         if dtype.itemsize == 1:
-            return _NARROW_KEYS.format(name, *(str(x).removeprefix("torch.") for x in (dtype, q[1])))
+            return _NARROW_KEYS.format(
+                name, *(str(x).removeprefix("torch.") for x in (dtype, q[1]))
+            )
     if any(len(x[0]) != 4 for x in (q, k, v)):
         return ""
     shape, dtype, device, *_ = q
@@ -263,7 +271,7 @@ def _is_cast(*tensors: torch.Tensor) -> bool:
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Where torch.autocast is on and one of these is fp32, all in its dtype, but for fp64 and fp8."""
+    """Where torch.autocast is on and one of these is fp32, all in its dtype; but fp64 and fp8."""
     if not _is_cast(*tensors):
         return tensors
     kind = tensors[0].device.type

@@ -319,8 +319,7 @@ void judge_key_dtypes(Judgement* judgement, const Subject& q, const Subject& k, 
       disagree(judgement, each, q);
     }
   }
-  if (k.tensor != nullptr && v.tensor != nullptr &&
-      !same_dtype(k.tensor->dtype, v.tensor->dtype)) {
+  if (k.tensor != nullptr && v.tensor != nullptr && !same_dtype(k.tensor->dtype, v.tensor->dtype)) {
     disagree(judgement, v, k);
   }
 }
@@ -344,8 +343,7 @@ Rows judge_rows_of_all(Judgement* judgement, const Params& params, bool may_be_f
   }
   judge_key_dtypes(judgement, q, k, v, may_be_fp8);
   // Where keys are not as q is, a batch that differs may be said to be k's.
-  if (may_be_fp8 && v.facts.readable && k.facts.readable &&
-      v.facts.shape[0] != k.facts.shape[0]) {
+  if (may_be_fp8 && v.facts.readable && k.facts.readable && v.facts.shape[0] != k.facts.shape[0]) {
     disagree(judgement, v, k);
   }
   agree_on_extent(judgement, v, seq, k, seq);

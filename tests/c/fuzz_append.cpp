@@ -256,8 +256,13 @@ void make_valid(Random* random, Append* call) {
     of_cache = {FLASHMOE_DTYPE_FLOAT8_E4M3FN, 8, 1};
     if (random->chance(0.5)) {
       c.scale = random->one_of({0.3f, 0.5f, 1.7f});
-      c.scale_tensor = {&c.scale,      {FLASHMOE_DEVICE_CPU, 0}, 1, {FLASHMOE_DTYPE_FLOAT, 32, 1},
-                        c.scale_shape, nullptr,                  0};
+      c.scale_tensor = {&c.scale,
+                        {FLASHMOE_DEVICE_CPU, 0},
+                        1,
+                        {FLASHMOE_DTYPE_FLOAT, 32, 1},
+                        c.scale_shape,
+                        nullptr,
+                        0};
       c.params.k_scale = c.params.v_scale = &c.scale_tensor;
     }
   }
@@ -408,8 +413,9 @@ void expect_rows(const Append& c, const std::map<Place, std::vector<Move>>& move
                       : dtype.bits == 32                   ? 0x1p-23
                       : dtype.code == FLASHMOE_DTYPE_FLOAT ? 0x1p-11
                                                            : 0x1p-8;
-  const double absolute =
-      narrow ? 0x1p-10 + 1e-5 : dtype.bits == 64 ? 1e-14 : 4e-6;  // three roundings of numbers up to 8
+  const double absolute = narrow             ? 0x1p-10 + 1e-5
+                          : dtype.bits == 64 ? 1e-14
+                                             : 4e-6;  // three roundings of numbers up to 8
   for (const auto& [place, given] : moves) {
     for (int64_t head = 0; head < to->shape[c.head_axis()]; ++head) {
       for (int64_t d = 0; d < to->shape[3]; ++d) {

@@ -53,8 +53,8 @@ double load(const unsigned char* at, flashmoe_dtype dtype) {
   }
   if (dtype.bits == 8) {
     const int exponent = *at >> 3 & 15;
-    const double magnitude = exponent == 0 ? std::ldexp(*at & 7, -9)
-                                           : std::ldexp(8 + (*at & 7), exponent - 10);
+    const double magnitude =
+        exponent == 0 ? std::ldexp(*at & 7, -9) : std::ldexp(8 + (*at & 7), exponent - 10);
     return (*at & 0x80) != 0 ? -magnitude : magnitude;
   }
   uint32_t word = 0;

@@ -1,5 +1,5 @@
-"""Caches of fp8 (e4m3) on a GPU: attention has the bits of the widened cache, appending those of the
-CPU; scales of every shape beside float64; NaN in all that no sequence has."""
+"""Caches of fp8 (e4m3) on a GPU: attention has the bits of the widened cache, appending those of
+the CPU; scales of every shape beside float64; NaN in all that no sequence has."""
 
 from __future__ import annotations
 

@@ -150,7 +150,9 @@ def test_any_scale_beside_float64(dtype: str, size: int, queries: int) -> None:
     )  # fmt: skip
     want, sums = exact(batch, k_scale, v_scale)
     # A cache that is multiplied before is rounded once more.
-    near = fm.flash_attention(batch.q, *batch.widened(k_scale, v_scale), causal=True, **batch.tables)
+    near = fm.flash_attention(
+        batch.q, *batch.widened(k_scale, v_scale), causal=True, **batch.tables
+    )
     allowed = 2 * (near.double() - want).abs().max() + 1e-6
     assert (out.double() - want).abs().max() <= allowed
     seen = sums.isfinite()
@@ -292,7 +294,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         NotImplementedError, "v_scale: got one and a q of fp64",
     ),
     "another fp8": (
-        {"k": WIDE.to(torch.float8_e5m2), "v": WIDE.to(torch.float8_e5m2)}, TypeError, "k: got dtype"
+        {"k": WIDE.to(torch.float8_e5m2), "v": WIDE.to(torch.float8_e5m2)}, TypeError,
+        "k: got dtype",
     ),
     "rows": (
         {"k": torch.ones(2, 5, 2, 24).to(FP8)[..., :16]}, ValueError,
@@ -320,9 +323,9 @@ def test_refused(name: str) -> None:
 
 def test_no_gradients() -> None:
     q = torch.ones(2, 3, 4, 16).bfloat16().requires_grad_()
-    with pytest.raises(NotImplementedError, match="^q: requires grad, .*of 8 bits"):
+    with pytest.raises(NotImplementedError, match=r"^q: requires grad, .*of 8 bits"):
         _call(q=q)
-    with pytest.raises(NotImplementedError, match="^q: requires grad, .*k_scale: got one"):
+    with pytest.raises(NotImplementedError, match=r"^q: requires grad, .*k_scale: got one"):
         _call(q=q, k=WIDE.bfloat16(), v=WIDE.bfloat16(), k_scale=torch.ones(1))
     with torch.no_grad():
         assert _call(q=q).shape == q.shape

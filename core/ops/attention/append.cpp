@@ -177,7 +177,8 @@ class Reader {
     p_.rows_cache = view.shape[seq_axis()];
     FLASHMOE_TRY(read_cache_rows("v_cache", given_.v_cache, &view, &p_.v_cache));
     if (p_.v_cache.dtype != p_.k_cache.dtype) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "v_cache: got dtype %s, accepted is %s as k_cache's",
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "v_cache: got dtype %s, accepted is %s as k_cache's",
                   dtype_name(p_.v_cache.dtype), dtype_name(p_.k_cache.dtype));
     }
     FLASHMOE_TRY(check_extent("v_cache", "batch", view.shape[0], "k_cache", p_.batch_cache));
@@ -326,7 +327,6 @@ class Reader {
     return check_no_overlap("q_out", view, 4);
   }
 
-
   const Params& given_;
   KvAppendProblem& p_;
   int64_t rows_of_batch_ = 0;  // first extent of k
@@ -404,7 +404,8 @@ struct KvAppend {
                   static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
                   static_cast<long long>(p.dim_v), static_cast<long long>(p.batch_cache),
                   static_cast<long long>(p.rows_cache), dtype_name(p.k.dtype),
-                  p.k_cache.dtype != p.k.dtype ? "->fp8_e4m3" : "", name(params.slots, "slots,"), name(params.cache_seqlens, "cache_seqlens,"),
+                  p.k_cache.dtype != p.k.dtype ? "->fp8_e4m3" : "", name(params.slots, "slots,"),
+                  name(params.cache_seqlens, "cache_seqlens,"),
                   name(params.cu_seqlens, "cu_seqlens,"), name(params.seqused, "seqused,"),
                   name(params.batch_index, "batch_index,"), name(params.page_table, "page_table,"),
                   name(params.positions, "positions,"), static_cast<long long>(p.rotary.dim),

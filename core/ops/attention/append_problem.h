@@ -44,8 +44,8 @@ struct Rotary {
 };
 
 // A validated call. Every extent and every reachable byte offset fits in int64; all but the head
-// dimensions may be 0. All rows are of one dtype, but that both caches may be fp8. q and q_out are there together, and then with
-// rotary.
+// dimensions may be 0. All rows are of one dtype, but that both caches may be fp8. q and q_out are
+// there together, and then with rotary.
 //
 // `batch` counts sequences: with cu_seqlens k and v have one row of the batch, of `seq` rows, and
 // else `batch` of them.

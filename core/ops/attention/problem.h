@@ -88,8 +88,8 @@ struct SequenceTables {
 
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
 // seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q %
-// heads_kv == 0. The four views are of one dtype, but that k and v may both be fp8. Sinks are of that
-// dtype or of fp32.
+// heads_kv == 0. The four views are of one dtype, but that k and v may both be fp8. Sinks are of
+// that dtype or of fp32.
 //
 // With sequences `batch` is their number, seq_q and seq_k bound their lengths, and no bound is set:
 // each sequence is a problem of its own, which the lengths make (cpu/attention_sequences.h).

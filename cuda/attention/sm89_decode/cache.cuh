@@ -1,9 +1,9 @@
 // Keys and values as a cache has them: of the queries' type, or of fp8 with scales.
 //
 // Numbers of fp8 are widened to the fragments of the queries' type on the way to the products: bit
-// for bit the same. A lane loads 16 bytes of them, too. A key's scale is a factor of its scores. Those of values are factors of probabilities,
-// less the largest so far, which accumulators are then without: so what is rounded to the queries'
-// type is as large as it is without scales.
+// for bit the same. A lane loads 16 bytes of them, too. A key's scale is a factor of its scores.
+// Those of values are factors of probabilities, less the largest so far, which accumulators are
+// then without: so what is rounded to the queries' type is as large as it is without scales.
 #pragma once
 
 #include "cuda/attention/sm89_decode/traits.cuh"
@@ -15,8 +15,8 @@ namespace flashmoe::sm89_decode {
 template <class Traits>
 using CachedElement = std::conditional_t<Traits::kFp8, uint8_t, uint16_t>;
 
-// Where a lane's numbers of a row of K are: `column()` and every kStep from there on, a load's each.
-// Of fp8 the lanes of a row take 16 bytes of every 64, and keep, behind an exchange with a
+// Where a lane's numbers of a row of K are: `column()` and every kStep from there on, a load's
+// each. Of fp8 the lanes of a row take 16 bytes of every 64, and keep, behind an exchange with a
 // neighbour, what the fragments have: 8t and on of every 32.
 template <class Traits>
 struct KLayout {
@@ -146,8 +146,7 @@ struct ValueScales {
     if constexpr (Traits::kFp8) {
       if (params.v_scale.data == nullptr) return;
       // Magnitudes are in the order of their bits, and a NaN is above them.
-      const uint32_t here =
-          __reduce_max_sync(kFullWarp, __float_as_uint(factors.v) & 0x7fffffffu);
+      const uint32_t here = __reduce_max_sync(kFullWarp, __float_as_uint(factors.v) & 0x7fffffffu);
       if (here > __float_as_uint(most)) {
         const float larger = __uint_as_float(here);
         multiply(out, most / larger);

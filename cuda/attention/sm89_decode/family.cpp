@@ -127,8 +127,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   if (!is_fp8(problem)) FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   // Of fp8 there are no other kernels.
-  if (split_keys(problem) > 0 && problem.seq_q > few_queries(problem) &&
-      *problem.kernel == '\0' && !is_fp8(problem)) {
+  if (split_keys(problem) > 0 && problem.seq_q > few_queries(problem) && *problem.kernel == '\0' &&
+      !is_fp8(problem)) {
     return refuse(
         FLASHMOE_ERROR_UNSUPPORTED,
         "split_size and sequences of many queries, whose kernels may not depend on how many "

@@ -21,7 +21,9 @@ __device__ __forceinline__ int swizzle(int row, int unit) {
 }
 
 // The unit of this lane's columns of the m16 blocks 2i and 2i + 1.
-__device__ __forceinline__ int unit_of(int i) { return 16 * (i / 2) + 2 * (lane_index() / 4) + i % 2; }
+__device__ __forceinline__ int unit_of(int i) {
+  return 16 * (i / 2) + 2 * (lane_index() / 4) + i % 2;
+}
 
 // Leaves a warp's part in shared memory, of units that `unit_of` says.
 template <class Traits, class UnitOf>

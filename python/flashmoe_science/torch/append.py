@@ -63,7 +63,8 @@ def _schema(q: str, result: str) -> str:
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? slots, "
         "Tensor? cache_seqlens, Tensor? cu_seqlens, Tensor? seqused, Tensor? batch_index, "
         "Tensor? page_table, Tensor? positions, Tensor? rotary_cos, Tensor? rotary_sin, "
-        f"Tensor? k_scale, Tensor? v_scale, {q}bool interleaved, bool q_stays, str layout, str? kernel) -> {result}"
+        f"Tensor? k_scale, Tensor? v_scale, {q}bool interleaved, bool q_stays, str layout, "
+        f"str? kernel) -> {result}"
     )
 
 
