@@ -75,9 +75,9 @@ def kv_append(
         q_stays: All queries of a sequence stand where its first does.
         layout: "bshd" or "bhsd".
         q_out: Where to write the rotated queries; it may be q.
-        k_scale, v_scale: Of caches of float8_e4m3fn, as flash_attention takes them. To the cache goes
-            the nearest number of a new one (rotated, in k's dtype) divided by these in fp32, of
-            those beyond 448 that. None is 1.
+        k_scale, v_scale: Of caches of float8_e4m3fn, as flash_attention takes them. To the cache
+            goes the nearest number of a new one (rotated, in k's dtype) divided by these in fp32,
+            of those beyond 448 that. None is 1.
         kernel, stream: As of flash_attention.
 
     Returns:
