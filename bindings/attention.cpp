@@ -62,9 +62,10 @@ constexpr Option<Params> softcap_option() {
 bool is_served(flashmoe_dtype dtype) { return is_float(dtype) || is_fp64(dtype); }
 
 // Of what flash_attention and its backward are passed: None, or a tuple of all.
-void borrow_sequences(nb::handle given, Caller* caller, std::optional<Sequences>* sequences) {
+void borrow_sequences(nb::handle given, Caller* caller, std::optional<Sequences>* sequences,
+                      nb::handle (&scales)[Sequences::kScales]) {
   nb::handle each[Sequences::kCount];
-  if (!Sequences::find(given, each)) return;
+  if (!Sequences::find(given, each, scales)) return;
   sequences->emplace().read(each, [caller](const char* name, nb::handle tensor, TensorView* view) {
     caller->borrow(name, tensor, view);
   });
@@ -83,6 +84,8 @@ struct AttentionCall {
   TensorView q;
   TensorView k;
   TensorView v;
+  TensorView k_scale;
+  TensorView v_scale;
   TensorView sinks;
   TensorView out;
   TensorView lse;
@@ -92,6 +95,8 @@ struct AttentionCall {
       {"q", &AttentionCall::q, &Params::q, Access::kRead},
       {"k", &AttentionCall::k, &Params::k, Access::kRead},
       {"v", &AttentionCall::v, &Params::v, Access::kRead},
+      {"k_scale", &AttentionCall::k_scale, &Params::k_scale, Access::kRead},
+      {"v_scale", &AttentionCall::v_scale, &Params::v_scale, Access::kRead},
       {"sinks", &AttentionCall::sinks, &Params::sinks, Access::kRead},
       {"out", &AttentionCall::out, &Params::out, Access::kWrite},
       {"lse", &AttentionCall::lse, &Params::lse, Access::kWrite},
@@ -160,7 +165,10 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow("k", k, &call.k);
   caller.borrow("v", v, &call.v);
   caller.borrow_optional("sinks", sinks, &call.sinks);
-  borrow_sequences(sequences, &caller, &call.sequences);
+  nb::handle scales[Sequences::kScales];
+  borrow_sequences(sequences, &caller, &call.sequences, scales);
+  caller.borrow_optional("k_scale", scales[0], &call.k_scale);
+  caller.borrow_optional("v_scale", scales[1], &call.v_scale);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
   if (caller.is_recorded() || (type->is_torch && is_cast(call))) {
@@ -284,7 +292,9 @@ nb::object flash_attention_backward(nb::handle dout, nb::handle q, nb::handle k,
   caller.borrow("lse", lse, &call.lse);
   caller.borrow_optional("dlse", dlse, &call.dlse);
   caller.borrow_optional("sinks", sinks, &call.sinks);
-  borrow_sequences(sequences, &caller, &call.sequences);
+  nb::handle scales[Sequences::kScales];
+  borrow_sequences(sequences, &caller, &call.sequences, scales);
+  refuse_scales(scales[0], scales[1]);
   struct Gradient {
     const char* name;
     nb::object made;

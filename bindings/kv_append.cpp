@@ -29,7 +29,7 @@ struct KvAppendCall {
 
   Params params = flashmoe_kv_append_params_init();
   TensorView k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index;
-  TensorView page_table, positions, rotary_cos, rotary_sin, q, q_out;
+  TensorView page_table, positions, rotary_cos, rotary_sin, q, q_out, k_scale, v_scale;
 
   static constexpr Field<KvAppendCall> kTensors[] = {
       {"k", &KvAppendCall::k, &Params::k, Access::kRead},
@@ -44,6 +44,8 @@ struct KvAppendCall {
       {"rotary_cos", &KvAppendCall::rotary_cos, &Params::rotary_cos, Access::kRead},
       {"rotary_sin", &KvAppendCall::rotary_sin, &Params::rotary_sin, Access::kRead},
       {"q", &KvAppendCall::q, &Params::q, Access::kRead},
+      {"k_scale", &KvAppendCall::k_scale, &Params::k_scale, Access::kRead},
+      {"v_scale", &KvAppendCall::v_scale, &Params::v_scale, Access::kRead},
       {"k_cache", &KvAppendCall::k_cache, &Params::k_cache, Access::kWrite},
       {"v_cache", &KvAppendCall::v_cache, &Params::v_cache, Access::kWrite},
       {"q_out", &KvAppendCall::q_out, &Params::q_out, Access::kWrite},
@@ -78,7 +80,8 @@ nb::object kv_append(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle 
                      nb::handle seqused, nb::handle batch_index, nb::handle page_table,
                      nb::handle positions, nb::handle rotary_cos, nb::handle rotary_sin,
                      nb::handle interleaved, nb::handle q, nb::handle q_stays, nb::handle layout,
-                     nb::handle q_out, nb::handle kernel, nb::handle stream) {
+                     nb::handle q_out, nb::handle kernel, nb::handle stream, nb::handle k_scale,
+                     nb::handle v_scale) {
   const nb::handle options[] = {layout, interleaved, q_stays, kernel};
   const TensorType* type = tensor_type(k);
   if (type == nullptr) {
@@ -93,7 +96,9 @@ nb::object kv_append(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle 
                                                  {"positions", positions},
                                                  {"rotary_cos", rotary_cos},
                                                  {"rotary_sin", rotary_sin},
-                                                 {"q", q}}),
+                                                 {"q", q},
+                                                 {"k_scale", k_scale},
+                                                 {"v_scale", v_scale}}),
             named_options(KvAppendCall::kOptions, options),
             named_tensors({{"k_cache", k_cache}, {"v_cache", v_cache}}, {{"q_out", q_out}}),
             stream);
@@ -115,6 +120,8 @@ nb::object kv_append(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle 
   caller.borrow_optional("rotary_cos", rotary_cos, &call.rotary_cos);
   caller.borrow_optional("rotary_sin", rotary_sin, &call.rotary_sin);
   caller.borrow_optional("q", q, &call.q);
+  caller.borrow_optional("k_scale", k_scale, &call.k_scale);
+  caller.borrow_optional("v_scale", v_scale, &call.v_scale);
   caller.borrow_optional("q_out", q_out, &call.q_out, Access::kWrite);
   nb::object rotated = nb::borrow(q_out);
   call.make_outputs(nb::dict(),
@@ -138,6 +145,7 @@ void define_kv_append(nb::module_& module) {
              nb::arg("rotary_sin").none(), nb::arg("interleaved").none(), nb::arg("q").none(),
              nb::arg("q_stays").none(), nb::arg("layout").none(), nb::arg("q_out").none(),
              nb::arg("kernel").none(), nb::arg("stream").none(),
+             nb::arg("k_scale").none() = nb::none(), nb::arg("v_scale").none() = nb::none(),
              "flashmoe_science.kv_append with all of its arguments.");
 }
 

@@ -51,6 +51,16 @@ void define_operations(nb::module_& module);
 // that need not exist.
 void view_argument(const char* name, nb::handle object, Access access, TensorView* view);
 
+// Whether keys and values of the call may have some.
+template <class Call>
+constexpr auto has_scales(Call* call, int) -> decltype(call->k_scale, bool()) {
+  return true;
+}
+template <class Call>
+constexpr bool has_scales(Call*, long) {
+  return false;
+}
+
 template <class Call>
 void view_arguments(const nb::dict& tensors, const nb::dict& options, Call* call) {
   for (const Field<Call>& field : Call::kTensors) {
@@ -63,6 +73,9 @@ void view_arguments(const nb::dict& tensors, const nb::dict& options, Call* call
     view_argument(name, tensor, Access::kRead, to);
   };
   const auto read = [&](auto*, auto* sequences) {
+    if (!has_scales(call, 0)) {
+      refuse_scales(option_of(tensors, "k_scale"), option_of(tensors, "v_scale"));
+    }
     nb::handle each[Sequences::kCount];
     if (Sequences::find(tensors, options, each)) sequences->emplace().read(each, view);
   };
@@ -155,8 +168,7 @@ std::string pack_options_by_name(const nb::dict& options) {
 // Fields that point to what no call of this version has. An attribute that says otherwise is
 // foreign.
 inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
-  return p.q_scale == nullptr && p.k_scale == nullptr && p.v_scale == nullptr &&
-         p.sequences == nullptr;
+  return p.q_scale == nullptr && p.sequences == nullptr;
 }
 inline bool points_nowhere(const flashmoe_attention_backward_params& p) {
   return p.sequences == nullptr;

@@ -44,6 +44,7 @@ struct Sequences {
       {"split_size", &flashmoe_attention_sequences::split_size, kOfChunks},
   };
   static constexpr size_t kTableCount = sizeof kTables / sizeof kTables[0];
+  static constexpr size_t kScales = 2;  // k_scale and v_scale
   static constexpr size_t kCount = kTableCount + sizeof kBounds / sizeof kBounds[0];
 
   flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
@@ -64,8 +65,9 @@ struct Sequences {
   }
   // The same by name, absent is None; false where there is none.
   static bool find(const nb::dict& tables, const nb::dict& bounds, nb::handle (&each)[kCount]);
-  // The same of what flash_attention passes: None, or a tuple of all.
-  static bool find(nb::handle sequences, nb::handle (&each)[kCount]);
+  // The same of what flash_attention passes: None, or a tuple of all. Between tables and bounds it
+  // has the scales of keys and values, tensors of the call itself.
+  static bool find(nb::handle sequences, nb::handle (&each)[kCount], nb::handle (&scales)[kScales]);
 
   // From the bounds as XLA's attribute has them, numbers in their order with a space behind each;
   // false where it is something else.
@@ -79,5 +81,8 @@ struct Sequences {
  private:
   void set_bound(const Bound& bound, nb::handle given);
 };
+
+// Of a call that takes none: backward.
+void refuse_scales(nb::handle k_scale, nb::handle v_scale);
 
 }  // namespace flashmoe

@@ -9,7 +9,14 @@
 namespace flashmoe {
 namespace {
 
-constexpr flashmoe_dtype kBFloat16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
+constexpr struct {
+  const char* name;
+  const char* seen_as;
+  flashmoe_dtype dtype;
+} kForeignDtypes[] = {
+    {"bfloat16", "uint16", {FLASHMOE_DTYPE_BFLOAT, 16, 1}},
+    {"float8_e4m3fn", "uint8", {FLASHMOE_DTYPE_FLOAT8_E4M3FN, 8, 1}},
+};
 
 const dlpack::ExchangeApi* exchange_api(nb::handle type) {
   nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
@@ -269,15 +276,20 @@ bool TensorView::borrow_array(const char* name, nb::handle given, Access access)
   return true;
 }
 
-// NumPy's DLPack and buffer protocol know no bf16: there the same memory is seen as integers.
-bool TensorView::borrow_bfloat16(const char* name, nb::handle object, Access access) {
+// NumPy's DLPack and buffer protocol know neither bf16 nor fp8: there the same memory is seen as
+// integers.
+bool TensorView::borrow_foreign(const char* name, nb::handle object, Access access) {
   const nb::str dtype(nb::getattr(object, "dtype", nb::none()));
-  if (PyUnicode_CompareWithASCIIString(dtype.ptr(), "bfloat16") != 0 ||
-      !nb::hasattr(object, "view") || !borrow_array(name, object.attr("view")("uint16"), access)) {
-    return false;
+  for (const auto& foreign : kForeignDtypes) {
+    if (PyUnicode_CompareWithASCIIString(dtype.ptr(), foreign.name) != 0) continue;
+    if (!nb::hasattr(object, "view") ||
+        !borrow_array(name, object.attr("view")(foreign.seen_as), access)) {
+      return false;
+    }
+    tensor_.dtype = foreign.dtype;
+    return true;
   }
-  tensor_.dtype = kBFloat16;
-  return true;
+  return false;
 }
 
 void TensorView::borrow(const char* name, nb::handle object, Access access) {
@@ -288,7 +300,7 @@ void TensorView::borrow(const char* name, nb::handle object, Access access) {
   }
   if (type.is_masked) refuse_mask(name, object);
   const auto borrow_as = [&](Access wanted) {
-    return borrow_array(name, object, wanted) || borrow_bfloat16(name, object, wanted);
+    return borrow_array(name, object, wanted) || borrow_foreign(name, object, wanted);
   };
   if (borrow_as(access)) return;
   if (access == Access::kWrite && borrow_as(Access::kRead)) refuse_to_write(name);

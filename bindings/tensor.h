@@ -101,7 +101,7 @@ class TensorView {
   void give_back();
   bool is_empty() const;
   bool borrow_array(const char* name, nb::handle object, Access access);
-  bool borrow_bfloat16(const char* name, nb::handle object, Access access);
+  bool borrow_foreign(const char* name, nb::handle object, Access access);
 
   flashmoe_tensor tensor_ = {};
   bool set_ = false;

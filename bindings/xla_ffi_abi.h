@@ -46,6 +46,7 @@ enum DataType : int32_t {
   kFloat32 = 11,
   kFloat64 = 12,
   kBFloat16 = 16,
+  kFloat8E4M3Fn = 20,
 };
 
 struct Error;             // opaque

@@ -25,6 +25,7 @@ flashmoe_dtype dtype_of(int32_t type) {
     case kFloat32: return {FLASHMOE_DTYPE_FLOAT, 32, 1};
     case kFloat64: return {FLASHMOE_DTYPE_FLOAT, 64, 1};
     case kFloat16: return {FLASHMOE_DTYPE_FLOAT, 16, 1};
+    case kFloat8E4M3Fn: return {FLASHMOE_DTYPE_FLOAT8_E4M3FN, 8, 1};
     case kBFloat16: return {FLASHMOE_DTYPE_BFLOAT, 16, 1};
     case kInt32: return {dlpack::kInt, 32, 1};
     case kInt64: return {dlpack::kInt, 64, 1};

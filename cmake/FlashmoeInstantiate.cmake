@@ -11,8 +11,11 @@ set(FLASHMOE_ATTENTION_SM89_KERNELS
 set(FLASHMOE_ATTENTION_SM89_FEW_ROWS_KERNELS
   "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
   "192,128,8,_r8" "192,128,16,_r16" "256,256,8,_r8")
+# And the fifth whether keys and values are of fp8.
 set(FLASHMOE_ATTENTION_SM89_DECODE_KERNELS
-  "64,64,16,_r16" "128,128,8,_r8" "128,128,16,_r16" "192,128,16,_r16" "256,256,8,_r8")
+  "64,64,16,_r16" "128,128,8,_r8" "128,128,16,_r16" "192,128,16,_r16" "256,256,8,_r8"
+  "64,64,16,_r16_fp8,true" "128,128,8,_r8_fp8,true" "128,128,16,_r16_fp8,true"
+  "192,128,16,_r16_fp8,true" "256,256,8,_r8_fp8,true")
 # Those of split KV are called so.
 set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64" "96,96" "128,128" "192,128" "192,192" "256,256"
@@ -44,6 +47,11 @@ function(flashmoe_instantiate_attention target family)
   set(ENTRIES "")
   foreach(kernel IN LISTS ${kernels})
     string(REPLACE "," ";" kernel "${kernel}")
+    list(LENGTH kernel given)
+    set(FP8 false)
+    if(given GREATER 4)
+      list(GET kernel 4 FP8)
+    endif()
     list(APPEND kernel TableTuning "")
     list(GET kernel 0 DIM)
     list(GET kernel 1 DIM_V)

@@ -78,7 +78,7 @@ flashmoe_status check_view(const char* name, const flashmoe_tensor* tensor, int 
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %d dimensions, accepted are %d", name,
                 tensor->ndim, rank);
   }
-  if (tensor->shape == nullptr) {
+  if (tensor->shape == nullptr && rank > 0) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: its shape is a null pointer", name);
   }
   int64_t count = 1;
@@ -237,6 +237,10 @@ flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* a
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted %s", name,
                 dtype_name(known), accepted);
   }
+  if (is_fp8(got)) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted %s", name,
+                dtype_name(Dtype::kFloat8E4M3), accepted);
+  }
   static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
                                        "bfloat", "complex", "bool"};
   const char* code = got.code < 7 ? kCodes[got.code] : "dtype code ";
@@ -298,10 +302,25 @@ flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& t
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want) {
   Dtype dtype = want;
-  if (!known_dtype(tensor.dtype, &dtype)) FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
+  if (is_fp8(tensor.dtype)) {
+    dtype = Dtype::kFloat8E4M3;
+  } else if (!known_dtype(tensor.dtype, &dtype)) {
+    FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
+  }
   if (dtype == want) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted is %s as %s's", name,
               dtype_name(dtype), dtype_name(want), of);
+}
+
+bool is_fp8(flashmoe_dtype dtype) {
+  return dtype.code == FLASHMOE_DTYPE_FLOAT8_E4M3FN && dtype.bits == 8 && dtype.lanes == 1;
+}
+
+flashmoe_status check_cache_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
+                                  Dtype want, Dtype* dtype) {
+  const bool narrow = is_fp8(tensor.dtype) && want != Dtype::kFloat64;
+  *dtype = narrow ? Dtype::kFloat8E4M3 : want;
+  return narrow ? FLASHMOE_OK : check_same_dtype(name, tensor, of, want);
 }
 
 flashmoe_status check_same_dtype_or_fp32(const char* name, const flashmoe_tensor& tensor,

@@ -62,6 +62,10 @@ flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& t
                                       flashmoe_device device, Dtype* dtype);
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want);
+// Of keys and values in a cache: `want`, or fp8 beside what holds its numbers.
+bool is_fp8(flashmoe_dtype dtype);
+flashmoe_status check_cache_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
+                                  Dtype want, Dtype* dtype);
 // `want` or fp32.
 flashmoe_status check_same_dtype_or_fp32(const char* name, const flashmoe_tensor& tensor,
                                          const char* of, Dtype want, Dtype* dtype);

@@ -5,12 +5,13 @@
 
 namespace flashmoe {
 
-enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
+// Of 8 bits are caches of keys and values alone.
+enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64, kFloat8E4M3 };
 
 // What a call asks for by `kernel`, as problems keep it.
 using KernelName = char[72];
 
-const char* dtype_name(Dtype dtype);  // "fp32", "fp16", "bf16", "fp64"
+const char* dtype_name(Dtype dtype);  // "fp32", "fp16", "bf16", "fp64", "fp8_e4m3"
 int64_t dtype_bytes(Dtype dtype);
 
 }  // namespace flashmoe

@@ -13,7 +13,8 @@ void compute_tile(const AttentionProblem& problem, const AttentionTile& tile, in
                   void* scratch) {
   ScratchCursor cursor(scratch);
   if (has_few_rows<Product>(problem)) {
-    FewRowsComputer<Product>(problem, tile, FewRowsScratch(cursor, problem, tile_q)).compute();
+    FewRowsComputer<Product>(problem, tile, FewRowsScratch(cursor, problem, tile_q, Product::kPack))
+        .compute();
   } else {
     TileComputer<Product>(problem, tile, TileScratch(cursor, problem, tile_q, Product::kPack))
         .compute();
@@ -24,7 +25,7 @@ template <typename Product>
 size_t tile_scratch_bytes(const AttentionProblem& problem, int32_t tile_q) {
   ScratchCursor cursor(nullptr);
   if (has_few_rows<Product>(problem)) {
-    FewRowsScratch(cursor, problem, tile_q);
+    FewRowsScratch(cursor, problem, tile_q, Product::kPack);
   } else {
     TileScratch(cursor, problem, tile_q, Product::kPack);
   }

@@ -24,16 +24,16 @@ struct FewRowsScratch {
   float* step;  // [rows][dim_v panels][kPanel], what the step's values add up to
   RowState state;
   RowScores scores;
-  PageRows page_rows;
+  StepRows step_rows;
   float* block;  // [most keys of a block][dim_v] elements, of keys in pages
 
-  FewRowsScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t rows)
+  FewRowsScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t rows, int pack)
       : q(scratch.take(rows * kQueryStride)),
         step(scratch.take(rows * round_up(p.dim_v, kPanel))),
         state(scratch, p, round_up(rows, kGroupRows)),
         scores(scratch, rows),
-        page_rows(scratch, p),
-        block(p.sequences.paged ? scratch.take(kMostBlockKeys * p.dim_v) : nullptr) {}
+        step_rows(scratch, p, keys_per_step(p, pack)),
+        block(step_rows.v != nullptr ? scratch.take(kMostBlockKeys * p.dim_v) : nullptr) {}
 };
 
 template <typename Product>
@@ -49,7 +49,7 @@ class FewRowsComputer : AttentionRows<Product> {
 
   FewRowsComputer(const AttentionProblem& problem, const AttentionTile& tile,
                   const FewRowsScratch& scratch)
-      : Base(problem, tile, scratch.state, scratch.scores, scratch.page_rows),
+      : Base(problem, tile, scratch.state, scratch.scores, scratch.step_rows),
         columns_(round_up(problem.dim_v, kPanel)),
         s_(scratch) {}
 
@@ -139,13 +139,13 @@ class FewRowsComputer : AttentionRows<Product> {
   // A whole block, of all rows. The one `ahead` keys behind it is fetched.
   FLASHMOE_NOINLINE void add_block(int64_t key, int64_t block, int64_t ahead) {
     constexpr int64_t kWide = kBlockVectors * kLanes;
-    int64_t next = p_.v.strides.seq;
+    int64_t next = value_step();
     const Element* values = this->value_row(key, block);
-    if (tile_.pages != nullptr && !lies_in_one_piece(block, kBlockKeys)) {
+    if (s_.step_rows.v != nullptr && !lies_in_one_piece(block, kBlockKeys)) {
       values = gather_values(block);
       next = p_.dim_v;
       ahead = 0;
-    } else if (tile_.pages != nullptr && ahead != 0 && !lies_in_one_piece(block, ahead + 1)) {
+    } else if (s_.step_rows.v != nullptr && ahead != 0 && !lies_in_one_piece(block, ahead + 1)) {
       ahead = 0;
     }
     int64_t column = 0;
@@ -158,11 +158,16 @@ class FewRowsComputer : AttentionRows<Product> {
     }
   }
 
+  // From one row of V to the next, where these are evenly apart.
+  int64_t value_step() const {
+    return s_.step_rows.wide_v != nullptr ? p_.dim_v : p_.v.strides.seq;
+  }
+
   // Of keys in pages: whether the rows of V of `count` keys lie as those of one tensor.
   bool lies_in_one_piece(int64_t block, int64_t count) const {
-    const Element* const first = static_cast<const Element*>(s_.page_rows.v[block]);
+    const Element* const first = static_cast<const Element*>(s_.step_rows.v[block]);
     for (int64_t i = 1; i < count; ++i) {
-      if (s_.page_rows.v[block + i] != first + i * p_.v.strides.seq) return false;
+      if (s_.step_rows.v[block + i] != first + i * value_step()) return false;
     }
     return true;
   }
@@ -170,7 +175,7 @@ class FewRowsComputer : AttentionRows<Product> {
   const Element* gather_values(int64_t block) const {
     Element* const to = reinterpret_cast<Element*>(s_.block);
     for (int64_t i = 0; i < kBlockKeys; ++i) {
-      __builtin_memcpy(to + i * p_.dim_v, s_.page_rows.v[block + i],
+      __builtin_memcpy(to + i * p_.dim_v, s_.step_rows.v[block + i],
                        static_cast<size_t>(p_.dim_v) * sizeof(Element));
     }
     return to;

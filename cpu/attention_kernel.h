@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "core/ops/attention/problem.h"
+#include "cpu/e4m3.h"
 
 namespace flashmoe::cpu {
 

@@ -58,16 +58,29 @@ struct RowScores {
       : scores(scratch.take(rows * kScoreStride)), rescale(scratch.take(rows)) {}
 };
 
-// Where the rows of K and V of a step lie, of keys in pages.
-struct PageRows {
+// Where the rows of K and V of a step lie, of keys in pages or of 8 bits; these are widened to
+// where they are then found. And their scales, if there are any.
+struct StepRows {
   const void** k = nullptr;  // [kMaxTileK], kHiddenRow of a hidden one
   const void** v = nullptr;
+  float* wide_k = nullptr;   // [tile_k][dim] of q's dtype
+  float* wide_v = nullptr;   // [tile_k][dim_v]
+  float* k_scale = nullptr;  // [kMaxTileK], and one vector behind; nullptr: all are 1
+  float* v_scale = nullptr;
 
-  PageRows(ScratchCursor& scratch, const AttentionProblem& p) {
-    if (!p.sequences.paged) return;
-    constexpr int64_t kFloats = kMaxTileK * static_cast<int64_t>(sizeof(void*) / sizeof(float));
-    k = reinterpret_cast<const void**>(scratch.take(kFloats));
-    v = reinterpret_cast<const void**>(scratch.take(kFloats));
+  StepRows(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_k) {
+    const bool narrow = p.k.dtype == Dtype::kFloat8E4M3;
+    if (p.sequences.paged || narrow) {
+      constexpr int64_t kFloats = kMaxTileK * static_cast<int64_t>(sizeof(void*) / sizeof(float));
+      k = reinterpret_cast<const void**>(scratch.take(kFloats));
+      v = reinterpret_cast<const void**>(scratch.take(kFloats));
+    }
+    if (narrow) {
+      wide_k = scratch.take(tile_k * p.dim);  // room for fp32
+      wide_v = scratch.take(tile_k * p.dim_v);
+    }
+    if (p.k_scale.data != nullptr) k_scale = scratch.take(kMaxTileK + kLanes);
+    if (p.v_scale.data != nullptr) v_scale = scratch.take(kMaxTileK + kLanes);
   }
 };
 
@@ -120,22 +133,90 @@ class AttentionRows : protected TileRows {
 
  protected:
   AttentionRows(const AttentionProblem& problem, const AttentionTile& tile, const RowState& state,
-                const RowScores& scores, const PageRows& page_rows)
+                const RowScores& scores, const StepRows& step_rows)
       : TileRows(problem, tile),
         tile_k_(keys_per_step(problem, kPack)),
         words_(problem.dim / kPack),
         groups_((tile.rows + kGroupRows - 1) / kGroupRows),
         dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
         logit_scale_(problem.softcap != 0.0f ? problem.softcap : problem.scale),
-        k_(static_cast<const Element*>(p_.k.data) + offset_of_keys(p_.k.strides)),
-        v_(static_cast<const Element*>(p_.v.data) + offset_of_keys(p_.v.strides)),
+        narrow_(p_.k.dtype == Dtype::kFloat8E4M3),
+        k_(p_.k, offset_of_keys(p_.k.strides), narrow_),
+        v_(p_.v, offset_of_keys(p_.v.strides), narrow_),
         state_(state),
         scores_(scores),
-        page_rows_(page_rows) {}
+        step_rows_(step_rows) {}
 
-  // Finds the rows of the part `keys` of the step that begins with `key`, if they are in pages.
-  FLASHMOE_NOINLINE void find_rows(int64_t key, KeyRange keys) {
-    if (tile_.pages == nullptr) return;
+  // Rows of K or V, of q's dtype or of 8 bits.
+  struct KeyRows {
+    const Element* same;
+    const uint8_t* narrow;
+
+    KeyRows(const RowsView<const void>& view, int64_t offset, bool is_narrow)
+        : same(is_narrow ? nullptr : static_cast<const Element*>(view.data) + offset),
+          narrow(is_narrow ? static_cast<const uint8_t*>(view.data) + offset : nullptr) {}
+    const void* at(int64_t element) const {
+      return narrow != nullptr ? static_cast<const void*>(narrow + element) : same + element;
+    }
+  };
+
+  // Finds the rows of the part `keys` of the step that begins with `key`, where they are not evenly
+  // apart and of q's dtype, and their scales.
+  void find_rows(int64_t key, KeyRange keys) {
+    if (tile_.pages != nullptr) {
+      find_rows_in_pages(key, keys);
+    } else {
+      if (narrow_) find_even_rows(key, keys);
+      put_scales(tile_.batch, keys.begin, keys.end);
+    }
+    if (narrow_) widen_rows(keys);
+  }
+
+  FLASHMOE_NOINLINE void find_even_rows(int64_t key, KeyRange keys) {
+    for (int64_t i = keys.begin; i < keys.end; ++i) {
+      step_rows_.k[i] = k_.at((key + i) * p_.k.strides.seq);
+      step_rows_.v[i] = v_.at((key + i) * p_.v.strides.seq);
+    }
+  }
+
+  // Those of a row of the batch, or of a page.
+  void put_scales(int64_t batch, int64_t begin, int64_t end) {
+    if (step_rows_.k_scale != nullptr) {
+      const float scale = *p_.k_scale.at(batch, tile_.kv_head);
+      for (int64_t i = begin; i < end; ++i) step_rows_.k_scale[i] = scale;
+    }
+    if (step_rows_.v_scale != nullptr) {
+      const float scale = *p_.v_scale.at(batch, tile_.kv_head);
+      for (int64_t i = begin; i < end; ++i) step_rows_.v_scale[i] = scale;
+    }
+  }
+  void put_no_scales(int64_t begin, int64_t end) {
+    for (float* each : {step_rows_.k_scale, step_rows_.v_scale}) {
+      if (each == nullptr) continue;
+      for (int64_t i = begin; i < end; ++i) each[i] = 1.0f;
+    }
+  }
+
+  FLASHMOE_NOINLINE void widen_rows(KeyRange keys) {
+    for (int64_t i = keys.begin; i < keys.end; ++i) {
+      if (step_rows_.k[i] == kHiddenRow) continue;
+      step_rows_.k[i] = widen_row(step_rows_.k[i], step_rows_.wide_k, i, p_.dim);
+      step_rows_.v[i] = widen_row(step_rows_.v[i], step_rows_.wide_v, i, p_.dim_v);
+    }
+  }
+  static const void* widen_row(const void* row, float* wide, int64_t i, int64_t dim) {
+    const uint8_t* const from = static_cast<const uint8_t*>(row);
+    Element* const to = reinterpret_cast<Element*>(wide) + i * dim;
+    for (int64_t column = 0; column < dim; column += kLanes) {
+      const int64_t count = smaller(kLanes, dim - column);
+      float values[kLanes] = {};
+      for (int64_t j = 0; j < count; ++j) values[j] = kE4m3Values[from[column + j]];
+      Simd::store_first(to + column, Simd::load(values), count);
+    }
+    return to;
+  }
+
+  FLASHMOE_NOINLINE void find_rows_in_pages(int64_t key, KeyRange keys) {
     const KeyPages& pages = *tile_.pages;
     const int64_t first = pages.first + key + keys.begin;
     int64_t page = first / pages.page_size;
@@ -145,27 +226,27 @@ class AttentionRows : protected TileRows {
       const int64_t end = smaller(keys.end, i + pages.page_size - slot);
       const int64_t number = pages.table[page * pages.step];
       if (number < 0 || number >= pages.count) {
-        for (; i < end; ++i) page_rows_.k[i] = page_rows_.v[i] = kHiddenRow;
+        put_no_scales(i, end);
+        for (; i < end; ++i) step_rows_.k[i] = step_rows_.v[i] = kHiddenRow;
         step_has_hidden_ = has_hidden_ = true;
         continue;
       }
-      const Element* const k = k_ + number * p_.k.strides.batch + slot * p_.k.strides.seq;
-      const Element* const v = v_ + number * p_.v.strides.batch + slot * p_.v.strides.seq;
-      for (int64_t j = 0; i < end; ++i, ++j) {
-        page_rows_.k[i] = k + j * p_.k.strides.seq;
-        page_rows_.v[i] = v + j * p_.v.strides.seq;
+      put_scales(number, i, end);
+      for (int64_t row = slot; i < end; ++i, ++row) {
+        step_rows_.k[i] = k_.at(number * p_.k.strides.batch + row * p_.k.strides.seq);
+        step_rows_.v[i] = v_.at(number * p_.v.strides.batch + row * p_.v.strides.seq);
       }
     }
   }
 
   // Rows of key i of the step that begins with `key`.
   FLASHMOE_INLINE const Element* key_row(int64_t key, int64_t i) const {
-    if (tile_.pages != nullptr) return static_cast<const Element*>(page_rows_.k[i]);
-    return k_ + (key + i) * p_.k.strides.seq;
+    if (step_rows_.k != nullptr) return static_cast<const Element*>(step_rows_.k[i]);
+    return k_.same + (key + i) * p_.k.strides.seq;
   }
   FLASHMOE_INLINE const Element* value_row(int64_t key, int64_t i) const {
-    if (tile_.pages != nullptr) return static_cast<const Element*>(page_rows_.v[i]);
-    return v_ + (key + i) * p_.v.strides.seq;
+    if (step_rows_.v != nullptr) return static_cast<const Element*>(step_rows_.v[i]);
+    return v_.same + (key + i) * p_.v.strides.seq;
   }
 
   void clear_state() {
@@ -191,6 +272,14 @@ class AttentionRows : protected TileRows {
     }
   }
 
+  // Of whole vectors. What is behind the keys that are there is not looked at.
+  FLASHMOE_NOINLINE void scale_scores(float* scores, KeyRange keys) const {
+    for (int64_t key = keys.begin; key < keys.end; key += kLanes) {
+      const Vector scale = Simd::load(step_rows_.k_scale + key);
+      Simd::store(scores + key, Simd::multiply(Simd::load(scores + key), scale));
+    }
+  }
+
   // Turns the scores of a row into weights, of the keys `row_keys` that it sees; 0 for the others
   // of `keys`, which its group sees.
   void weigh_row(int64_t row, int64_t r, KeyRange row_keys, KeyRange keys) {
@@ -201,6 +290,7 @@ class AttentionRows : protected TileRows {
     int64_t seen = begin;  // the end of what is weighed
     if (row_keys.begin < row_keys.end) {
       seen = row_keys.end;
+      if (step_rows_.k_scale != nullptr) scale_scores(scores, {begin, seen});
       if (p_.softcap != 0.0f) cap(scores, {begin, seen});
       // Keys before the window weigh exp(-inf).
       for (int64_t hidden = begin; hidden < row_keys.begin; hidden += kLanes) {
@@ -209,7 +299,7 @@ class AttentionRows : protected TileRows {
       }
       if (step_has_hidden_) {
         for (int64_t key = row_keys.begin; key < row_keys.end; ++key) {
-          if (page_rows_.k[key] == kHiddenRow) scores[key] = -kInfinity;
+          if (step_rows_.k[key] == kHiddenRow) scores[key] = -kInfinity;
         }
       }
     }
@@ -239,16 +329,25 @@ class AttentionRows : protected TileRows {
     const Vector rescale = weight(Simd::broadcast(before));
     Simd::store_first(scores_.rescale + r, rescale, 1);
     Vector sum = Simd::multiply(Simd::load(state_.sums + row * kLanes), rescale);
+    // Times the scale of V. That of a key that the row does not see may be anything.
+    const Vector one = Simd::broadcast(1.0f);
+    const auto of_values = [&](Vector weights) {
+      if (step_rows_.v_scale == nullptr) return weights;
+      Vector scales = Simd::load(step_rows_.v_scale + key);
+      if (key < row_keys.begin) scales = Simd::first_or(one, row_keys.begin - key, scales);
+      if (key + kLanes > seen) scales = Simd::first_or(scales, seen - key, one);
+      return Simd::multiply(weights, scales);
+    };
     for (key = begin; key + kLanes <= seen; key += kLanes) {
       const Vector weights = weight(Simd::load(scores + key));
       sum = Simd::add(sum, weights);
-      Product::store_weights(scores, key, weights);
+      Product::store_weights(scores, key, of_values(weights));
     }
     if (key < seen) {
       const Vector weights =
           Simd::first_or(weight(Simd::load(scores + key)), seen - key, Simd::zero());
       sum = Simd::add(sum, weights);
-      Product::store_weights(scores, key, weights);
+      Product::store_weights(scores, key, of_values(weights));
       key += kLanes;
     }
     for (; key < most; key += kLanes) Product::store_weights(scores, key, Simd::zero());
@@ -313,11 +412,12 @@ class AttentionRows : protected TileRows {
   const int64_t groups_;
   const int64_t dim_v_panels_;
   const float logit_scale_;  // logits are this times scores
-  const Element* const k_;   // key 0, of keys in pages row 0 of page 0
-  const Element* const v_;
+  const bool narrow_;        // keys are of 8 bits
+  const KeyRows k_;          // key 0, of keys in pages row 0 of page 0
+  const KeyRows v_;
   const RowState state_;
   const RowScores scores_;
-  const PageRows page_rows_;
+  const StepRows step_rows_;
   bool step_has_hidden_ = false;
   bool has_hidden_ = false;  // some step had
 };

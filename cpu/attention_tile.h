@@ -28,7 +28,7 @@ struct TileScratch {
   float* v;  // [dim_v panels][tile_k / pack][kPanel]
   RowState state;
   RowScores scores;
-  PageRows page_rows;
+  StepRows step_rows;
 
   TileScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_q, int pack)
       : q(scratch.take(tile_q * (p.dim / pack) + kLanes)),
@@ -36,7 +36,7 @@ struct TileScratch {
         v(scratch.take(keys_per_step(p, pack) / pack * round_up(p.dim_v, kPanel))),
         state(scratch, p, tile_q),
         scores(scratch, kGroupRows),
-        page_rows(scratch, p) {}
+        step_rows(scratch, p, keys_per_step(p, pack)) {}
 };
 
 template <typename Product>
@@ -48,7 +48,7 @@ class TileComputer : AttentionRows<Product> {
 
   TileComputer(const AttentionProblem& problem, const AttentionTile& tile,
                const TileScratch& scratch)
-      : Base(problem, tile, scratch.state, scratch.scores, scratch.page_rows), s_(scratch) {}
+      : Base(problem, tile, scratch.state, scratch.scores, scratch.step_rows), s_(scratch) {}
 
   void compute() {
     pack_queries();

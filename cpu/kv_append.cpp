@@ -15,6 +15,7 @@
 #include "core/launch.h"
 #include "cpu/isa.h"
 #include "cpu/kv_append_kernel.h"
+#include "cpu/numbers.h"
 #include "cpu/sequence_rows.h"
 #include "cpu/thread_pool.h"
 
@@ -152,8 +153,37 @@ class Sequence {
     int64_t position = 0;
     if (!find(i, &to)) return;
     if (p_.rotary.dim > 0 && !stands_at(from, i, &position)) return;
+    if (p_.k_cache.dtype == Dtype::kFloat8E4M3) {
+      narrow_row(p_.k, from, position, p_.k_cache, to, p_.dim, p_.rotary.dim, p_.k_scale);
+      narrow_row(p_.v, from, position, p_.v_cache, to, p_.dim_v, 0, p_.v_scale);
+      return;
+    }
     move(p_.k, batch_, from, position, p_.k_cache, to, p_.heads_kv);
     copy(p_.v, batch_, from, p_.v_cache, to, p_.heads_kv, 0, p_.dim_v);
+  }
+
+  // A row of k or v, to a cache of fp8.
+  void narrow_row(const RowsView<const void>& from, int64_t row, int64_t position,
+                  const RowsView<void>& to, const Place& place, int64_t dim, int64_t rotary_dim,
+                  const KeyScales& scales) const {
+    alignas(64) unsigned char turned[kMostAppendedDim * sizeof(float)];
+    float numbers[kMostAppendedDim];
+    const Rotary& rotary = p_.rotary;
+    for (int64_t head = 0; head < p_.heads_kv; ++head) {
+      const void* const source = at(from, batch_, row, head);
+      cpu::widen(source, from.dtype, 0, dim, numbers);
+      if (rotary_dim > 0) {
+        launch_.rotation.rotate({source, 0, turned, 0, 1, at(rotary.cos, position, rotary.dtype),
+                                 at(rotary.sin, position, rotary.dtype), rotary_dim / 2,
+                                 rotary.interleaved});
+        cpu::widen(turned, from.dtype, 0, rotary_dim, numbers);
+      }
+      if (scales.data != nullptr) {
+        const float scale = *scales.at(place.batch, head);
+        for (int64_t i = 0; i < dim; ++i) numbers[i] /= scale;
+      }
+      cpu::narrow(numbers, dim, at(to, place.batch, place.row, head), to.dtype, 0);
+    }
   }
 
   void rotate_query(int64_t i) const {
@@ -260,7 +290,8 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   const int64_t tiles = std::min<int64_t>(tiles_of(p, tile), UINT32_MAX);
   threads = std::clamp<int64_t>(threads, 1, std::max<int64_t>(tiles, 1));
   char name[sizeof flashmoe_launch::kernel];
-  std::snprintf(name, sizeof name, "kv_append_cpu_%s_%s%s", rotation.isa, dtype_name(p.k.dtype),
+  std::snprintf(name, sizeof name, "kv_append_cpu_%s_%s%s%s", rotation.isa, dtype_name(p.k.dtype),
+                p.k_cache.dtype != p.k.dtype ? "_fp8" : "",
                 p.rotary.dim == 0      ? ""
                 : p.rotary.interleaved ? "_rotary_interleaved"
                                        : "_rotary_neox");

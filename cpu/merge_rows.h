@@ -9,6 +9,7 @@ FLASHMOE_INLINE Vector load_of(const void* p, Dtype dtype, int64_t first, int64_
     case Dtype::kFloat32: return Simd::load_first(static_cast<const float*>(p) + first, n);
     case Dtype::kFloat16: return Simd::load_first(static_cast<const Fp16*>(p) + first, n);
     case Dtype::kBFloat16: return Simd::load_first(static_cast<const Bf16*>(p) + first, n);
+    case Dtype::kFloat8E4M3:
     case Dtype::kFloat64: break;  // has a kernel of its own
   }
   return Simd::zero();
@@ -52,6 +53,7 @@ void merge_row(const MergeRow<float>& row) {
     case Dtype::kFloat32: return merge_row_to<Element, float>(row);
     case Dtype::kFloat16: return merge_row_to<Element, Fp16>(row);
     case Dtype::kBFloat16: return merge_row_to<Element, Bf16>(row);
+    case Dtype::kFloat8E4M3:
     case Dtype::kFloat64: return;  // has a kernel of its own
   }
 }

@@ -12,6 +12,7 @@ FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, i
     case Dtype::kFloat32: return load(static_cast<const float*>(p));
     case Dtype::kFloat16: return load(static_cast<const Fp16*>(p));
     case Dtype::kBFloat16: return load(static_cast<const Bf16*>(p));
+    case Dtype::kFloat8E4M3:
     case Dtype::kFloat64: break;  // of attention alone
   }
   return Simd::zero();

@@ -112,6 +112,9 @@ inline void narrow_to(const SequenceRows& rows, AttentionProblem* problem) {
   if (p.seq_k > 0 && !p.sequences.paged) {
     move_to_row(&p.k, rows.batch_k, rows.keys.begin);
     move_to_row(&p.v, rows.batch_k, rows.keys.begin);
+    for (KeyScales* each : {&p.k_scale, &p.v_scale}) {
+      if (each->data != nullptr) each->data = each->at(rows.batch_k, 0);
+    }
   }
 }
 

@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
     dtype: str
     dim: int
     dim_v: int
-    tuning: str  # of the families of few rows the query rows of a tile
+    tuning: str  # of the families of few rows the query rows of a tile, with _fp8 of such keys
 
     @property
     def capped(self) -> bool:
@@ -43,6 +43,16 @@ class Kernel(NamedTuple):
     def ragged(self) -> bool:
         """Whether it serves ragged, padded and paged batches and no others."""
         return "Ragged" in self.tuning
+
+    @property
+    def rows(self) -> int:
+        """Of the families of few rows, the query rows of a tile."""
+        return int(self.tuning.removesuffix("_fp8"))
+
+    @property
+    def fp8(self) -> bool:
+        """Whether it serves keys and values of fp8 and no others."""
+        return self.tuning.endswith("_fp8")
 
     @property
     def table_name(self) -> str:
@@ -67,6 +77,8 @@ def attention(family: str) -> set[Kernel]:
     for entry in list_of("FlashmoeInstantiate.cmake", variable):
         dim, dim_v, *rest = entry.split(",")
         tuning = rest[0] if rest else "TableTuning"
+        if rest[2:] == ["true"]:
+            tuning += "_fp8"
         if family in COPY_ENGINE and ("Split" in tuning) != (family == "sm90_split_kv"):
             continue
         kernels |= {Kernel(family, dtype, int(dim), int(dim_v), tuning) for dtype in DTYPES}

@@ -25,6 +25,14 @@ inline flashmoe_status refuse_sequences(const AttentionProblem& problem, const R
                        "ragged, padded and paged batches, whose tables its kernels do not read");
 }
 
+// Of a family whose kernels read keys and values of the queries' type.
+inline flashmoe_status refuse_scaled_keys(const AttentionProblem& problem, const Reason& reason) {
+  if (!has_scaled_keys(problem)) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                       "keys and values of 8 bits or with scales, accepted are those of q's dtype "
+                       "without");
+}
+
 // Of a family whose kernels compute each sequence alone: with chunks the choice would be what bits
 // depend on, and it knows the batch.
 inline flashmoe_status refuse_split_size(const AttentionProblem& problem, const Reason& reason) {

@@ -31,8 +31,28 @@ __device__ __forceinline__ int64_t row_offset(const RowStrides& strides, const M
 }
 
 // Keys whose rows are evenly apart in the row's batch. Others say where a key's rows are, by k(key)
-// and v(key): nullptr for a key that is hidden.
+// and v(key): nullptr for a key that is hidden. Where keys have scales, they say k_scale(key) and
+// v_scale(key).
 struct EvenKeys {};
+
+template <class Keys>
+__device__ __forceinline__ auto k_scale_of(const Keys& keys, int key, int)
+    -> decltype(keys.k_scale(key)) {
+  return keys.k_scale(key);
+}
+template <class Keys>
+__device__ __forceinline__ float k_scale_of(const Keys&, int, long) {
+  return 1.0f;
+}
+template <class Keys>
+__device__ __forceinline__ auto v_scale_of(const Keys& keys, int key, int)
+    -> decltype(keys.v_scale(key)) {
+  return keys.v_scale(key);
+}
+template <class Keys>
+__device__ __forceinline__ float v_scale_of(const Keys&, int, long) {
+  return 1.0f;
+}
 
 // Computes a row and writes its output and log-sum-exp; a whole warp. `writes(column)` says which
 // columns are to be written; the log-sum-exp goes with column 0.
@@ -80,12 +100,13 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
         if (options.capped()) options.cap(score);
       }
     } else {
-      const uint16_t* const k_row = key < end_key ? keys.k(key) : nullptr;
+      const auto k_row = key < end_key ? keys.k(key) : nullptr;
       if (k_row != nullptr) {
         score = 0.0f;
         for (int d = 0; d < dim; ++d) {
           score += Numeric::to_float(q[d]) * Numeric::to_float(k_row[d]);
         }
+        score *= k_scale_of(keys, key, 0);
         if (options.capped()) options.cap(score);
       }
       any_seen = __any_sync(kFullWarp, k_row != nullptr) || any_seen;
@@ -103,20 +124,22 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
     for (int c = 0; c < kColumnsPerLane; ++c) acc[c] *= factor;
     for (int i = 0; i < kLanes && first + i < end_key; ++i) {
       const float p_i = __shfl_sync(kFullWarp, p, i);
-      const uint16_t* v_row = nullptr;
-      if constexpr (!kEven) {
-        v_row = keys.v(first + i);
-        if (v_row == nullptr) continue;
-      }
+      if constexpr (kEven) {
 #pragma unroll
-      for (int c = 0; c < kColumnsPerLane; ++c) {
-        const int column = c * kLanes + lane;
-        if (column < dim_v) {
-          if constexpr (kEven) {
+        for (int c = 0; c < kColumnsPerLane; ++c) {
+          const int column = c * kLanes + lane;
+          if (column < dim_v) {
             acc[c] += p_i * Numeric::to_float(v[(first + i) * v_stride + column]);
-          } else {
-            acc[c] += p_i * Numeric::to_float(v_row[column]);
           }
+        }
+      } else {
+        const auto v_row = keys.v(first + i);
+        if (v_row == nullptr) continue;
+        const float weight = p_i * v_scale_of(keys, first + i, 0);
+#pragma unroll
+        for (int c = 0; c < kColumnsPerLane; ++c) {
+          const int column = c * kLanes + lane;
+          if (column < dim_v) acc[c] += weight * Numeric::to_float(v_row[column]);
         }
       }
     }

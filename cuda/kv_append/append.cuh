@@ -246,25 +246,56 @@ __device__ __forceinline__ char* row_at(const Rows& rows, int64_t batch, int64_t
   return rows.data + batch * rows.batch + row * rows.seq + head * rows.head;
 }
 
+// ---- caches of fp8 ------------------------------------------------------------------------------
+
+// The nearest numbers of fp8, as bytes of a word: of 448 and beyond 448.
+__device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// What numbers of a head are divided by.
+__device__ __forceinline__ float scale_of(const Scales& scales, int64_t batch, int head) {
+  return scales.data == nullptr ? 1.0f : scales.data[batch * scales.batch + head * scales.head];
+}
+
+// The numbers of a piece, kPiece of them, to element `index` of a head.
+template <class Element>
+__device__ __forceinline__ void store_narrow(const Piece& piece, float scale, char* to, int index) {
+  using Numbers = NumbersOf<Element>;
+  float x[Numbers::kPiece];
+  uint32_t words[Numbers::kPiece / 4];
+  Numbers::unpack(piece, x);
+#pragma unroll
+  for (int i = 0; i < Numbers::kPiece; ++i) x[i] = __fdiv_rn(x[i], scale);
+#pragma unroll
+  for (int i = 0; i < Numbers::kPiece / 4; ++i) {
+    words[i] = narrow_pair(x[4 * i], x[4 * i + 1]) | narrow_pair(x[4 * i + 2], x[4 * i + 3]) << 16;
+  }
+  auto* const at = reinterpret_cast<uint32_t*>(to + index);
+  if constexpr (Numbers::kPiece == 8) {
+    *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
+  } else {
+    *at = words[0];
+  }
+}
+
 // ---- units --------------------------------------------------------------------------------------
 
 // A pair of numbers of halves that are no whole pieces, or one of those behind.
-template <class Element>
+template <class Element, class Put>
 __device__ __forceinline__ void move_numbers(const Rotary& rotary, const Angles& angles, int unit,
-                                             const char* from, char* to) {
+                                             const char* from, const Put& put) {
   using Numbers = NumbersOf<Element>;
   using Storage = typename Numbers::Storage;
   const auto* const x = reinterpret_cast<const Storage*>(from);
-  auto* const y = reinterpret_cast<Storage*>(to);
-  if (unit >= rotary.pairs) {
-    y[rotary.pairs + unit] = x[rotary.pairs + unit];
-    return;
-  }
+  if (unit >= rotary.pairs) return put(rotary.pairs + unit, x[rotary.pairs + unit]);
   float a = Numbers::widen(x[unit]), b = Numbers::widen(x[unit + rotary.pairs]);
   turn(&a, &b, angle_at<Element>(rotary, angles.cos, unit),
        angle_at<Element>(rotary, angles.sin, unit));
-  y[unit] = Numbers::round(a);
-  y[unit + rotary.pairs] = Numbers::round(b);
+  put(unit, Numbers::round(a));
+  put(unit + rotary.pairs, Numbers::round(b));
 }
 
 // Unit `unit` of a row. Everything that it reads of the row it has read before it writes: q_out may
@@ -304,12 +335,29 @@ __device__ __forceinline__ void move_unit(const Params& params, const Token& tok
   if (!is_query && !find(params, token, begin, &place)) return;
   char* const to = row_at(params.to[stream], place.batch, place.row, head);
 
-  if (by_number) return move_numbers<Element>(rotary, angles, unit, from, to);
+  const bool narrow = params.fp8 != 0 && !is_query;
+  const float scale = narrow ? scale_of(params.scales[stream], place.batch, head) : 1.0f;
+  if (by_number) {
+    using Numbers = NumbersOf<Element>;
+    using Storage = typename Numbers::Storage;
+    return move_numbers<Element>(rotary, angles, unit, from, [&](int index, Storage x) {
+      if (narrow) {
+        to[index] = static_cast<char>(narrow_pair(__fdiv_rn(Numbers::widen(x), scale), 0.0f));
+      } else {
+        reinterpret_cast<Storage*>(to)[index] = x;
+      }
+    });
+  }
   if (turned && rotary.interleaved != 0) {
     turn_neighbours<Element>(rotary, angles, low * (kPiece / 2), pieces[0]);
     turn_neighbours<Element>(rotary, angles, high * (kPiece / 2), pieces[1]);
   } else if (of_halves) {
     turn_halves<Element>(rotary, angles, unit * kPiece, pieces[0], pieces[1]);
+  }
+  if (narrow) {
+    store_narrow<Element>(pieces[0], scale, to, low * kPiece);
+    if (has_high) store_narrow<Element>(pieces[1], scale, to, high * kPiece);
+    return;
   }
   *reinterpret_cast<uint4*>(to + low * kPieceBytes) =
       make_uint4(pieces[0][0], pieces[0][1], pieces[0][2], pieces[0][3]);

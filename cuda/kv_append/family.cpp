@@ -174,6 +174,10 @@ Rotary rotary_of(const Problem& p) {
   return rotary;
 }
 
+Scales scales_of(const KeyScales& given) {
+  return {static_cast<const float*>(given.data), given.batch_stride, given.head_stride};
+}
+
 Params make_params(const Problem& p, const flashmoe_launch& planned) {
   Params params = {};
   params.from[kKeys] = rows_of(p.k);
@@ -194,6 +198,9 @@ Params make_params(const Problem& p, const flashmoe_launch& planned) {
   params.batch_cache = p.batch_cache;
   params.rows_cache = row_divisor(p.rows_cache);
   params.rotary = rotary_of(p);
+  params.scales[kKeys] = scales_of(p.k_scale);
+  params.scales[kValues] = scales_of(p.v_scale);
+  params.fp8 = p.k_cache.dtype == Dtype::kFloat8E4M3 ? 1 : 0;
   params.sequences = static_cast<int32_t>(p.batch);
   params.rows = static_cast<int32_t>(rows_of_call(p));
   params.seq = static_cast<int32_t>(p.seq);

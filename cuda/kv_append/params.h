@@ -29,6 +29,13 @@ struct Tokens {
   int32_t gap;
 };
 
+// Factors of a cache of fp8: [batch or pages, heads]; data is nullptr: all are 1.
+struct Scales {
+  const float* data;
+  int64_t batch;
+  int64_t head;
+};
+
 // Division by a number of rows that may be any.
 struct RowDivisor {
   int64_t value;
@@ -68,6 +75,8 @@ struct Params {
   int64_t batch_cache;
   RowDivisor rows_cache;
   Rotary rotary;
+  Scales scales[2];  // of keys and of values
+  int32_t fp8;       // what caches are of, else of the rows' type
 
   int32_t sequences;
   int32_t rows;   // of all sequences: a packed batch's, or batch * rows_of_batch

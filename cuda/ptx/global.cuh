@@ -30,6 +30,26 @@ __device__ __forceinline__ void load_streaming_or_zero(uint32_t (&chunk)[4], con
       : "l"(address), "r"(static_cast<uint32_t>(valid)));
 }
 
+// The same of 8 bytes.
+__device__ __forceinline__ void load_streaming(uint32_t (&chunk)[2], const void* address) {
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.b32 {%0, %1}, [%2];"
+               : "=r"(chunk[0]), "=r"(chunk[1])
+               : "l"(address));
+}
+__device__ __forceinline__ void load_streaming_or_zero(uint32_t (&chunk)[2], const void* address,
+                                                       bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.u32 valid, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "@valid ld.global.L1::no_allocate.L2::128B.v2.b32 {%0, %1}, [%2];\n"
+      "}\n"
+      : "=&r"(chunk[0]), "=&r"(chunk[1])
+      : "l"(address), "r"(static_cast<uint32_t>(valid)));
+}
+
 // The same of what other warps read too.
 __device__ __forceinline__ void load_or_zero(uint32_t (&chunk)[4], const void* address,
                                              bool valid) {

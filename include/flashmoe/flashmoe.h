@@ -166,9 +166,10 @@ FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callba
 
 /* Type codes, equal to DLPack's. */
 typedef enum flashmoe_dtype_code {
-  FLASHMOE_DTYPE_INT = 0,   /* kDLInt: 32 and 64, of indices */
-  FLASHMOE_DTYPE_FLOAT = 2, /* kDLFloat: 16 = fp16, 32 = fp32, 64 = fp64 (attention on the CPU) */
-  FLASHMOE_DTYPE_BFLOAT = 4 /* kDLBfloat: 16 = bf16 */
+  FLASHMOE_DTYPE_INT = 0,    /* kDLInt: 32 and 64, of indices */
+  FLASHMOE_DTYPE_FLOAT = 2,  /* kDLFloat: 16 = fp16, 32 = fp32, 64 = fp64 (attention on the CPU) */
+  FLASHMOE_DTYPE_BFLOAT = 4, /* kDLBfloat: 16 = bf16 */
+  FLASHMOE_DTYPE_FLOAT8_E4M3FN = 10 /* kDLFloat8_e4m3fn: 8, of caches of keys and values */
 } flashmoe_dtype_code;
 
 typedef struct flashmoe_dtype {
@@ -274,8 +275,8 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  * inputs give the same bits on every run. A query row that sees no key gives out 0 and lse -inf.
  *
  *   q    [batch, seq_q, heads_q,  dim]     fp16, bf16; on the CPU also fp32 and fp64
- *   k    [batch, seq_k, heads_kv, dim]     same dtype and device as q
- *   v    [batch, seq_k, heads_kv, dim_v]   same
+ *   k    [batch, seq_k, heads_kv, dim]     same dtype and device as q, or fp8 (e4m3)
+ *   v    [batch, seq_k, heads_kv, dim_v]   as k
  *   out  [batch, seq_q, heads_q,  dim_v]   same; its elements must not overlap one another
  *   lse  [batch, heads_q, seq_q]           fp32, with a q of fp64 fp64; any strides; NULL if not
  *                                          wanted
@@ -288,6 +289,26 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  * Query i stands at key i + A, with A = 0 for FLASHMOE_CAUSAL_TOP_LEFT and A = seq_k - seq_q
  * otherwise: the last query at the last key. Of the window's two ends each may be absent; causal is
  * the right end 0. A row reads no key or value that it does not see: a NaN there does not reach it.
+ *
+ * Keys and values of fp8 are widened to q's dtype, fp16, bf16 or fp32, each of which holds every
+ * number of e4m3: the call has the bits of one by the same schedule whose k and v hold these
+ * numbers in q's dtype. What they stand for says a scale, a factor of fp32:
+ *
+ *   logit = scale * k_scale[b,g] * q[b,i,h,:] . k[b,j,g,:],    out = sum_j softmax_j v_scale[b,g] v
+ *
+ * where b is the row of the batch that key j is in, or with a page table its page. k_scale and
+ * v_scale are
+ *
+ *   []  or [1]                        one of all keys
+ *   [heads_kv]                        one of each KV head
+ *   [batch of k or 1, heads_kv or 1]  one of each row of k's batch, or page, and head
+ *
+ * of any strides; NULL is 1. They multiply in fp32, k_scale a sum of products and v_scale a weight
+ * or a sum of weighted values, and never what is widened. The bits depend on their values alone and
+ * not on which of these shapes says them. A scale that is a power of two gives the bits of a call
+ * of q's dtype whose k and v are already multiplied by it, wherever its products are normal
+ * numbers. Scales of keys that are not looked at are not read, and may be NaN. k and v of other
+ * dtypes take scales, too, on the CPU, but of fp64.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_layout {
@@ -415,8 +436,8 @@ typedef struct flashmoe_attention_forward_params {
   int64_t window_left;        /* keys before the query's, >= 0; 0 without FLASHMOE_WINDOW_LEFT */
   int64_t window_right;       /* keys behind the query's, >= 0; 0 without FLASHMOE_WINDOW_RIGHT, and
                                  with causal */
-  const flashmoe_tensor* q_scale; /* of tensors of 8 bits, which this version does not take: NULL */
-  const flashmoe_tensor* k_scale;
+  const flashmoe_tensor* q_scale; /* of a q of 8 bits, which this version does not take: NULL */
+  const flashmoe_tensor* k_scale; /* fp32, see above; NULL: 1 */
   const flashmoe_tensor* v_scale;
   const flashmoe_attention_sequences*
       sequences;                /* NULL: every row of the batch has all of its tensors */
@@ -643,8 +664,9 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_p
  *   k        [batch, seq, heads_kv, dim]      new keys: fp16, bf16, fp32; on the CPU fp64
  *   v        [batch, seq, heads_kv, dim_v]    new values, of k's dtype
  *   k_cache  [rows of a batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
- *                                             heads_kv, dim]; of k's dtype. Rows that no new key
- *                                             goes to stay as they are.
+ *                                             heads_kv, dim]; of k's dtype, or beside one of at
+ *                                             most 32 bits fp8 (e4m3). Rows that no new key goes to
+ *                                             stay as they are.
  *   v_cache  as k_cache                       with dim_v
  *
  * in layout BSHD; in layout BHSD the second and third extents are exchanged, in pages too. dim and
@@ -686,6 +708,10 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_p
  *   q_out     as q                           which it may be: of the same memory, shape and strides
  *   q_stays   1: all of a sequence's queries stand where its first does
  *
+ * To a cache of fp8 goes the number that is nearest to the new one (rotated, in k's dtype) divided
+ * by a scale, in fp32: of two as near the even one, of those beyond the largest, 448, that, and of
+ * a NaN NaN. k_scale and v_scale are as of flashmoe_attention_forward; NULL is 1.
+ *
  * Tables are int32, slots and positions int32 or int64, of any stride. They are read when the call
  * computes, and no number leads outside of a tensor: a row is not written whose place the cache
  * does not have, or whose position rotary_cos does not have, and of a sequence of negative
@@ -714,11 +740,13 @@ typedef struct flashmoe_kv_append_params {
   const flashmoe_tensor* rotary_sin;
   const flashmoe_tensor* q;
   const flashmoe_tensor* q_out;
-  const char* kernel; /* as of flashmoe_attention_forward */
-  int32_t layout;     /* flashmoe_layout */
-  int32_t rotary;     /* flashmoe_rotary; read with rotary_cos */
-  int32_t q_stays;    /* 0 or 1 */
-  uint32_t reserved;  /* 0 */
+  const char* kernel;             /* as of flashmoe_attention_forward */
+  int32_t layout;                 /* flashmoe_layout */
+  int32_t rotary;                 /* flashmoe_rotary; read with rotary_cos */
+  int32_t q_stays;                /* 0 or 1 */
+  uint32_t reserved;              /* 0 */
+  const flashmoe_tensor* k_scale; /* of caches of fp8 alone; NULL: 1 */
+  const flashmoe_tensor* v_scale;
 } flashmoe_kv_append_params;
 
 static inline flashmoe_kv_append_params flashmoe_kv_append_params_init(void) {

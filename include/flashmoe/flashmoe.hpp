@@ -197,6 +197,7 @@ class Device {
 // Types of elements.
 inline constexpr flashmoe_dtype kFp16 = {FLASHMOE_DTYPE_FLOAT, 16, 1};
 inline constexpr flashmoe_dtype kBf16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
+inline constexpr flashmoe_dtype kFp8E4M3 = {FLASHMOE_DTYPE_FLOAT8_E4M3FN, 8, 1};
 inline constexpr flashmoe_dtype kFp32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
 inline constexpr flashmoe_dtype kFp64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 inline constexpr flashmoe_dtype kInt32 = {FLASHMOE_DTYPE_INT, 32, 1};
@@ -443,8 +444,8 @@ struct AttentionSequences {
 // Attention, forward: flashmoe_attention_forward.
 struct AttentionForward {
   ConstTensorView q;  // [batch, seq_q, heads_q, dim], in layout bshd
-  ConstTensorView k;  // [batch, seq_k, heads_kv, dim]
-  ConstTensorView v;  // [batch, seq_k, heads_kv, dim_v]
+  ConstTensorView k;  // [batch, seq_k, heads_kv, dim] of q's dtype, or fp8
+  ConstTensorView v;  // [batch, seq_k, heads_kv, dim_v] of k's dtype
   TensorView out;     // [batch, seq_q, heads_q, dim_v]
   TensorView lse;     // [batch, heads_q, seq_q] fp32, of fp64 fp64; absent: not wanted
   Layout layout = Layout::bshd;
@@ -456,6 +457,8 @@ struct AttentionForward {
   const char* kernel = nullptr;                 // nullptr: the best here
   ConstTensorView sinks;                        // [heads_q] fp32 or q's dtype; absent: none
   std::optional<AttentionSequences> sequences;  // absent: a dense batch
+  ConstTensorView k_scale;                      // fp32 of rank 0, 1 or 2, see flashmoe.h; absent: 1
+  ConstTensorView v_scale;
 };
 
 // Attention, backward: flashmoe_attention_backward. Of dq, dk, dv and dsinks one at least.
@@ -516,6 +519,8 @@ struct KvAppend {
   bool q_stays = false;  // all queries of a sequence stand where its first does
   Layout layout = Layout::bshd;
   const char* kernel = nullptr;  // nullptr: the best here
+  ConstTensorView k_scale;       // fp32, of caches of fp8, see flashmoe.h; absent: 1
+  ConstTensorView v_scale;
 };
 
 // Routing of T tokens to K of E experts each: flashmoe_moe_route.
@@ -733,7 +738,7 @@ struct Bound<AttentionForward> {
   static constexpr auto workspace_size = flashmoe_attention_forward_workspace_size;
   static constexpr auto run = flashmoe_attention_forward;
 
-  Argument q, k, v, sinks, out, lse;
+  Argument q, k, v, sinks, out, lse, k_scale, v_scale;
   BoundSequences sequences;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
 
@@ -744,6 +749,8 @@ struct Bound<AttentionForward> {
         sinks(call.sinks),
         out(call.out),
         lse(call.lse),
+        k_scale(call.k_scale),
+        v_scale(call.v_scale),
         sequences(call.sequences ? BoundSequences(*call.sequences)
                                  : BoundSequences(AttentionSequences())) {
     if (call.sequences) params.sequences = &sequences.params;
@@ -753,6 +760,8 @@ struct Bound<AttentionForward> {
     params.sinks = sinks;
     params.out = out;
     params.lse = lse;
+    params.k_scale = k_scale;
+    params.v_scale = v_scale;
     set_scores(call, &params);
   }
 };
@@ -834,7 +843,7 @@ struct Bound<KvAppend> {
   static constexpr auto run = flashmoe_kv_append;
 
   Argument k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index;
-  Argument page_table, positions, rotary_cos, rotary_sin, q, q_out;
+  Argument page_table, positions, rotary_cos, rotary_sin, q, q_out, k_scale, v_scale;
   flashmoe_kv_append_params params = flashmoe_kv_append_params_init();
 
   explicit Bound(const KvAppend& call) noexcept
@@ -852,7 +861,11 @@ struct Bound<KvAppend> {
         rotary_cos(call.rotary_cos),
         rotary_sin(call.rotary_sin),
         q(call.q),
-        q_out(call.q_out) {
+        q_out(call.q_out),
+        k_scale(call.k_scale),
+        v_scale(call.v_scale) {
+    params.k_scale = k_scale;
+    params.v_scale = v_scale;
     params.k = k;
     params.v = v;
     params.k_cache = k_cache;

@@ -17,7 +17,13 @@ import torch
 from flashmoe_science import _core
 from flashmoe_science._dispatch import is_transformed
 from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype
-from flashmoe_science.attention import BOUNDS, NO_SEQUENCES, SEQUENCES, flash_attention_backward
+from flashmoe_science.attention import (
+    BOUNDS,
+    NO_SEQUENCES,
+    SEQUENCES,
+    flash_attention_backward,
+    of_backward,
+)
 from flashmoe_science.errors import FlashMoEError, InvalidArgumentError, UnsupportedError
 
 _Tensors = tuple[Any, ...]
@@ -37,7 +43,11 @@ def is_recorded(*tensors: Any) -> bool:
 
 # ---- whether there are gradients -------------------------------------------------------------
 
-_CODES = {torch.bfloat16: 4, torch.bool: 6}  # DLPack's; of other dtypes by their kind
+_CODES = {
+    torch.bfloat16: 4,
+    torch.bool: 6,
+    torch.float8_e4m3fn: 10,
+}  # DLPack's; of other dtypes by their kind
 _FLOAT, _COMPLEX, _SIGNED, _UNSIGNED = 2, 5, 0, 1
 _LACKING = (
     "{0}: requires grad, but no kernel computes the gradients of this call ({1}); call under "
@@ -47,6 +57,12 @@ SHARED_KEYS = _LACKING.format(
     "{0}",
     "{1}: got one, accepted is None: keys that sequences may share have no gradients in this "
     "version",
+)
+SCALED_KEYS = _LACKING.format(
+    "{0}", "{1}: got one, accepted is None: keys and values with scales have no gradients"
+)
+_NARROW_KEYS = (
+    "{}: got dtype {}, accepted is {} as q's: keys and values of 8 bits have no gradients"
 )
 _MOST_KEPT = 1024
 _kept_reasons: dict[Any, str] = {}  # by problem: asking takes longer than a call may
@@ -117,6 +133,11 @@ def _why_not(
     """What the library says against the backward of q, k, v and sinks, each as `described` takes
     it."""
     q, k, v, sinks = tensors
+    for name, (_, dtype, *_) in (("k", k), ("v", v)):
+        if dtype.itemsize == 1:
+            return _NARROW_KEYS.format(
+                name, *(str(x).removeprefix("torch.") for x in (dtype, q[1]))
+            )
     if any(len(x[0]) != 4 for x in (q, k, v)):
         return ""
     shape, dtype, device, *_ = q
@@ -250,14 +271,14 @@ def _is_cast(*tensors: torch.Tensor) -> bool:
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Where torch.autocast is on and one of these is fp32, all in its dtype, but for fp64."""
+    """Where torch.autocast is on and one of these is fp32, all in its dtype; but fp64 and fp8."""
     if not _is_cast(*tensors):
         return tensors
     kind = tensors[0].device.type
     dtype = torch.get_autocast_dtype(kind)
 
     def cast(x: torch.Tensor) -> torch.Tensor:
-        takes_part = x.is_floating_point() and x.dtype != torch.float64 and x.device.type == kind
+        takes_part = x.is_floating_point() and x.itemsize in (2, 4) and x.device.type == kind
         return x.to(dtype) if takes_part else x
 
     return tuple(map(cast, tensors))
@@ -308,7 +329,7 @@ def flash_attention(
         sequences = joined(tables, bounds) or NO_SEQUENCES
         return flash_attention_backward(
             readable(dout), q, k, v, out, lse, dlse=dlse, sinks=sinks, **of_scores,
-            wanted=wanted[: len(tensors)], **dict(zip(SEQUENCES, sequences, strict=True)),
+            wanted=wanted[: len(tensors)], **of_backward(sequences),
         )  # fmt: skip
 
     made = attend(compute, differentiate, tensors | tables)

@@ -41,6 +41,10 @@ _DTYPES = {
 }
 
 
+FP8_E4M3 = Dtype(10, 8)
+"""Of caches of keys and values."""
+
+
 def parse_dtype(dtype: object, name: str = "dtype") -> Dtype:
     """From "bf16", "bfloat16", or an object that prints as one, such as torch.bfloat16."""
     found = _DTYPES.get(str(dtype).rpartition(".")[2])

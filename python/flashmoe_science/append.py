@@ -30,6 +30,8 @@ def kv_append(
     q_stays: bool = False,
     layout: Literal["bshd", "bhsd"] = "bshd",
     q_out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
@@ -48,7 +50,8 @@ def kv_append(
             and below the last dimension is contiguous and rows begin on 16-byte boundaries.
         v: [batch, seq, heads_kv, dim_v]: new values, of k's dtype.
         k_cache: [batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
-            heads_kv, dim], in the same layout; written in place. Other rows stay as they are.
+            heads_kv, dim], in the same layout, of k's dtype or float8_e4m3fn; written in place.
+            Other rows stay as they are.
         v_cache: The same with dim_v.
         slots: [batch, seq], int32 or int64, any strides: row i of k[b] becomes row
             slots[b, i] % page_size of the page slots[b, i] // page_size, and with a number below 0
@@ -72,6 +75,9 @@ def kv_append(
         q_stays: All queries of a sequence stand where its first does.
         layout: "bshd" or "bhsd".
         q_out: Where to write the rotated queries; it may be q.
+        k_scale, v_scale: Of caches of float8_e4m3fn, as flash_attention takes them. To the cache
+            goes the nearest number of a new one (rotated, in k's dtype) divided by these in fp32,
+            of those beyond 448 that. None is 1.
         kernel, stream: As of flash_attention.
 
     Returns:
@@ -91,11 +97,12 @@ def kv_append(
             cu_seqlens=cu_seqlens, seqused=seqused, batch_index=batch_index, page_table=page_table,
             positions=positions, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
             interleaved=interleaved, q=q, q_stays=q_stays, layout=layout, q_out=q_out,
-            kernel=kernel, stream=stream,
+            k_scale=k_scale, v_scale=v_scale, kernel=kernel, stream=stream,
         )  # fmt: skip
     return _core.kv_append(
         k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index, page_table,
         positions, rotary_cos, rotary_sin, interleaved, q, q_stays, layout, q_out, kernel, stream,
+        k_scale, v_scale,
     )  # fmt: skip
 
 
@@ -119,6 +126,8 @@ def kv_append_plan(
     q_stays: bool = False,
     layout: Literal["bshd", "bhsd"] = "bshd",
     q_out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     kernel: str | None = None,
 ) -> Plan:
     """What kv_append would do with these arguments. Reads no data and launches nothing.
@@ -130,6 +139,7 @@ def kv_append_plan(
         "cache_seqlens": cache_seqlens, "cu_seqlens": cu_seqlens, "seqused": seqused,
         "batch_index": batch_index, "page_table": page_table, "positions": positions,
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "q": q, "q_out": q_out,
+        "k_scale": k_scale, "v_scale": v_scale,
     }  # fmt: skip
     options = {
         "layout": layout, "kernel": kernel, "interleaved": parse_flag("interleaved", interleaved),

@@ -15,12 +15,21 @@ _T = TypeVar("_T")
 
 SEQUENCES = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin", "batch_index",
-    "page_table", "max_seqlen_q", "max_seqlen_k", "split_size",
+    "page_table", "k_scale", "v_scale", "max_seqlen_q", "max_seqlen_k", "split_size",
 )  # fmt: skip
-"""The arguments of ragged, padded and paged batches, in the order in which tuples have them."""
+"""The arguments of ragged, padded and paged batches, and scales of their keys and values, in the
+order in which tuples have them."""
 BOUNDS = 3
 """So many of them, at the end, are numbers; those before are tables."""
 NO_SEQUENCES = (None,) * len(SEQUENCES)
+SCALES = ("k_scale", "v_scale")
+"""Of them, those that backward does not have."""
+
+
+def of_backward(sequences: Sequence[Any]) -> dict[str, Any]:
+    """By name, those that backward has."""
+    named = dict(zip(SEQUENCES, sequences, strict=True))
+    return {name: value for name, value in named.items() if name not in SCALES}
 
 
 class AttentionGradients(NamedTuple):
@@ -64,6 +73,8 @@ def flash_attention(
     k_begin: _T | None = None,
     batch_index: _T | None = None,
     page_table: _T | None = None,
+    k_scale: _T | None = None,
+    v_scale: _T | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -94,6 +105,8 @@ def flash_attention(
     k_begin: _T | None = None,
     batch_index: _T | None = None,
     page_table: _T | None = None,
+    k_scale: _T | None = None,
+    v_scale: _T | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -123,6 +136,8 @@ def flash_attention(
     k_begin: Any = None,
     batch_index: Any = None,
     page_table: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -144,8 +159,10 @@ def flash_attention(
             fp16 or bf16; on the CPU also fp32 and fp64. dim is a multiple of 8, at most 256. Here
             and below the last dimension is contiguous and rows begin on 16-byte boundaries;
             nothing is copied.
-        k: [batch, seq_k, heads_kv, dim], same dtype; heads_kv divides heads_q.
-        v: [batch, seq_k, heads_kv, dim_v], same dtype; dim_v may differ from dim.
+        k: [batch, seq_k, heads_kv, dim], same dtype, or float8_e4m3fn beside a q of at most 32
+            bits: its numbers are widened to q's dtype, which holds all of them. heads_kv divides
+            heads_q.
+        v: [batch, seq_k, heads_kv, dim_v], of k's dtype; dim_v may differ from dim.
         causal: False; "bottom_right" or True: query i sees keys j <= i + seq_k - seq_q; "top_left":
             j <= i, as torch's scaled_dot_product_attention has it.
         window: (left, right), numbers of keys: query i, which stands at key p = i + seq_k - seq_q
@@ -170,6 +187,11 @@ def flash_attention(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,
             padded and paged batches; the last two have no gradients. int32, of the library and on
             the device of q, any strides; what they say is described below.
+        k_scale, v_scale: fp32 factors, by which numbers of k and v stand for themselves times
+            these: one of all ([] or [1]), of each KV head ([heads_kv]), or of each row of k's
+            batch, or page, and head ([k.shape[0] or 1, heads_kv or 1]), any strides. They multiply
+            scores, and weights or outputs, in fp32, so that nothing is rounded in q's dtype. Of k
+            and v that are not fp8 on the CPU alone, and not of fp64. No gradients. None is 1.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; what is longer is cut
             off at the end. None is what the tensors have room for.
         split_size: On a GPU, share the keys of a sequence among blocks by chunks of so many,
@@ -203,7 +225,7 @@ def flash_attention(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k, split_size,
+        k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if not is_traced():
         try:
@@ -288,7 +310,7 @@ def flash_attention_backward(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k, split_size,
+        None, None, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if not is_traced():
         try:
@@ -301,7 +323,7 @@ def flash_attention_backward(
     made: AttentionGradients = operators().flash_attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, causal=causal, window=window, scale=scale,
         softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk, dv=dv,
-        dsinks=dsinks, kernel=kernel, stream=stream, **dict(zip(SEQUENCES, sequences, strict=True)),
+        dsinks=dsinks, kernel=kernel, stream=stream, **of_backward(sequences),
     )  # fmt: skip
     return made
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashmoe_science import _core
-from flashmoe_science._dtypes import CPU, CUDA, Device, Dtype, parse_dtype
+from flashmoe_science._dtypes import CPU, CUDA, FP8_E4M3, Device, Dtype, parse_dtype
 from flashmoe_science._jax_attention import dot_product_attention
 from flashmoe_science.errors import (
     ArgumentTypeError,
@@ -282,6 +282,8 @@ class _Call(NamedTuple):
 def _dtype_numbers(dtype: Any) -> Dtype:
     if str(dtype) == "bfloat16":
         return parse_dtype(dtype)
+    if str(dtype) == "float8_e4m3fn":
+        return FP8_E4M3
     kind = _DLPACK_CODES.get(np.dtype(dtype).kind)
     return Dtype(255, 0) if kind is None else Dtype(kind, 8 * np.dtype(dtype).itemsize)
 
@@ -491,7 +493,7 @@ def _widened(
 
 # What has a batch in front, and tables by which those of several calls cannot be one batch.
 _ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", "k_begin")
-_PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table")
+_PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table", "k_scale", "v_scale")
 
 
 # Whose primitives know all transformations: _jax_moe has their rules.

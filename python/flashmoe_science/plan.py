@@ -200,6 +200,8 @@ def attention_plan(
     k_begin: Any = None,
     batch_index: Any = None,
     page_table: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -210,7 +212,7 @@ def attention_plan(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k, split_size,
+        k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     tables, bounds = _tables_and_bounds(sequences)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse} | tables
@@ -270,7 +272,7 @@ def attention_backward_plan(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k, split_size,
+        None, None, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     tables, bounds = _tables_and_bounds(sequences)
     tensors = {

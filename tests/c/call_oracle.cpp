@@ -26,6 +26,7 @@ int element_bytes(const flashmoe_dtype& dtype) {
   if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 32) return 4;
   if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 16) return 2;
   if (dtype.code == FLASHMOE_DTYPE_BFLOAT && dtype.bits == 16) return 2;
+  if (dtype.code == FLASHMOE_DTYPE_FLOAT8_E4M3FN && dtype.bits == 8) return 1;
   return 0;
 }
 
@@ -35,7 +36,7 @@ bool same_dtype(const flashmoe_dtype& a, const flashmoe_dtype& b) {
 
 Facts look(Judgement* judgement, const char* name, const flashmoe_tensor* tensor, int rank) {
   Facts facts;
-  if (tensor == nullptr || tensor->ndim != rank || tensor->shape == nullptr) {
+  if (tensor == nullptr || tensor->ndim != rank || (tensor->shape == nullptr && rank > 0)) {
     judgement->invalid(name);
     return facts;
   }
@@ -308,8 +309,23 @@ struct Rows {
   int heads;
 };
 
+// "Same dtype as q, or fp8 (e4m3)", and v as k; beside a q of fp64 there is none.
+void judge_key_dtypes(Judgement* judgement, const Subject& q, const Subject& k, const Subject& v,
+                      bool may_be_fp8) {
+  if (q.tensor == nullptr) return;
+  for (const Subject& each : {k, v}) {
+    if (each.tensor == nullptr || same_dtype(each.tensor->dtype, q.tensor->dtype)) continue;
+    if (!may_be_fp8 || each.facts.elem_bytes != 1 || q.facts.elem_bytes == 8) {
+      disagree(judgement, each, q);
+    }
+  }
+  if (k.tensor != nullptr && v.tensor != nullptr && !same_dtype(k.tensor->dtype, v.tensor->dtype)) {
+    disagree(judgement, v, k);
+  }
+}
+
 template <class Params>
-Rows judge_rows_of_all(Judgement* judgement, const Params& params) {
+Rows judge_rows_of_all(Judgement* judgement, const Params& params, bool may_be_fp8) {
   const int seq = params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
   const int heads = 3 - seq;
   const Subject q = look_at_rows(judgement, "q", params.q);
@@ -318,11 +334,17 @@ Rows judge_rows_of_all(Judgement* judgement, const Params& params) {
   const Subject out = look_at_rows(judgement, "out", params.out);
   for (const Subject& other : {k, v, out}) {
     agree_on_device(judgement, other, q);
-    if (other.tensor != nullptr && q.tensor != nullptr &&
-        !same_dtype(other.tensor->dtype, q.tensor->dtype)) {
-      disagree(judgement, other, q);
-    }
     agree_on_extent(judgement, other, 0, q, 0);
+  }
+  if (q.facts.elem_bytes == 1) judgement->invalid("q");
+  if (out.tensor != nullptr && q.tensor != nullptr &&
+      !same_dtype(out.tensor->dtype, q.tensor->dtype)) {
+    disagree(judgement, out, q);
+  }
+  judge_key_dtypes(judgement, q, k, v, may_be_fp8);
+  // Where keys are not as q is, a batch that differs may be said to be k's.
+  if (may_be_fp8 && v.facts.readable && k.facts.readable && v.facts.shape[0] != k.facts.shape[0]) {
+    disagree(judgement, v, k);
   }
   agree_on_extent(judgement, v, seq, k, seq);
   agree_on_extent(judgement, v, heads, k, heads);
@@ -381,6 +403,27 @@ Subject judge_heads(Judgement* judgement, const char* name, const flashmoe_tenso
   return subject;
 }
 
+// "[] or [1], [heads_kv], [batch of k or 1, heads_kv or 1]", fp32, beside a q that is not fp64.
+void judge_scale(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
+                 const Rows& rows) {
+  if (tensor == nullptr) return;
+  const int rank = std::clamp<int>(tensor->ndim, 0, 2);
+  const Subject subject = {name, tensor, look(judgement, name, tensor, rank)};
+  if (!same_dtype(tensor->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1})) judgement->invalid(name);
+  agree_on_device(judgement, subject, rows.q);
+  if (rows.q.facts.elem_bytes == 8) judgement->invalid(name);
+  // A call of this fuzz that has one is not checked for its result (fuzz_sequences does that).
+  judgement->either(name);
+  if (!subject.facts.readable || !rows.k.facts.readable) return;
+  if (address_of(*tensor) % 4 != 0) judgement->invalid(name);
+  const int64_t heads = rank >= 1 ? subject.facts.shape[rank - 1] : 1;
+  const int64_t batch = rank == 2 ? subject.facts.shape[0] : 1;
+  if ((heads != 1 && heads != rows.k.facts.shape[rows.heads]) ||
+      (batch != 1 && batch != rows.k.facts.shape[0])) {
+    disagree(judgement, subject, rows.k);
+  }
+}
+
 // A tensor of rows that has the shape of another, and its dtype or, perhaps, fp32.
 Subject judge_rows_like(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
                         const Subject& like, const Subject& q, bool or_fp32) {
@@ -409,13 +452,13 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
   judge_options(&judgement, params);
   if (params.reserved != 0) judgement.invalid("reserved");
   if (params.q_scale != nullptr) judgement.invalid("q_scale");
-  if (params.k_scale != nullptr) judgement.invalid("k_scale");
-  if (params.v_scale != nullptr) judgement.invalid("v_scale");
   if (params.sequences != nullptr && params.sequences->struct_size != sizeof *params.sequences) {
     judgement.invalid("flashmoe_attention_sequences.struct_size");
   }
 
-  const Rows rows = judge_rows_of_all(&judgement, params);
+  const Rows rows = judge_rows_of_all(&judgement, params, true);
+  judge_scale(&judgement, "k_scale", params.k_scale, rows);
+  judge_scale(&judgement, "v_scale", params.v_scale, rows);
   if (rows.out.facts.readable) judge_distinct(&judgement, "out", rows.out.facts, 4);
   for (const Subject& input : {rows.q, rows.k, rows.v}) {
     keep_apart(&judgement, rows.out, 4, input, 4);
@@ -457,7 +500,7 @@ Judgement judge(const flashmoe_attention_backward_params* params) {
   judge_options(&judgement, *params);
   if (params->accumulate != 0 && params->accumulate != 1) judgement.invalid("accumulate");
 
-  const Rows rows = judge_rows_of_all(&judgement, *params);
+  const Rows rows = judge_rows_of_all(&judgement, *params, false);
   std::vector<std::pair<Subject, int>> others = {
       {rows.q, 4}, {rows.k, 4}, {rows.v, 4}, {rows.out, 4}};
   others.emplace_back(judge_rows_like(&judgement, "dout", params->dout, rows.out, rows.q, false),

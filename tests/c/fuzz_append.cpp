@@ -133,6 +133,9 @@ struct Append {
   Argument k, v, k_cache, v_cache, q, q_out;
   Table slots, cache_seqlens, cu_seqlens, seqused, batch_index, page_table, positions, cos, sin;
   std::string kernel;
+  float scale = 1;  // of caches of fp8
+  int64_t scale_shape[1] = {1};
+  flashmoe_tensor scale_tensor = {};
   int64_t batch = 0;  // sequences
   bool null_params = false;
 
@@ -248,8 +251,23 @@ void make_valid(Random* random, Append* call) {
   make_rows(random, c, &c.v, dtype, batch, seq, heads, dim_v, false);
   const int64_t batch_cache = way == kPlain ? c.batch : random->range(0, 9);
   const int64_t rows = random->range(0, way == kPaged || way == kSlots ? 4 : 12);
-  make_rows(random, c, &c.k_cache, dtype, batch_cache, rows, heads, dim, true);
-  make_rows(random, c, &c.v_cache, dtype, batch_cache, rows, heads, dim_v, true);
+  flashmoe_dtype of_cache = dtype;
+  if (dtype.bits <= 32 && random->chance(0.3)) {
+    of_cache = {FLASHMOE_DTYPE_FLOAT8_E4M3FN, 8, 1};
+    if (random->chance(0.5)) {
+      c.scale = random->one_of({0.3f, 0.5f, 1.7f});
+      c.scale_tensor = {&c.scale,
+                        {FLASHMOE_DEVICE_CPU, 0},
+                        1,
+                        {FLASHMOE_DTYPE_FLOAT, 32, 1},
+                        c.scale_shape,
+                        nullptr,
+                        0};
+      c.params.k_scale = c.params.v_scale = &c.scale_tensor;
+    }
+  }
+  make_rows(random, c, &c.k_cache, of_cache, batch_cache, rows, heads, dim, true);
+  make_rows(random, c, &c.v_cache, of_cache, batch_cache, rows, heads, dim_v, true);
   c.params.k = &c.k.tensor;
   c.params.v = &c.v.tensor;
   c.params.k_cache = &c.k_cache.tensor;
@@ -389,19 +407,26 @@ double moved(const Append& c, const Argument& x, const Move& move, int64_t head,
 void expect_rows(const Append& c, const std::map<Place, std::vector<Move>>& moves,
                  const Argument& from, bool turned, Argument* to) {
   const flashmoe_dtype dtype = to->tensor.dtype;
-  const double unit = dtype.bits == 64                     ? 0x1p-52
+  const bool narrow = dtype.bits == 8;
+  const double unit = narrow                               ? 0x1p-4 + 0x1p-7  // of k's dtype, too
+                      : dtype.bits == 64                   ? 0x1p-52
                       : dtype.bits == 32                   ? 0x1p-23
                       : dtype.code == FLASHMOE_DTYPE_FLOAT ? 0x1p-11
                                                            : 0x1p-8;
-  const double absolute = dtype.bits == 64 ? 1e-14 : 4e-6;  // three roundings of numbers up to 8
+  const double absolute = narrow             ? 0x1p-10 + 1e-5
+                          : dtype.bits == 64 ? 1e-14
+                                             : 4e-6;  // three roundings of numbers up to 8
   for (const auto& [place, given] : moves) {
     for (int64_t head = 0; head < to->shape[c.head_axis()]; ++head) {
       for (int64_t d = 0; d < to->shape[3]; ++d) {
         const unsigned char* const element = c.at(*to, place.batch, place.row, head, d);
         const double got = load(element, dtype);
         // Of rows that two go to anything may be.
-        if (given.size() == 1 && turned && given[0].position >= 0) {
-          const double want = moved(c, from, given[0], head, d);
+        if (given.size() == 1 && (narrow || (turned && given[0].position >= 0))) {
+          Move move = given[0];
+          if (!turned) move.position = -1;
+          const double scale = narrow ? static_cast<double>(c.scale) : 1;
+          const double want = moved(c, from, move, head, d) / scale;
           EXPECT(std::fabs(got - want) <= unit * std::fabs(want) + absolute);
         } else if (given.size() == 1) {
           EXPECT(std::memcmp(element, c.at(from, given[0].from.batch, given[0].from.row, head, d),
@@ -473,7 +498,8 @@ const std::vector<Fault>& faults() {
       {"struct_size",
        [](Random* random, Append* call) -> Blame {
          const size_t size = sizeof call->params;
-         call->params.struct_size = random->one_of({size_t{0}, size - 8, size + 8, SIZE_MAX});
+         call->params.struct_size = random->one_of(
+             {size_t{0}, offsetof(flashmoe_kv_append_params, k_scale) - 8, size + 8, SIZE_MAX});
          return {"params", "struct_size", "flashmoe_kv_append_params"};
        }},
       {"null params",

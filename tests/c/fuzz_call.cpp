@@ -28,6 +28,10 @@ void store_random(Random* random, unsigned char* at, flashmoe_dtype dtype) {
   } else if (dtype.bits == 32) {
     const float value = static_cast<float>(bits >> 8) * 0x1p-22f - 2.0f;
     std::memcpy(at, &value, 4);
+  } else if (dtype.bits == 8) {
+    // e4m3: the same, by its bias of 7.
+    *at = static_cast<unsigned char>(((bits & 1) << 7) | ((3 + (bits >> 20) % 5) << 3) |
+                                     ((bits >> 4) & 7));
   } else {
     // Exponents from 2^-4 to 2^0, any fraction.
     const uint32_t exponent =
@@ -46,6 +50,12 @@ double load(const unsigned char* at, flashmoe_dtype dtype) {
     double value;
     std::memcpy(&value, at, 8);
     return value;
+  }
+  if (dtype.bits == 8) {
+    const int exponent = *at >> 3 & 15;
+    const double magnitude =
+        exponent == 0 ? std::ldexp(*at & 7, -9) : std::ldexp(8 + (*at & 7), exponent - 10);
+    return (*at & 0x80) != 0 ? -magnitude : magnitude;
   }
   uint32_t word = 0;
   if (dtype.bits == 32) {

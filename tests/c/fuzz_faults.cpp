@@ -88,7 +88,7 @@ void reserved_set(Random* random, Call* call) {
   call->params.reserved = random->one_of({1u, 2u, 0x80000000u, 0xffffffffu});
 }
 
-// What no kernel of this version takes, whatever it says, and sequences of no size.
+// Scales, of which most are of no shape or dtype that they may have, and sequences of no size.
 void unserved(Random* random, Call* call) {
   const flashmoe_tensor* const given = &any_argument(random, call).tensor;
   switch (random->below(4)) {
@@ -120,7 +120,7 @@ void null_strides(Random* random, Call* call) {
 
 void wrong_dtype(Random* random, Call* call) {
   flashmoe_dtype& dtype = any_argument(random, call).tensor.dtype;
-  dtype.code = random->one_of<uint8_t>({0, 1, 2, 3, 4, 5, 6, 7, 17, 255});
+  dtype.code = random->one_of<uint8_t>({0, 1, 2, 3, 4, 5, 6, 7, 10, 17, 255});
   dtype.bits = random->one_of<uint8_t>({0, 1, 4, 8, 16, 32, 64, 128, 255});
   dtype.lanes = random->chance(0.7) ? 1 : random->one_of<uint16_t>({0, 2, 4, 65535});
 }

@@ -414,6 +414,11 @@ void run(Random* random, Call* call) {
   try_workspaces(random, call, workspace, bytes);
   EXPECT(*call, call->run(workspace.get(), bytes, stream) == FLASHMOE_OK);
   ++tally.computed;
+  // Results of keys with scales are compared by fuzz_sequences.
+  if (!call->is_backward) {
+    const flashmoe_attention_forward_params given = as_given(call->params);
+    if (given.k_scale != nullptr || given.v_scale != nullptr) return;
+  }
   call->is_backward ? expect_gradients(call) : expect_output(call);
 }
 

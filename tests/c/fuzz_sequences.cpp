@@ -74,8 +74,49 @@ struct Table {
   int32_t* data() const { return reinterpret_cast<int32_t*>(block.get()); }
 };
 
+// fp32 factors of keys or values, of one of the shapes that they may have.
+struct Scale {
+  int64_t shape[2] = {1, 1};
+  int64_t strides[2] = {};
+  flashmoe_tensor tensor = {};
+  Memory block;
+
+  double at(int64_t batch, int64_t head) const {
+    if (block == nullptr) return 1;
+    const int rank = tensor.ndim;
+    const int64_t row = rank == 2 && shape[0] > 1 ? batch * strides[0] : 0;
+    const int64_t column = rank >= 1 && shape[rank - 1] > 1 ? head * strides[rank - 1] : 0;
+    return static_cast<double>(reinterpret_cast<const float*>(block.get())[row + column]);
+  }
+
+  void fill(Random* random, int64_t batch, int64_t heads) {
+    const int rank = static_cast<int>(random->below(3));
+    if (rank == 2) {
+      shape[0] = random->chance(0.7) ? batch : 1;
+      shape[1] = random->chance(0.7) ? heads : 1;
+    } else {
+      shape[0] = random->chance(0.7) ? heads : 1;
+    }
+    const int64_t step = random->range(1, 2);
+    strides[rank == 2 ? 1 : 0] = step;
+    if (rank == 2) strides[0] = shape[1] * step;
+    const int64_t count = rank == 0 ? 1 : rank == 1 ? shape[0] * step : shape[0] * shape[1] * step;
+    block = allocate_memory(static_cast<size_t>(count) * sizeof(float));
+    for (int64_t i = 0; i < count; ++i) {
+      reinterpret_cast<float*>(block.get())[i] = static_cast<float>(random->range(1, 12)) / 8;
+    }
+    tensor.data = block.get();
+    tensor.device = {FLASHMOE_DEVICE_CPU, 0};
+    tensor.ndim = rank;
+    tensor.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+    tensor.shape = shape;
+    tensor.strides = strides;
+  }
+};
+
 struct Ragged {
   Call call{false};
+  Scale k_scale, v_scale;
   flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
   Table cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table;
   int64_t batch = 0;
@@ -111,9 +152,21 @@ void make_ragged(Random* random, Ragged* ragged) {
                           : way == 2 ? 1
                                      : random->range(way == 1 ? 0 : 1, 5);
   call.k.shape[0] = call.v.shape[0] = batch_k;
+  const bool takes_fp8 = call.q.tensor.dtype.bits <= 32;
+  if (takes_fp8 && random->chance(0.3)) {
+    call.k.tensor.dtype = call.v.tensor.dtype = {FLASHMOE_DTYPE_FLOAT8_E4M3FN, 8, 1};
+  }
   if (way == 3) call.k.shape[seq] = call.v.shape[seq] = random->one_of<int64_t>({0, 1, 2, 3, 5, 8});
   for (int i = 0; i < call.count(); ++i) {
     call.arguments[static_cast<size_t>(i)]->allocate(random, call.is_output(i));
+  }
+  if (takes_fp8 && random->chance(0.3)) {
+    ragged->k_scale.fill(random, batch_k, call.k.shape[bhsd ? 1 : 2]);
+    call.params.k_scale = &ragged->k_scale.tensor;
+  }
+  if (takes_fp8 && random->chance(0.3)) {
+    ragged->v_scale.fill(random, batch_k, call.k.shape[bhsd ? 1 : 2]);
+    call.params.v_scale = &ragged->v_scale.tensor;
   }
   const int64_t rows_q = call.q.shape[seq];
   const int64_t rows_k = call.k.shape[seq];
@@ -228,8 +281,9 @@ void restore(Argument* argument, const unsigned char* element) {
 }
 
 // One row of out and lse: whether it is what these keys give. Nothing is changed.
-bool is_right(const Call& call, Place query, int64_t i, int64_t queries,
+bool is_right(const Ragged& ragged, Place query, int64_t i, int64_t queries,
               const std::vector<Place>& keys, int64_t h) {
+  const Call& call = ragged.call;
   const flashmoe_attention_forward_params& p = call.params;
   const int head = p.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2;
   const int64_t g = h / (call.q.shape[head] / call.k.shape[head]);
@@ -254,6 +308,7 @@ bool is_right(const Call& call, Place query, int64_t i, int64_t queries,
     for (int64_t d = 0; d < dim; ++d) {
       score += number_at(call, call.q, query, h, d) * number_at(call, call.k, keys[j], g, d);
     }
+    score *= ragged.k_scale.at(keys[j].batch, g);
     logits.push_back(cap == 0 ? score * scale : cap * std::tanh(score * scale / cap));
     seen.push_back(keys[j]);
     largest = std::fmax(largest, logits.back());
@@ -267,7 +322,8 @@ bool is_right(const Call& call, Place query, int64_t i, int64_t queries,
   for (int64_t d = 0; d < dim_v; ++d) {
     double expected = 0;
     for (size_t j = 0; j < seen.size(); ++j) {
-      expected += logits[j] / sum * number_at(call, call.v, seen[j], g, d);
+      expected += logits[j] / sum * ragged.v_scale.at(seen[j].batch, g) *
+                  number_at(call, call.v, seen[j], g, d);
     }
     right = right && std::fabs(number_at(call, call.out, query, h, d) - expected) <= allowed;
   }
@@ -308,7 +364,7 @@ void run(Random* random, Ragged* ragged) {
         const std::vector<Place> queries = queries_of(*ragged, b, call.q.shape[seq]);
         const std::vector<Place> keys = keys_of(*ragged, b, call.k.shape[0], call.k.shape[seq]);
         const int64_t i = query.row - queries.front().row;
-        right = right || is_right(call, query, i, static_cast<int64_t>(queries.size()), keys, h);
+        right = right || is_right(*ragged, query, i, static_cast<int64_t>(queries.size()), keys, h);
       }
       // Two threads may both have written a part.
       EXPECT(right || sequences.size() > 1);

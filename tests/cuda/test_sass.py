@@ -19,7 +19,7 @@ from kernels import Kernel
 
 _FUNCTION = re.compile(
     r"\d(sm\d\d(?:_few_rows|_decode)?)\d\dattention_forward_kernelI.*?Traits"
-    r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
+    r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E(Lb1E)?)"
 )
 # The second kernel of the families that split keys, of which each kernel has its own.
 _SUM = re.compile(
@@ -45,11 +45,14 @@ def _kernel_of(function: str) -> Kernel | None:
 
 
 def _kernel(
-    family: str, element: str, dim: str, dim_v: str, tuning: str | None, rows: str | None
-) -> Kernel:
+    family: str, element: str, dim: str, dim_v: str, tuning: str | None, rows: str | None,
+    fp8: str | None = None,
+) -> Kernel:  # fmt: skip
     if family == "sm90":
         family = "sm90_split_kv" if "Split" in (tuning or "") else "sm90_whole_tiles"
-    return Kernel(family, sass.ELEMENTS[element], int(dim), int(dim_v), tuning or rows or "")
+    tuning = tuning or rows or ""
+    tuning += "_fp8" if fp8 else ""
+    return Kernel(family, sass.ELEMENTS[element], int(dim), int(dim_v), tuning)
 
 
 def _kernel_of_sum(function: str) -> Kernel | None:

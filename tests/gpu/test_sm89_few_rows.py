@@ -81,7 +81,7 @@ def test_every_kernel_by_name(kernel: Kernel) -> None:
                         kernel=kernel.table_name, seed=i)  # fmt: skip
             plan = _check(case)
             assert plan.kernel == kernel.table_name
-            assert plan.tile_q == int(kernel.tuning)
+            assert plan.tile_q == kernel.rows
 
 
 def _splits(dim: int, dim_v: int, dtype: str) -> dict[int, Case]:

@@ -240,7 +240,8 @@ class TestTorch:
         given = self.arguments(q)
         tensors = [given.get(name) for name in (
             "k", "v", "k_cache", "v_cache", "slots", "cache_seqlens", "cu_seqlens", "seqused",
-            "batch_index", "page_table", "positions", "rotary_cos", "rotary_sin",
+            "batch_index", "page_table", "positions", "rotary_cos", "rotary_sin", "k_scale",
+            "v_scale",
         )]  # fmt: skip
         operator = self.torch.ops.flashmoe.kv_append_with_q if q else (
             self.torch.ops.flashmoe.kv_append

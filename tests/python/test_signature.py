@@ -36,8 +36,8 @@ def test_it_looks_like_a_function_of_the_package() -> None:
         "q, k, v, causal=False, window=None, scale=None, softcap=None, sinks=None, "
         "layout='bshd', return_lse=False, out=None, lse=None, kernel=None, stream=None, "
         "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, k_begin=None, "
-        "batch_index=None, page_table=None, max_seqlen_q=None, max_seqlen_k=None, "
-        "split_size=None"
+        "batch_index=None, page_table=None, k_scale=None, v_scale=None, max_seqlen_q=None, "
+        "max_seqlen_k=None, split_size=None"
     )
     assert (*DENSE, *SEQUENCES) == tuple(OPTIONS)
     assert list(OPTIONS) == list(parameters)[3:]

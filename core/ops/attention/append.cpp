@@ -72,6 +72,8 @@ class Reader {
   flashmoe_status read() {
     FLASHMOE_TRY(read_new_rows());
     FLASHMOE_TRY(read_cache());
+    FLASHMOE_TRY(read_scale_of("k_scale", given_.k_scale, &p_.k_scale));
+    FLASHMOE_TRY(read_scale_of("v_scale", given_.v_scale, &p_.v_scale));
     FLASHMOE_TRY(read_places());
     FLASHMOE_TRY(read_rotary());
     return read_queries();
@@ -93,6 +95,29 @@ class Reader {
     return FLASHMOE_OK;
   }
 
+  // The same of a cache, which may be of fp8.
+  flashmoe_status read_cache_rows(const char* name, const flashmoe_tensor* tensor, View* view,
+                                  RowsView<void>* rows) {
+    Dtype dtype;
+    FLASHMOE_TRY(check_view(name, tensor, 4, view));
+    FLASHMOE_TRY(check_same_device(name, *tensor, "k", p_.device));
+    FLASHMOE_TRY(check_cache_dtype(name, *tensor, "k", p_.k.dtype, &dtype));
+    FLASHMOE_TRY(check_rows(name, *view, 4, dtype_bytes(dtype)));
+    set(*view, rows);
+    rows->dtype = dtype;
+    return FLASHMOE_OK;
+  }
+
+  flashmoe_status read_scale_of(const char* name, const flashmoe_tensor* tensor,
+                                KeyScales* scales) const {
+    if (tensor == nullptr) return FLASHMOE_OK;
+    if (p_.k_cache.dtype != Dtype::kFloat8E4M3) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: got one, accepted with caches of k's dtype is a null pointer", name);
+    }
+    return read_scale(name, *tensor, "k", p_.device, p_.batch_cache, p_.heads_kv, scales);
+  }
+
   template <class Data>
   void set(const View& view, RowsView<Data>* rows) const {
     rows->data = view.data;
@@ -101,11 +126,11 @@ class Reader {
   }
 
   flashmoe_status check_dim(const char* name, int64_t dim) const {
-    if (dim > 0 && dim % kHeadDimMultiple == 0 && dim <= kMostDim) return FLASHMOE_OK;
+    if (dim > 0 && dim % kHeadDimMultiple == 0 && dim <= kMostAppendedDim) return FLASHMOE_OK;
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
                 "%s: its head dimension is %lld, accepted are multiples of %lld up to %lld", name,
                 static_cast<long long>(dim), static_cast<long long>(kHeadDimMultiple),
-                static_cast<long long>(kMostDim));
+                static_cast<long long>(kMostAppendedDim));
   }
 
   // fp64 is the CPU's alone.
@@ -143,14 +168,19 @@ class Reader {
 
   flashmoe_status read_cache() {
     View view;
-    FLASHMOE_TRY(read_rows("k_cache", given_.k_cache, &view, &p_.k_cache));
+    FLASHMOE_TRY(read_cache_rows("k_cache", given_.k_cache, &view, &p_.k_cache));
     FLASHMOE_TRY(
         check_extent("k_cache", "number of heads", view.shape[head_axis()], "k", p_.heads_kv));
     FLASHMOE_TRY(check_extent("k_cache", "head dimension", view.shape[3], "k", p_.dim));
     FLASHMOE_TRY(check_no_overlap("k_cache", view, 4));
     p_.batch_cache = view.shape[0];
     p_.rows_cache = view.shape[seq_axis()];
-    FLASHMOE_TRY(read_rows("v_cache", given_.v_cache, &view, &p_.v_cache));
+    FLASHMOE_TRY(read_cache_rows("v_cache", given_.v_cache, &view, &p_.v_cache));
+    if (p_.v_cache.dtype != p_.k_cache.dtype) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "v_cache: got dtype %s, accepted is %s as k_cache's",
+                  dtype_name(p_.v_cache.dtype), dtype_name(p_.k_cache.dtype));
+    }
     FLASHMOE_TRY(check_extent("v_cache", "batch", view.shape[0], "k_cache", p_.batch_cache));
     FLASHMOE_TRY(check_extent("v_cache", "sequence length", view.shape[seq_axis()], "k_cache",
                               p_.rows_cache));
@@ -297,8 +327,6 @@ class Reader {
     return check_no_overlap("q_out", view, 4);
   }
 
-  static constexpr int64_t kMostDim = 1024;
-
   const Params& given_;
   KvAppendProblem& p_;
   int64_t rows_of_batch_ = 0;  // first extent of k
@@ -310,10 +338,12 @@ struct KvAppend {
   static constexpr char kName[] = "kv_append";
   static constexpr char kParams[] = "flashmoe_kv_append_params";
   static constexpr char kSizeFunction[] = "flashmoe_kv_append_workspace_size";
-  static constexpr size_t kOldestParams = sizeof(Params);
-  static constexpr std::array<TensorMember<Params>, 15> kTensors = {{
+  static constexpr size_t kOldestParams = offsetof(Params, k_scale);
+  static constexpr std::array<TensorMember<Params>, 17> kTensors = {{
       {"k", &Params::k},
       {"v", &Params::v},
+      {"k_scale", &Params::k_scale},
+      {"v_scale", &Params::v_scale},
       {"slots", &Params::slots},
       {"cache_seqlens", &Params::cache_seqlens},
       {"cu_seqlens", &Params::cu_seqlens},
@@ -328,7 +358,7 @@ struct KvAppend {
       {"v_cache", &Params::v_cache},
       {"q_out", &Params::q_out},
   }};
-  static constexpr size_t kFirstOutput = 12;
+  static constexpr size_t kFirstOutput = 14;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "kv_append_";
   static constexpr const KvAppendFamily* kFamilies[] = {
@@ -367,14 +397,15 @@ struct KvAppend {
       return tensor != nullptr ? is : "";
     };
     std::snprintf(text, size,
-                  "sequences=%lld seq=%lld/%lld heads=%lld/%lld dim=%lld/%lld cache=%lldx%lld %s "
+                  "sequences=%lld seq=%lld/%lld heads=%lld/%lld dim=%lld/%lld cache=%lldx%lld %s%s "
                   "by=%s%s%s%s%s%s%s rotary_dim=%lld%s",
                   static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
                   static_cast<long long>(p.seq), static_cast<long long>(p.heads_q),
                   static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
                   static_cast<long long>(p.dim_v), static_cast<long long>(p.batch_cache),
                   static_cast<long long>(p.rows_cache), dtype_name(p.k.dtype),
-                  name(params.slots, "slots,"), name(params.cache_seqlens, "cache_seqlens,"),
+                  p.k_cache.dtype != p.k.dtype ? "->fp8_e4m3" : "", name(params.slots, "slots,"),
+                  name(params.cache_seqlens, "cache_seqlens,"),
                   name(params.cu_seqlens, "cu_seqlens,"), name(params.seqused, "seqused,"),
                   name(params.batch_index, "batch_index,"), name(params.page_table, "page_table,"),
                   name(params.positions, "positions,"), static_cast<long long>(p.rotary.dim),

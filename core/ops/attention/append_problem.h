@@ -8,6 +8,8 @@
 
 namespace flashmoe {
 
+inline constexpr int64_t kMostAppendedDim = 1024;
+
 // [batch, seq] integers; data is nullptr: absent.
 struct TokenNumbers {
   const void* data;
@@ -42,8 +44,8 @@ struct Rotary {
 };
 
 // A validated call. Every extent and every reachable byte offset fits in int64; all but the head
-// dimensions may be 0. All rows are of one dtype. q and q_out are there together, and then with
-// rotary.
+// dimensions may be 0. All rows are of one dtype, but that both caches may be fp8. q and q_out are
+// there together, and then with rotary.
 //
 // `batch` counts sequences: with cu_seqlens k and v have one row of the batch, of `seq` rows, and
 // else `batch` of them.
@@ -77,6 +79,8 @@ struct KvAppendProblem {
   int64_t page_step;   // from one number of a sequence's pages to the next, elements
   int64_t page_count;  // of a sequence, in the table
   Rotary rotary;
+  KeyScales k_scale;  // of caches of fp8
+  KeyScales v_scale;
 
   KernelName kernel;  // the kernel or family that the call asks for, or ""
 };
@@ -97,6 +101,8 @@ void visit_addresses(KvAppendProblem* p, const Visit& visit) {
   }
   visit(&p->rotary.cos.data);
   visit(&p->rotary.sin.data);
+  visit(&p->k_scale.data);
+  visit(&p->v_scale.data);
 }
 
 }  // namespace flashmoe

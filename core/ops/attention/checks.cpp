@@ -22,6 +22,23 @@ flashmoe_status check_head_dim(const char* name, int64_t dim) {
               static_cast<long long>(kHeadDimMultiple), static_cast<long long>(kMaxHeadDim));
 }
 
+// Of k, or of v beside it: of q's dtype, or where that may be of 8 bits.
+flashmoe_status check_key_dtype(const char* name, const flashmoe_tensor& tensor,
+                                const AttentionArguments& arguments,
+                                const AttentionProblem& problem, Dtype* dtype) {
+  FLASHMOE_TRY(check_same_device(name, tensor, "q", problem.device));
+  *dtype = problem.q.dtype;
+  if (!arguments.may_be_fp8) return check_same_dtype(name, tensor, "q", *dtype);
+  return check_cache_dtype(name, tensor, "q", problem.q.dtype, dtype);
+}
+
+// Bytes of an element of k or v, before its dtype is checked.
+int64_t key_bytes(const AttentionArguments& arguments, const flashmoe_tensor& tensor,
+                  const AttentionProblem& problem) {
+  return dtype_bytes(arguments.may_be_fp8 && is_fp8(tensor.dtype) ? Dtype::kFloat8E4M3
+                                                                  : problem.q.dtype);
+}
+
 flashmoe_status check_same_kind(const char* name, const flashmoe_tensor& tensor,
                                 const AttentionProblem& problem) {
   FLASHMOE_TRY(check_same_device(name, tensor, "q", problem.device));
@@ -98,12 +115,17 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   // Before the rows, which begin at odd addresses for want of such a dimension.
   FLASHMOE_TRY(check_head_dim("q", q.shape[3]));
   FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(dtype)));
-  FLASHMOE_TRY(check_rows_tensor("k", arguments.k, dtype, &k));
-  FLASHMOE_TRY(check_same_kind("k", *arguments.k, p));
+  FLASHMOE_TRY(check_view("k", arguments.k, 4, &k));
+  FLASHMOE_TRY(check_rows("k", k, 4, key_bytes(arguments, *arguments.k, p)));
+  FLASHMOE_TRY(check_key_dtype("k", *arguments.k, arguments, p, &p.k.dtype));
   FLASHMOE_TRY(check_view("v", arguments.v, 4, &v));
   FLASHMOE_TRY(check_head_dim("v", v.shape[3]));
-  FLASHMOE_TRY(check_rows("v", v, 4, dtype_bytes(dtype)));
-  FLASHMOE_TRY(check_same_kind("v", *arguments.v, p));
+  FLASHMOE_TRY(check_rows("v", v, 4, key_bytes(arguments, *arguments.v, p)));
+  FLASHMOE_TRY(check_key_dtype("v", *arguments.v, arguments, p, &p.v.dtype));
+  if (p.v.dtype != p.k.dtype) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "v: got dtype %s, accepted is %s as k's",
+                dtype_name(p.v.dtype), dtype_name(p.k.dtype));
+  }
   FLASHMOE_TRY(check_rows_tensor("out", arguments.out, dtype, &out));
   FLASHMOE_TRY(check_same_kind("out", *arguments.out, p));
 
@@ -136,8 +158,8 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   }
 
   set_rows(q, dtype, arguments, &p.q);
-  set_rows(k, dtype, arguments, &p.k);
-  set_rows(v, dtype, arguments, &p.v);
+  set_rows(k, p.k.dtype, arguments, &p.k);
+  set_rows(v, p.v.dtype, arguments, &p.v);
   set_rows(out, dtype, arguments, &p.out);
   p.scale = arguments.scale != 0.0f
                 ? arguments.scale
@@ -178,6 +200,33 @@ flashmoe_status read_sinks(const flashmoe_tensor* tensor, AttentionProblem* prob
   FLASHMOE_TRY(check_alignment("sinks", view, static_cast<size_t>(dtype_bytes(sinks.dtype))));
   sinks.data = view.data;
   sinks.stride = view.strides[0];
+  return FLASHMOE_OK;
+}
+
+flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, const char* of,
+                           flashmoe_device device, int64_t batch, int64_t heads_kv,
+                           KeyScales* scales) {
+  View view;
+  const int rank = std::clamp<int>(tensor.ndim, 0, 2);
+  FLASHMOE_TRY(check_view(name, &tensor, rank, &view));
+  FLASHMOE_TRY(check_same_device(name, tensor, of, device));
+  FLASHMOE_TRY(check_fp32(name, tensor));
+  FLASHMOE_TRY(check_alignment(name, view, sizeof(float)));
+  // Extents of 1 are of all rows of the batch, or heads.
+  const int64_t rows = rank == 2 ? view.shape[0] : 1;
+  const int64_t heads = rank >= 1 ? view.shape[rank - 1] : 1;
+  if ((rows != 1 && rows != batch) || (heads != 1 && heads != heads_kv)) {
+    char first[32] = "";
+    if (rank == 2) std::snprintf(first, sizeof first, "%lld, ", static_cast<long long>(rows));
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: got shape [%s%lld], accepted are [], [1 or %lld] and [1 or %lld, 1 or %lld]: "
+                "of all, of the KV heads, and of rows of the batch, or pages, and heads",
+                name, first, static_cast<long long>(heads), static_cast<long long>(heads_kv),
+                static_cast<long long>(batch), static_cast<long long>(heads_kv));
+  }
+  scales->data = view.data;
+  scales->batch_stride = rows > 1 ? view.strides[0] : 0;
+  scales->head_stride = heads > 1 ? view.strides[rank - 1] : 0;
   return FLASHMOE_OK;
 }
 

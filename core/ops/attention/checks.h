@@ -37,6 +37,7 @@ struct AttentionArguments {
   float softcap;
   const char* kernel;
   const flashmoe_attention_sequences* sequences = nullptr;  // whose size is checked
+  bool may_be_fp8 = false;                                  // k and v
 
   template <class Params>
   static AttentionArguments of(const Params& params) {
@@ -71,6 +72,12 @@ flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tenso
 
 // One logit of each query head, if they are given.
 flashmoe_status read_sinks(const flashmoe_tensor* tensor, AttentionProblem* problem);
+
+// The factors of keys or values with `batch` as their first extent, and so many heads; on the
+// device of `of`.
+flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, const char* of,
+                           flashmoe_device device, int64_t batch, int64_t heads_kv,
+                           KeyScales* scales);
 
 // A tensor of the rows, heads and head dimension of `of`, whose view it is given.
 flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,

@@ -27,10 +27,28 @@ flashmoe_status check_unserved(const Params& params) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got one, accepted is a null pointer: %s",
                 name, why);
   };
-  constexpr char kNoScales[] = "tensors of 16 bits and more have no scales";
-  FLASHMOE_TRY(absent("q_scale", params.q_scale, kNoScales));
-  FLASHMOE_TRY(absent("k_scale", params.k_scale, kNoScales));
-  return absent("v_scale", params.v_scale, kNoScales);
+  return absent("q_scale", params.q_scale, "queries of 16 bits and more have no scales");
+}
+
+// A dense batch of keys that are not as q is: one of sequences that have all of their tensors.
+const flashmoe_attention_sequences* whole_sequences() {
+  static const flashmoe_attention_sequences whole = flashmoe_attention_sequences_init();
+  return &whole;
+}
+
+flashmoe_status read_scale_of(const char* name, const flashmoe_tensor* tensor, const View& k,
+                              const AttentionProblem& problem, KeyScales* scales) {
+  if (tensor == nullptr) return FLASHMOE_OK;
+  if (problem.q.dtype == Dtype::kFloat64) {
+    return fail(FLASHMOE_ERROR_UNSUPPORTED,
+                "%s: got one and a q of fp64, whose keys and values have no scales", name);
+  }
+  return read_scale(name, *tensor, "q", problem.device, k.shape[0], problem.heads_kv, scales);
+}
+
+bool has_scaled_keys(const Params& params) {
+  return params.k_scale != nullptr || params.v_scale != nullptr ||
+         (params.k != nullptr && is_fp8(params.k->dtype));
 }
 
 struct AttentionForward {
@@ -40,10 +58,12 @@ struct AttentionForward {
   static constexpr char kParams[] = "flashmoe_attention_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, window);
-  static constexpr std::array<TensorMember<Params>, 13> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 15> kTensors = {{
       {"q", &Params::q},
       {"k", &Params::k},
       {"v", &Params::v},
+      {"k_scale", &Params::k_scale},
+      {"v_scale", &Params::v_scale},
       {"sinks", &Params::sinks},
       {"cu_seqlens_q", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_q>},
       {"cu_seqlens_k", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_k>},
@@ -55,7 +75,7 @@ struct AttentionForward {
       {"out", &Params::out},
       {"lse", &Params::lse},
   }};
-  static constexpr size_t kFirstOutput = 11;
+  static constexpr size_t kFirstOutput = 13;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const auto& kFamilies = kAttentionFamilies;
@@ -66,13 +86,18 @@ struct AttentionForward {
     FLASHMOE_TRY(check_options(kOptions, params));
     FLASHMOE_TRY(check_window(arguments));
     FLASHMOE_TRY(check_unserved(params));
+    arguments.may_be_fp8 = true;
     if (params.sequences != nullptr) {
       FLASHMOE_TRY(check_sequences(*params.sequences));
       arguments.sequences = params.sequences;
+    } else if (has_scaled_keys(params)) {
+      arguments.sequences = whole_sequences();
     }
     AttentionViews views;
     FLASHMOE_TRY(check_attention(arguments, problem, &views));
     FLASHMOE_TRY(check_no_overlap("out", views.out, 4));
+    FLASHMOE_TRY(read_scale_of("k_scale", params.k_scale, views.k, *problem, &problem->k_scale));
+    FLASHMOE_TRY(read_scale_of("v_scale", params.v_scale, views.k, *problem, &problem->v_scale));
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
     if (params.lse == nullptr) return FLASHMOE_OK;
     View lse;
@@ -90,7 +115,13 @@ struct AttentionForward {
     char options[128];
     print_attention(p, call, sizeof call);
     print_options(kScoreOptions<Params>, params, options, sizeof options);
-    std::snprintf(text, size, "%s%s sinks=%s lse=%s", call, options,
+    char keys[48] = "";
+    if (flashmoe::has_scaled_keys(p)) {
+      std::snprintf(keys, sizeof keys, " keys=%s%s%s", dtype_name(p.k.dtype),
+                    p.k_scale.data != nullptr ? ",k_scale" : "",
+                    p.v_scale.data != nullptr ? ",v_scale" : "");
+    }
+    std::snprintf(text, size, "%s%s%s sinks=%s lse=%s", call, keys, options,
                   p.sinks.data != nullptr ? "yes" : "no", p.lse != nullptr ? "yes" : "no");
   }
 };

@@ -46,6 +46,17 @@ struct Numbers {
   int64_t at(int64_t i) const { return static_cast<const int32_t*>(data)[i * stride]; }
 };
 
+// [first extent of k, heads_kv] fp32 factors; data is nullptr: absent, 1.
+struct KeyScales {
+  const void* data;
+  int64_t batch_stride;  // elements; 0 where rows of the batch, or pages, have one
+  int64_t head_stride;
+
+  const float* at(int64_t batch, int64_t head) const {
+    return static_cast<const float*>(data) + batch * batch_stride + head * head_stride;
+  }
+};
+
 // What the caller says of the keys that a query sees, from which bounds are made with the lengths.
 struct AttentionMask {
   int32_t causal;   // flashmoe_causal
@@ -77,8 +88,8 @@ struct SequenceTables {
 
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
 // seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q %
-// heads_kv == 0. The four views are of one dtype: no kernel takes others yet. Sinks are of that or
-// of fp32.
+// heads_kv == 0. The four views are of one dtype, but that k and v may both be fp8. Sinks are of
+// that dtype or of fp32.
 //
 // With sequences `batch` is their number, seq_q and seq_k bound their lengths, and no bound is set:
 // each sequence is a problem of its own, which the lengths make (cpu/attention_sequences.h).
@@ -92,6 +103,8 @@ struct AttentionProblem {
   void* lse;               // [batch, heads_q, seq_q] or nullptr: fp32, of views of fp64 fp64
   RowStrides lse_strides;  // same axes; element strides of lse, in which the last axis is seq
   HeadLogits sinks;        // absent: none
+  KeyScales k_scale;       // as numbers of k and v stand for this times themselves
+  KeyScales v_scale;
 
   int64_t batch;
   int64_t seq_q;
@@ -116,6 +129,11 @@ struct AttentionProblem {
 
   SequenceTables sequences;
 };
+
+// Whether k and v are not what q is: of 8 bits, or with scales.
+inline bool has_scaled_keys(const AttentionProblem& p) {
+  return p.k.dtype != p.q.dtype || p.k_scale.data != nullptr || p.v_scale.data != nullptr;
+}
 
 // Sets the four fields above from seq_q and seq_k, which may be anything from 0 up.
 void set_bounds(const AttentionMask& mask, AttentionProblem* problem);
@@ -156,6 +174,8 @@ void visit_addresses(AttentionProblem* p, const Visit& visit) {
   visit(&p->out.data);
   visit(&p->lse);
   visit(&p->sinks.data);
+  visit(&p->k_scale.data);
+  visit(&p->v_scale.data);
   SequenceTables& tables = p->sequences;
   for (Numbers* each :
        {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (!__syncthreads_or(suspect) || thread >= kThreadsPerWarp) return;
   const SequenceParams& sequences = params.sequences;
   const SequenceRows rows = sequences.keys_of(cut.tile.sequence);
-  const KeysOfRow keys = {
+  const KeysOfRow<Element> keys = {
       params, sequences.paged != 0 ? sequences.keys.pages_of(cut.tile.sequence) : nullptr,
       rows.batch, rows.begin, cut.tile.head_kv};
   compute_row_again<Element, static_cast<int>(kMaxHeadDim)>(params, cut.tile, keys, row);

@@ -7,7 +7,8 @@
 namespace flashmoe::sm89_decode {
 
 struct Entry : AttentionKernel {
-  int units_log2;  // of four columns of a row of a part
+  int units_log2;    // of four columns of a row of a part
+  bool fp8 = false;  // what keys and values are of
 };
 
 // The second kernel of each type of elements.

@@ -25,7 +25,10 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-constexpr int64_t kChunkElements = 8;  // of 16 bytes
+bool is_fp8(const AttentionProblem& p) { return p.k.dtype == Dtype::kFloat8E4M3; }
+
+// Elements of K or V in a chunk of 16 bytes.
+int64_t chunk_elements(const AttentionProblem& p) { return 16 / dtype_bytes(p.k.dtype); }
 
 int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
 
@@ -44,7 +47,8 @@ const Entry* find_kernel(const AttentionProblem& p) {
   const Entry* best = nullptr;
   const auto padding = [](const Entry& entry) { return entry.dim + entry.dim_v; };
   for (const Entry* entry : kEntries) {
-    if (entry->dtype != p.q.dtype || entry->dim < p.dim || entry->dim_v < p.dim_v) continue;
+    if (entry->dtype != p.q.dtype || entry->fp8 != is_fp8(p)) continue;
+    if (entry->dim < p.dim || entry->dim_v < p.dim_v) continue;
     if (std::strcmp(p.kernel, entry->name) == 0) return entry;
     const bool better = best == nullptr || padding(*entry) < padding(*best) ||
                         (padding(*entry) == padding(*best) &&
@@ -61,14 +65,18 @@ const Kernel& combine_of(const AttentionProblem& p) {
 }
 
 // A stride of an extent that has no second row may be anything.
-uint32_t chunks_of(int64_t stride, int64_t extent) {
-  return extent > 1 ? static_cast<uint32_t>(stride / kChunkElements) : 0;
+uint32_t chunks_of(const AttentionProblem& p, int64_t stride, int64_t extent) {
+  return extent > 1 ? static_cast<uint32_t>(stride / chunk_elements(p)) : 0;
 }
 
 ChunkStrides chunk_strides(const AttentionProblem& p, const RowStrides& strides) {
   const SequenceTables& tables = p.sequences;
-  return {chunks_of(strides.batch, tables.batch_k), chunks_of(strides.seq, tables.rows_k),
-          chunks_of(strides.head, p.heads_kv)};
+  return {chunks_of(p, strides.batch, tables.batch_k), chunks_of(p, strides.seq, tables.rows_k),
+          chunks_of(p, strides.head, p.heads_kv)};
+}
+
+CacheScales cache_scales(const KeyScales& scales) {
+  return {static_cast<const float*>(scales.data), scales.batch_stride, scales.head_stride};
 }
 
 flashmoe_status check_offsets(const char* name, const RowStrides& strides,
@@ -78,8 +86,8 @@ flashmoe_status check_offsets(const char* name, const RowStrides& strides,
   int64_t last = 0;
   const auto fits = [&](int64_t stride, int64_t extent) {
     if (extent <= 1) return true;
-    if (stride % kChunkElements != 0 || stride < 0) return false;
-    const int64_t chunks = stride / kChunkElements;
+    if (stride % chunk_elements(p) != 0 || stride < 0) return false;
+    const int64_t chunks = stride / chunk_elements(p);
     if (chunks > 0 && extent - 1 > (kMost - last) / chunks) return false;
     last += (extent - 1) * chunks;
     return true;
@@ -117,7 +125,10 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
                   "dense batches, accepted are ragged, padded and paged ones");
   }
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
-  if (split_keys(problem) > 0 && problem.seq_q > few_queries(problem) && *problem.kernel == '\0') {
+  if (!is_fp8(problem)) FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
+  // Of fp8 there are no other kernels.
+  if (split_keys(problem) > 0 && problem.seq_q > few_queries(problem) && *problem.kernel == '\0' &&
+      !is_fp8(problem)) {
     return refuse(
         FLASHMOE_ERROR_UNSUPPORTED,
         "split_size and sequences of many queries, whose kernels may not depend on how many "
@@ -162,6 +173,9 @@ Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace)
   params.sequences = sequence_params(p);
   params.k_chunks = chunk_strides(p, p.k.strides);
   params.v_chunks = chunk_strides(p, p.v.strides);
+  params.k_scale = cache_scales(p.k_scale);
+  params.v_scale = cache_scales(p.v_scale);
+  params.fp8 = is_fp8(p) ? 1 : 0;
   params.group = Divisor::of(static_cast<uint32_t>(group_of(p)));
   params.heads_kv = static_cast<int32_t>(p.heads_kv);
   params.split_keys = static_cast<int32_t>(std::min<int64_t>(split_keys(p), kMostTableRows));

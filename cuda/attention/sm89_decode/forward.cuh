@@ -26,9 +26,13 @@ namespace flashmoe::sm89_decode {
 // The fragments of the step that a warp computes next, loaded or on their way.
 template <class Traits>
 struct Ahead {
-  sm89_few_rows::KFragments<Traits> k;
-  sm89_few_rows::VFragments<Traits> v;
+  CachedK<Traits> k;
+  CachedV<Traits> v;
   uint32_t valid;
+  Factors factors;
+  // Of the step behind that one its page, if `asked`: where loads are sent for early.
+  int page;
+  bool asked;
   bool loaded;
 };
 
@@ -36,6 +40,21 @@ struct Ahead {
 template <class Traits>
 __device__ __forceinline__ int first_step(const Segment& segment) {
   return segment.key + warp_index() * Traits::kStepKeys;
+}
+
+// Asks for the page of the step behind `next`, which is of the same segment or of the next one.
+template <class Traits>
+__device__ __forceinline__ void ask_behind(const Params& params, const Segment& segment,
+                                           const Segment& next_segment, const Segment& of, int next,
+                                           Ahead<Traits>& ahead) {
+  int behind = next + Traits::kRoundKeys;
+  const Segment* whose = &of;
+  if (&of == &segment && behind >= segment.end) {
+    whose = &next_segment;
+    behind = first_step<Traits>(next_segment);
+  }
+  ahead.asked = whose->exists != 0 && behind < whose->end;
+  if (ahead.asked) ahead.page = ask_page<Traits>(params, *whose, behind);
 }
 
 // This warp's steps of a segment, and the loads of its first one of the next.
@@ -48,6 +67,8 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
   namespace few = sm89_few_rows;
   few::RowStatistics<Traits> statistics;
   statistics.reset();
+  ValueScales<Traits> value_scales;
+  value_scales.reset();
   few::Accumulators<Traits> out;
 #pragma unroll
   for (int n = 0; n < Traits::kRowBlocks; ++n) {
@@ -64,6 +85,7 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     load_k<Traits>(ahead.k, params, step);
     load_v<Traits>(ahead.v, params, step);
     ahead.valid = step.valid;
+    ahead.factors = step.factors;
   }
   while (key < segment.end) {
     // The next step, of this segment or of the one behind it.
@@ -75,15 +97,31 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
     const bool loads = of == &segment || (next_segment.exists != 0 && next < next_segment.end);
     int page = -1;
-    if (loads) page = ask_page<Traits>(params, *of, next);
+    if (loads) page = ahead.asked ? ahead.page : ask_page<Traits>(params, *of, next);
+    ahead.asked = false;
 
     few::Scores<Traits> scores;
-    few::multiply_k<Traits>(scores, ahead.k, q, shared);
-    Step step = {0, 0, 0};
-    if (loads) {
-      step = find_rows<Traits>(params, *of, next, page);
-      load_k<Traits>(ahead.k, params, step);
+    Step step = {};
+    CachedK<Traits> next_k;
+    CachedV<Traits> next_v;
+    if constexpr (Traits::kKeysEarly) {
+      if (loads) {
+        step = find_rows<Traits>(params, *of, next, page);
+        load_k<Traits>(next_k, params, step);
+        ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
+      }
+      multiply_k<Traits>(scores, ahead.k, q, shared);
+      if constexpr (Traits::kValuesEarly) {
+        if (loads) load_v<Traits>(next_v, params, step);
+      }
+    } else {
+      multiply_k<Traits>(scores, ahead.k, q, shared);
+      if (loads) {
+        step = find_rows<Traits>(params, *of, next, page);
+        load_k<Traits>(ahead.k, params, step);
+      }
     }
+    scale_scores<Traits>(scores, params, ahead.factors);
     if (params.score.capped()) params.score.cap(scores);
     if (ahead.valid != kAllValid<Traits> ||
         (segment.tile.masked != 0 &&
@@ -92,14 +130,23 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
     statistics.rescale(scores, params.score.scale_log2, out);
     few::Probabilities<Traits> p;
-    statistics.exponentiate(p, scores, params.score.scale_log2);
-    few::multiply_v<Traits>(out, ahead.v, p);
-    if (loads) load_v<Traits>(ahead.v, params, step);
+    value_scales.next(params, ahead.factors, out);
+    statistics.exponentiate(p, scores, params.score.scale_log2,
+                            [&](int i, float weight) { return value_scales.weighted(i, weight); });
+    multiply_v<Traits>(out, ahead.v, p);
+    if constexpr (Traits::kValuesEarly) {
+      copy(ahead.v, next_v);
+    } else {
+      if (loads) load_v<Traits>(ahead.v, params, step);
+    }
+    if constexpr (Traits::kKeysEarly) copy(ahead.k, next_k);
     ahead.valid = step.valid;
+    ahead.factors = step.factors;
     ahead.loaded = loads;
     key = of == &segment ? next : segment.end;
   }
-  few::store_part<Traits>(out, statistics, shared, warp_index());
+  value_scales.finish(params, out);
+  few::store_part<Traits>(out, statistics, shared, warp_index(), unit_of<Traits>);
 }
 
 template <class Traits>
@@ -124,6 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   Ahead<Traits> ahead;
   ahead.loaded = false;
+  ahead.asked = false;
   sm89_few_rows::QFragments<Traits> q;
   int slot = 0;
   while (true) {

@@ -6,8 +6,8 @@
 // number is read once a key and warp.
 #pragma once
 
+#include "cuda/attention/sm89_decode/cache.cuh"
 #include "cuda/attention/sm89_decode/share.cuh"
-#include "cuda/attention/sm89_few_rows/products.cuh"
 
 namespace flashmoe::sm89_decode {
 
@@ -16,6 +16,7 @@ struct Step {
   uint32_t k;  // in chunks of 16 bytes
   uint32_t v;
   uint32_t valid;
+  Factors factors;  // of that key
 };
 
 template <class Traits>
@@ -45,67 +46,74 @@ __device__ __forceinline__ Step find_rows(const Params& params, const Segment& s
            static_cast<uint32_t>(segment.tile.head_kv) * strides.head;
   };
   return {offset_of(params.k_chunks), offset_of(params.v_chunks),
-          __ballot_sync(kFullWarp, page >= 0)};
+          __ballot_sync(kFullWarp, page >= 0),
+          factors_of<Traits>(params, page, segment.tile.head_kv)};
 }
 
-__device__ __forceinline__ const uint16_t* row_at(const uint16_t* base, uint32_t chunk) {
-  return base + uint64_t{chunk} * 8;
+// Whether all of a step can be loaded: every key and every column is there.
+template <class Traits>
+__device__ __forceinline__ bool is_whole(const Step& step, int dim, int most) {
+  return step.valid == kAllValid<Traits> && dim == most;
 }
 
 template <class Traits>
-__device__ __forceinline__ void load_k(sm89_few_rows::KFragments<Traits>& fragments,
-                                       const Params& params, const Step& step) {
+__device__ __forceinline__ void load_k(CachedK<Traits>& fragments, const Params& params,
+                                       const Step& step) {
+  using Cached = CachedElement<Traits>;
+  using Layout = KLayout<Traits>;
   const int lane = lane_index();
-  const uint16_t* const base = params.tensors.k + 8 * (lane % 4);
-  if (step.valid == kAllValid<Traits> && params.tensors.dim == Traits::kDim) {
+  const Cached* const base = reinterpret_cast<const Cached*>(params.tensors.k) + Layout::column();
+  if (is_whole<Traits>(step, params.tensors.dim, Traits::kDim)) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
-      const uint16_t* const k = row_at(base, __shfl_sync(kFullWarp, step.k, 8 * i + lane / 4));
+      const Cached* const k = row_at(base, __shfl_sync(kFullWarp, step.k, 8 * i + lane / 4));
 #pragma unroll
-      for (int c = 0; c < Traits::kKChunks; ++c) {
-        ptx::load_streaming(fragments[i][c], k + 32 * c);
+      for (int c = 0; c < Layout::kLoads; ++c) {
+        ptx::load_streaming(fragments[i][c], k + Layout::kStep * c);
       }
     }
   } else {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
       const int key = 8 * i + lane / 4;
-      const uint16_t* const k = row_at(base, __shfl_sync(kFullWarp, step.k, key));
+      const bool there = (step.valid >> key & 1) != 0;
+      const Cached* const k = row_at(base, __shfl_sync(kFullWarp, step.k, key));
 #pragma unroll
-      for (int c = 0; c < Traits::kKChunks; ++c) {
-        const bool valid =
-            (step.valid >> key & 1) != 0 && 32 * c + 8 * (lane % 4) < params.tensors.dim;
-        ptx::load_streaming_or_zero(fragments[i][c], k + 32 * c, valid);
+      for (int c = 0; c < Layout::kLoads; ++c) {
+        const int columns = params.tensors.dim - Layout::kStep * c - Layout::column();
+        load_columns(fragments[i][c], k + Layout::kStep * c, there ? columns : 0);
       }
     }
   }
 }
 
 template <class Traits>
-__device__ __forceinline__ void load_v(sm89_few_rows::VFragments<Traits>& fragments,
-                                       const Params& params, const Step& step) {
+__device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params& params,
+                                       const Step& step) {
+  using Cached = CachedElement<Traits>;
+  using Layout = VLayout<Traits>;
   const int lane = lane_index();
-  const uint16_t* const base = params.tensors.v + 8 * (lane / 4);
-  if (step.valid == kAllValid<Traits> && params.tensors.dim_v == Traits::kDimV) {
+  const Cached* const base = reinterpret_cast<const Cached*>(params.tensors.v) + Layout::column();
+  if (is_whole<Traits>(step, params.tensors.dim_v, Traits::kDimV)) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
       const int key = sm89_few_rows::v_key(i) + 2 * (lane % 4);
-      const uint16_t* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
+      const Cached* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
 #pragma unroll
-      for (int c = 0; c < Traits::kVChunks; ++c) {
-        ptx::load_streaming(fragments[i][c], v + 64 * c);
+      for (int c = 0; c < Layout::kLoads; ++c) {
+        ptx::load_streaming(fragments[i][c], v + Layout::kStep * c);
       }
     }
   } else {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
       const int key = sm89_few_rows::v_key(i) + 2 * (lane % 4);
-      const uint16_t* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
+      const bool there = (step.valid >> key & 1) != 0;
+      const Cached* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
 #pragma unroll
-      for (int c = 0; c < Traits::kVChunks; ++c) {
-        const bool valid =
-            (step.valid >> key & 1) != 0 && 64 * c + 8 * (lane / 4) < params.tensors.dim_v;
-        ptx::load_streaming_or_zero(fragments[i][c], v + 64 * c, valid);
+      for (int c = 0; c < Layout::kLoads; ++c) {
+        const int columns = params.tensors.dim_v - Layout::kStep * c - Layout::column();
+        load_columns(fragments[i][c], v + Layout::kStep * c, there ? columns : 0);
       }
     }
   }

@@ -48,12 +48,22 @@ struct CutTile {
   int32_t second;  // place of part i, less i, of the others
 };
 
+// Factors of keys or values: [first extent of k, heads_kv]; data is nullptr: all are 1.
+struct CacheScales {
+  const float* data;
+  int64_t page;  // elements, or those of rows of the batch
+  int64_t head;
+};
+
 struct Params {
-  AttentionTensors tensors;
+  AttentionTensors tensors;  // k and v: whatever they are of
   ScoreOptions score;
   SequenceParams sequences;
   ChunkStrides k_chunks;
   ChunkStrides v_chunks;
+  CacheScales k_scale;
+  CacheScales v_scale;
+  int32_t fp8;    // what k and v are of, else of q's type
   Divisor group;  // query heads of a KV head
   int32_t heads_kv;
   int32_t split_keys;  // a chunk's; 0: blocks take equal shares

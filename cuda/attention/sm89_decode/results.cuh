@@ -6,7 +6,25 @@
 
 namespace flashmoe::sm89_decode {
 
+// A row of K or V, whose elements are read one by one: nullptr of a hidden one.
+template <class Element>
+struct CachedRow {
+  const uint8_t* data;
+  bool fp8;
+
+  __device__ __forceinline__ CachedRow(std::nullptr_t) : data(nullptr), fp8(false) {}
+  __device__ __forceinline__ CachedRow(const uint8_t* row, bool is_fp8) : data(row), fp8(is_fp8) {}
+  __device__ __forceinline__ bool operator!=(std::nullptr_t) const { return data != nullptr; }
+  __device__ __forceinline__ bool operator==(std::nullptr_t) const { return data == nullptr; }
+  // Its bits, of the queries' type.
+  __device__ __forceinline__ uint16_t operator[](int column) const {
+    if (fp8) return numeric::widen_one<Element>(data[column]);
+    return reinterpret_cast<const uint16_t*>(data)[column];
+  }
+};
+
 // Where the rows of a sequence's keys are: nullptr where their page is none.
+template <class Element>
 struct KeysOfRow {
   const Params& params;
   const int32_t* pages;
@@ -14,26 +32,33 @@ struct KeysOfRow {
   int begin_k;
   int head_kv;
 
-  __device__ __forceinline__ const uint16_t* row_of(const uint16_t* base,
-                                                    const ChunkStrides& strides, int key) const {
-    int page = batch_k;
-    int row = begin_k + key;
-    if (pages != nullptr) {
-      const KeyTables::Place place = params.sequences.keys.place_of(pages, row);
-      if (place.batch < 0) return nullptr;
-      page = place.batch;
-      row = place.row;
-    }
-    return row_at(base, static_cast<uint32_t>(page) * strides.page +
-                            static_cast<uint32_t>(row) * strides.row +
-                            static_cast<uint32_t>(head_kv) * strides.head);
+  __device__ __forceinline__ KeyTables::Place place_of(int key) const {
+    if (pages == nullptr) return {batch_k, begin_k + key};
+    return params.sequences.keys.place_of(pages, begin_k + key);
   }
-  __device__ __forceinline__ const uint16_t* k(int key) const {
+  __device__ __forceinline__ CachedRow<Element> row_of(const uint16_t* base,
+                                                       const ChunkStrides& strides, int key) const {
+    const KeyTables::Place place = place_of(key);
+    if (place.batch < 0) return nullptr;
+    const uint32_t chunk = static_cast<uint32_t>(place.batch) * strides.page +
+                           static_cast<uint32_t>(place.row) * strides.row +
+                           static_cast<uint32_t>(head_kv) * strides.head;
+    return {row_at(reinterpret_cast<const uint8_t*>(base), chunk), params.fp8 != 0};
+  }
+  __device__ __forceinline__ CachedRow<Element> k(int key) const {
     return row_of(params.tensors.k, params.k_chunks, key);
   }
-  __device__ __forceinline__ const uint16_t* v(int key) const {
+  __device__ __forceinline__ CachedRow<Element> v(int key) const {
     return row_of(params.tensors.v, params.v_chunks, key);
   }
+
+  // Of keys that are not hidden.
+  __device__ __forceinline__ float scale_of(const CacheScales& scales, int key) const {
+    if (scales.data == nullptr) return 1.0f;
+    return scales.data[place_of(key).batch * scales.page + head_kv * scales.head];
+  }
+  __device__ __forceinline__ float k_scale(int key) const { return scale_of(params.k_scale, key); }
+  __device__ __forceinline__ float v_scale(int key) const { return scale_of(params.v_scale, key); }
 };
 
 // Writes four columns of one row, and lse with the first ones. Returns whether something among them
@@ -61,7 +86,7 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
 // A row computed again, by a warp.
 template <class Element, int kDimV>
 __device__ __forceinline__ void compute_row_again(const Params& params, const TileRows& tile,
-                                                  const KeysOfRow& keys, int row) {
+                                                  const KeysOfRow<Element>& keys, int row) {
   const RowOf where(params, tile, row);
   masked_row_fallback<Element, kDimV>(
       params.tensors, params.score,
@@ -120,8 +145,8 @@ __device__ __forceinline__ bool finish_segment(const Params& params, const Segme
 
 template <class Traits>
 __device__ __forceinline__ void compute_rows_again(const Params& params, const Segment& segment) {
-  const KeysOfRow keys = {params, segment.pages, segment.batch_k, segment.begin_k,
-                          segment.tile.head_kv};
+  const KeysOfRow<typename Traits::Element> keys = {params, segment.pages, segment.batch_k,
+                                                    segment.begin_k, segment.tile.head_kv};
   for (int row = warp_index(); row < segment.tile.rows; row += kWarps) {
     compute_row_again<typename Traits::Element, Traits::kDimV>(params, segment.tile, keys, row);
   }

@@ -68,9 +68,15 @@ struct BlockState {
   Segment segments[kSegments];
 };
 
-template <class Element, int kDim, int kDimV, int kRows>
+// Of keys and values of the queries' type, or of fp8. Steps are the same: so bits are, too.
+template <class Element, int kDim, int kDimV, int kRows, bool kFp8_>
 struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
   using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
+
+  static constexpr bool kFp8 = kFp8_;
+  // Loads of fp8 are half as large, and leave registers for more of them on their way.
+  static constexpr bool kKeysEarly = kFp8;
+  static constexpr bool kValuesEarly = kFp8 && kDim + kDimV <= 256;
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
   // Behind what the few-row kernels have: the sum of a tile's chunks, and the block's state.

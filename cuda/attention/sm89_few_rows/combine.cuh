@@ -20,11 +20,17 @@ __device__ __forceinline__ int swizzle(int row, int unit) {
   return unit ^ (row / 2 % 2 + row / 4 % 2 * 4);
 }
 
-// Leaves a warp's part in shared memory.
-template <class Traits>
+// The unit of this lane's columns of the m16 blocks 2i and 2i + 1.
+__device__ __forceinline__ int unit_of(int i) {
+  return 16 * (i / 2) + 2 * (lane_index() / 4) + i % 2;
+}
+
+// Leaves a warp's part in shared memory, of units that `unit_of` says.
+template <class Traits, class UnitOf>
 __device__ __forceinline__ void store_part(const Accumulators<Traits>& out,
                                            const RowStatistics<Traits>& statistics,
-                                           const Shared<Traits>& shared, int warp) {
+                                           const Shared<Traits>& shared, int warp,
+                                           const UnitOf& unit_of) {
   const int lane = lane_index();
   float4* part = shared.warp_parts() + warp * Traits::kUnits;
 #pragma unroll
@@ -41,14 +47,10 @@ __device__ __forceinline__ void store_part(const Accumulators<Traits>& out,
             make_float2(statistics.row_max[n][e], sum);
       }
 #pragma unroll
-      for (int c = 0; c < Traits::kVChunks; ++c) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int j = 4 * c + 2 * half;
-          const int unit = 16 * c + 2 * (lane / 4) + half;
-          part[row * Traits::kUnitsPerRow + swizzle(row, unit)] =
-              make_float4(out[n][j][e], out[n][j][2 + e], out[n][j + 1][e], out[n][j + 1][2 + e]);
-        }
+      for (int i = 0; i < Traits::kDimV / 32; ++i) {
+        const int j = 2 * i;
+        part[row * Traits::kUnitsPerRow + swizzle(row, unit_of(i))] =
+            make_float4(out[n][j][e], out[n][j][2 + e], out[n][j + 1][e], out[n][j + 1][2 + e]);
       }
     }
   }

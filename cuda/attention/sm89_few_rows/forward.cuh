@@ -109,7 +109,7 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
       load_v<Traits>(v_now, v, params.tensors.v_strides.seq, end - next, params.tensors.dim_v);
     key = next;
   }
-  store_part<Traits>(out, statistics, shared, warp);
+  store_part<Traits>(out, statistics, shared, warp, unit_of);
 }
 
 template <class Traits>

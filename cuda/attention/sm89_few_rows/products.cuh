@@ -111,6 +111,20 @@ __device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChu
   }
 }
 
+// Chunk c of rows 8n + g of Q.
+template <class Traits>
+__device__ __forceinline__ void query_chunk(uint32_t (&b)[4], const QFragments<Traits>& q,
+                                            const Shared<Traits>& shared, int n, int c) {
+  if constexpr (Traits::kQueriesInRegisters) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) b[e] = q[n][c][e];
+  } else {
+    const uint4 chunk =
+        shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()];
+    b[0] = chunk.x, b[1] = chunk.y, b[2] = chunk.z, b[3] = chunk.w;
+  }
+}
+
 // scores = K Q^T
 template <class Traits>
 __device__ __forceinline__ void multiply_k(Scores<Traits>& scores, const KFragments<Traits>& k,
@@ -129,14 +143,7 @@ __device__ __forceinline__ void multiply_k(Scores<Traits>& scores, const KFragme
 #pragma unroll
     for (int n = 0; n < Traits::kRowBlocks; ++n) {
       uint32_t b[4];
-      if constexpr (Traits::kQueriesInRegisters) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) b[e] = q[n][c][e];
-      } else {
-        const uint4 chunk =
-            shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()];
-        b[0] = chunk.x, b[1] = chunk.y, b[2] = chunk.z, b[3] = chunk.w;
-      }
+      query_chunk<Traits>(b, q, shared, n, c);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -259,6 +266,13 @@ struct RowStatistics {
   // p = 2^(scores * scale_log2 - row_max), rounded, as B fragments.
   __device__ __forceinline__ void exponentiate(Probabilities<Traits>& p,
                                                const Scores<Traits>& scores, float scale_log2) {
+    exponentiate(p, scores, scale_log2, [](int, float weight) { return weight; });
+  }
+  // The same, with what `of_values(i, p)` makes of those of keys 8i + g before they are rounded.
+  template <class OfValues>
+  __device__ __forceinline__ void exponentiate(Probabilities<Traits>& p,
+                                               const Scores<Traits>& scores, float scale_log2,
+                                               const OfValues& of_values) {
 #pragma unroll
     for (int m = 0; m < Traits::kKeyBlocks; ++m) {
 #pragma unroll
@@ -270,6 +284,7 @@ struct RowStatistics {
           for (int e = 0; e < 2; ++e) {
             row[e] = probability(scores[m][n][2 * h + e], scale_log2, row_max[n][e]);
             sum[n][e] += row[e];
+            row[e] = of_values(2 * m + h, row[e]);
           }
           p[m][n][h] = ptx::transpose_8x8(
               numeric::ElementTraits<typename Traits::Element>::pack(row[0], row[1]));

@@ -18,7 +18,7 @@ from flashmoe_science.torch.operators import (
 
 _TENSORS = (
     "k", "v", "k_cache", "v_cache", "slots", "cache_seqlens", "cu_seqlens", "seqused",
-    "batch_index", "page_table", "positions", "rotary_cos", "rotary_sin", "q",
+    "batch_index", "page_table", "positions", "rotary_cos", "rotary_sin", "k_scale", "v_scale", "q",
 )  # fmt: skip
 _OPTIONS = ("interleaved", "q_stays", "layout", "kernel")
 
@@ -33,7 +33,10 @@ def _kernel(*arguments: Any) -> Any:
     tensors, options = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
     call: Callable[..., Any] = _core.kv_append  # whose arguments a tuple has
     interleaved, q_stays, layout, kernel = options
-    return call(*tensors[:-1], interleaved, tensors[-1], q_stays, layout, None, kernel, None)
+    *others, k_scale, v_scale, q = tensors
+    return call(
+        *others, interleaved, q, q_stays, layout, None, kernel, None, k_scale, v_scale
+    )  # fmt: skip
 
 
 def _check(*arguments: Any) -> None:
@@ -60,7 +63,8 @@ def _schema(q: str, result: str) -> str:
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? slots, "
         "Tensor? cache_seqlens, Tensor? cu_seqlens, Tensor? seqused, Tensor? batch_index, "
         "Tensor? page_table, Tensor? positions, Tensor? rotary_cos, Tensor? rotary_sin, "
-        f"{q}bool interleaved, bool q_stays, str layout, str? kernel) -> {result}"
+        f"Tensor? k_scale, Tensor? v_scale, {q}bool interleaved, bool q_stays, str layout, "
+        f"str? kernel) -> {result}"
     )
 
 
@@ -93,6 +97,8 @@ def kv_append(
     q_stays: bool = False,
     layout: Literal["bshd", "bhsd"] = "bshd",
     q_out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
@@ -104,10 +110,10 @@ def kv_append(
     if _is_plain(k) or _leaves_graph(k, q_out=q_out, stream=stream):
         try:
             return _core.kv_append(
-                *tensors, interleaved, q, q_stays, layout, q_out, kernel, stream
+                *tensors, interleaved, q, q_stays, layout, q_out, kernel, stream, k_scale, v_scale
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(q_out=q_out, stream=stream)
     if q is None:
-        return _kv_append(*tensors, interleaved, q_stays, layout, kernel)
-    return _kv_append_with_q(*tensors, q, interleaved, q_stays, layout, kernel)
+        return _kv_append(*tensors, k_scale, v_scale, interleaved, q_stays, layout, kernel)
+    return _kv_append_with_q(*tensors, k_scale, v_scale, q, interleaved, q_stays, layout, kernel)

@@ -28,6 +28,7 @@ from flashmoe_science._dispatch import (
 )
 from flashmoe_science.attention import (
     BOUNDS,
+    SCALES,
     SEQUENCES,
     AttentionGradients,
     _flash_attention_backward,
@@ -430,8 +431,9 @@ _TABLES = len(SEQUENCES) - BOUNDS  # the first of them
 _RAGGED_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, "
-    "Tensor? page_table, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? split_size, "
-    "str causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, "
+    "Tensor? page_table, Tensor? k_scale, Tensor? v_scale, SymInt? max_seqlen_q, "
+    "SymInt? max_seqlen_k, SymInt? split_size, str causal, SymInt? window_left, "
+    "SymInt? window_right, float? scale, float? softcap, "
     "str layout, str? kernel) -> "
 )
 
@@ -479,11 +481,12 @@ def _refuse_shared_keys(*arguments: Any) -> None:
     """Of a graph in which extents are symbols, too: these the library does not look at."""
     dense, sequences = _ragged_arguments(arguments)
     named = dict(zip(SEQUENCES, sequences, strict=True))
-    given = [name for name in ("batch_index", "page_table") if named[name] is not None]
+    given = [n for n in ("batch_index", "page_table", *SCALES) if named[n] is not None]
     if given:
         tensors, _ = _attention_arguments(dense)
         recorded = next(n for n, x in tensors.items() if x is not None and x.requires_grad)
-        raise UnsupportedError(_autograd.SHARED_KEYS.format(recorded, given[0]))
+        lacking = _autograd.SCALED_KEYS if given[0] in SCALES else _autograd.SHARED_KEYS
+        raise UnsupportedError(lacking.format(recorded, given[0]))
 
 
 def _check_ragged_gradients(*arguments: Any) -> None:
@@ -589,6 +592,8 @@ def flash_attention(
     k_begin: torch.Tensor | None = None,
     batch_index: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -597,7 +602,7 @@ def flash_attention(
     what is returned is token by token in memory in either layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k, split_size,
+        k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
@@ -688,7 +693,7 @@ def _compute_gradients(
     if wanted:
         tensors["dout"] = _autograd.readable(tensors["dout"])
         given: dict[str, Any] = tensors | options | {name: made[name] for name in wanted}
-        given |= sequences
+        given |= {name: x for name, x in sequences.items() if name not in SCALES}
         with torch.no_grad():
             fm.flash_attention_backward(**given, wanted=(False, False, False, False))
     return tuple(made.values())
@@ -806,7 +811,8 @@ _ragged_backward = _define(
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, Tensor? page_table, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? split_size, str causal, "
+    "Tensor? k_scale, Tensor? v_scale, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    "SymInt? split_size, str causal, "
     "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
     "bool[] wanted, str? kernel) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _ragged_backward_kernel, _ragged_backward_fake, check=_ragged_backward_check,
@@ -853,7 +859,7 @@ def flash_attention_backward(
     layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        max_seqlen_q, max_seqlen_k, split_size,
+        None, None, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "stream": stream}
     if _is_plain(q) or _leaves_graph(q, **given):
