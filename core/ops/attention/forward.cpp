@@ -40,11 +40,13 @@ struct AttentionForward {
   static constexpr char kParams[] = "flashmoe_attention_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, window);
-  static constexpr std::array<TensorMember<Params>, 13> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 15> kTensors = {{
       {"q", &Params::q},
       {"k", &Params::k},
       {"v", &Params::v},
       {"sinks", &Params::sinks},
+      {"attn_bias", &Params::attn_bias},
+      {"attn_mask", &Params::attn_mask},
       {"cu_seqlens_q", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_q>},
       {"cu_seqlens_k", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_k>},
       {"seqused_q", nullptr, table_of<&flashmoe_attention_sequences::seqused_q>},
@@ -55,7 +57,7 @@ struct AttentionForward {
       {"out", &Params::out},
       {"lse", &Params::lse},
   }};
-  static constexpr size_t kFirstOutput = 11;
+  static constexpr size_t kFirstOutput = 13;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const AttentionFamily* kFamilies[] = {
@@ -85,6 +87,7 @@ struct AttentionForward {
     FLASHMOE_TRY(check_attention(arguments, problem, &views));
     FLASHMOE_TRY(check_no_overlap("out", views.out, 4));
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
+    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, problem));
     if (params.lse == nullptr) return FLASHMOE_OK;
     View lse;
     FLASHMOE_TRY(check_row_numbers("lse", params.lse, arguments, views.q, *problem, &lse,
@@ -101,8 +104,9 @@ struct AttentionForward {
     char options[128];
     print_attention(p, call, sizeof call);
     print_options(kScoreOptions<Params>, params, options, sizeof options);
-    std::snprintf(text, size, "%s%s sinks=%s lse=%s", call, options,
-                  p.sinks.data != nullptr ? "yes" : "no", p.lse != nullptr ? "yes" : "no");
+    std::snprintf(text, size, "%s%s sinks=%s%s lse=%s", call, options,
+                  p.sinks.data != nullptr ? "yes" : "no", BiasAndMaskText(p).text,
+                  p.lse != nullptr ? "yes" : "no");
   }
 };
 

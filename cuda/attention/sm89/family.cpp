@@ -65,6 +65,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   FLASHMOE_TRY(refuse_split_size(problem, reason));
+  FLASHMOE_TRY(refuse_bias_and_mask(problem, reason));
   const bool ragged = problem.sequences.given;
   const Entry* entry = find_entry(
       kEntries, problem, [&](const Entry& each) { return each.ragged == ragged; },

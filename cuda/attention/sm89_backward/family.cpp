@@ -41,6 +41,7 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
                          DeviceName::cuda(device_id).text, facts->compute_capability / 10,
                          facts->compute_capability % 10);
   }
+  FLASHMOE_TRY(refuse_bias_and_mask(problem, reason));
   FLASHMOE_TRY(attention_backward::check_lengths(problem, reason));
   const bool ragged = problem.sequences.given;
   const Entry* const entry = find_entry(
