@@ -87,7 +87,8 @@ __device__ __forceinline__ void prepare_rows(const CommonParams& params, const O
         return numbers[batch * strides.batch + head * strides.head + (begin + row) * strides.seq];
       };
       if (params.dlse != nullptr) delta -= of_row(params.dlse, params.dlse_strides);
-      params.row_lse[place] = of_row(params.lse, params.lse_strides) * kLog2E;
+      const float lse = of_row(params.lse, params.lse_strides);
+      params.row_lse[place] = kIsBiased<Traits> ? lse : lse * kLog2E;
       params.row_delta[place] = delta;
     } else {
       params.row_lse[place] = INFINITY;
