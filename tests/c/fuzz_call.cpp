@@ -1,5 +1,6 @@
 #include "fuzz_call.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -210,6 +211,15 @@ const unsigned char* element_at(const Call& call, const Argument& argument, int6
 
 namespace {
 
+// Whether the struct that the library reads has the field, and a tensor in it.
+bool is_given(const Call& call, const flashmoe_tensor* flashmoe_attention_forward_params::* forward,
+              const flashmoe_tensor* flashmoe_attention_backward_params::* backward) {
+  if (!call.is_backward) return as_given(call.params).*forward != nullptr;
+  flashmoe_attention_backward_params known = {};
+  std::memcpy(&known, &call.backward, std::min(call.backward.struct_size, sizeof known));
+  return known.*backward != nullptr;
+}
+
 // Of an extent of 1 the one element.
 const unsigned char* pair_at(const Argument& argument, int64_t b, int64_t h, int64_t i, int64_t j) {
   const int64_t* const shape = argument.shape;
@@ -223,13 +233,14 @@ bool sees(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
   const flashmoe_attention_forward_params p = as_given(call.params);
   const int seq = p.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
   if (!is_seen(p, i, j, call.q.shape[seq], call.k.shape[seq])) return false;
-  const bool masked = (call.is_backward ? call.backward.attn_mask : p.attn_mask) != nullptr;
+  const bool masked = is_given(call, &flashmoe_attention_forward_params::attn_mask,
+                               &flashmoe_attention_backward_params::attn_mask);
   return !masked || *pair_at(call.attn_mask, b, h, i, j) != 0;
 }
 
 double bias_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const flashmoe_attention_forward_params p = as_given(call.params);
-  const bool biased = (call.is_backward ? call.backward.attn_bias : p.attn_bias) != nullptr;
+  const bool biased = is_given(call, &flashmoe_attention_forward_params::attn_bias,
+                               &flashmoe_attention_backward_params::attn_bias);
   return biased ? load(pair_at(call.attn_bias, b, h, i, j), call.attn_bias.tensor.dtype) : 0.0;
 }
 
