@@ -153,12 +153,10 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     nb::dict named = named_options(AttentionCall::kOptions, options);
     named["return_lse"] = return_lse;
     return nb::module_::import_("flashmoe_science._dispatch")
-        .attr("flash_attention")(named_tensors({{"q", q}, {"k", k}, {"v", v}},
-                                               {{"sinks", sinks},
-                                                {"attn_bias", attn_bias},
-                                                {"attn_mask", attn_mask}}),
-                                 named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream,
-                                 sequences);
+        .attr("flash_attention")(
+            named_tensors({{"q", q}, {"k", k}, {"v", v}},
+                          {{"sinks", sinks}, {"attn_bias", attn_bias}, {"attn_mask", attn_mask}}),
+            named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream, sequences);
   }
   AttentionCall call;
   parse_options(AttentionCall::kOptions, options, &call.params);

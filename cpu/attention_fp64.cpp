@@ -155,8 +155,7 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
     const double before = maximum;
     for (int64_t i = 0; i < keys; ++i) {
       const double bias = rows.bias(row, key + i);
-      const double* const k =
-          bias != -kInfinity ? rows.key_anywhere(key + i, p.k) : nullptr;
+      const double* const k = bias != -kInfinity ? rows.key_anywhere(key + i, p.k) : nullptr;
       sees_keys = sees_keys || k != nullptr;
       logits[i] = k != nullptr ? logit.of(dot(q, k, p.dim)) + bias : -kInfinity;
       if (logits[i] > maximum) maximum = logits[i];
@@ -169,7 +168,8 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
       const double weight = std::exp(logits[i] - base);
       sum += weight;
       const double* const v = rows.key_anywhere(key + i, p.v);
-      if (v != nullptr && rows.bias(row, key + i) != -kInfinity) add_multiple(weight, v, p.dim_v, sums);
+      if (v != nullptr && rows.bias(row, key + i) != -kInfinity)
+        add_multiple(weight, v, p.dim_v, sums);
     }
   }
   const double sink = sink_of(p.sinks, rows.head(row));

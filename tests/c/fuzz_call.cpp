@@ -352,19 +352,26 @@ void make_valid(Random* random, Call* call) {
     Argument* argument;
     int rank;
     const int64_t* shape;
-  } all[] = {{"q", &call->q, 4, rows_q},         {"k", &call->k, 4, rows_k},
-             {"v", &call->v, 4, rows_v},         {"out", &call->out, 4, rows_out},
-             {"lse", &call->lse, 3, numbers},    {"sinks", &call->sinks, 1, heads},
-             {"dout", &call->dout, 4, rows_out}, {"dlse", &call->dlse, 3, numbers},
-             {"dq", &call->dq, 4, rows_q},       {"dk", &call->dk, 4, rows_k},
-             {"dv", &call->dv, 4, rows_v},       {"dsinks", &call->dsinks, 1, heads},
+  } all[] = {{"q", &call->q, 4, rows_q},
+             {"k", &call->k, 4, rows_k},
+             {"v", &call->v, 4, rows_v},
+             {"out", &call->out, 4, rows_out},
+             {"lse", &call->lse, 3, numbers},
+             {"sinks", &call->sinks, 1, heads},
+             {"dout", &call->dout, 4, rows_out},
+             {"dlse", &call->dlse, 3, numbers},
+             {"dq", &call->dq, 4, rows_q},
+             {"dk", &call->dk, 4, rows_k},
+             {"dv", &call->dv, 4, rows_v},
+             {"dsinks", &call->dsinks, 1, heads},
              {"attn_bias", &call->attn_bias, 4, pairs[0]},
              {"attn_mask", &call->attn_mask, 4, pairs[1]}};
   for (const auto& each : all) {
     each.argument->name = each.name;
     each.argument->rank = each.rank;
     std::memcpy(each.argument->shape, each.shape, sizeof rows_q);
-    if (each.rank == 4 && bhsd && each.shape != pairs[0] && each.shape != pairs[1]) std::swap(each.argument->shape[1], each.argument->shape[2]);
+    if (each.rank == 4 && bhsd && each.shape != pairs[0] && each.shape != pairs[1])
+      std::swap(each.argument->shape[1], each.argument->shape[2]);
   }
   for (int i = 0; i < call->count(); ++i) {
     Argument& argument = *call->arguments[static_cast<size_t>(i)];
@@ -377,7 +384,8 @@ void make_valid(Random* random, Call* call) {
       argument.tensor.dtype = random->one_of<flashmoe_dtype>(
           {{FLASHMOE_DTYPE_UINT, 8, 1}, {FLASHMOE_DTYPE_BOOL, 8, 1}});
     }
-    const bool may_be_single = argument.rank == 1 || &argument == &call->attn_bias || (call->is_backward && call->is_output(i));
+    const bool may_be_single = argument.rank == 1 || &argument == &call->attn_bias ||
+                               (call->is_backward && call->is_output(i));
     if (may_be_single && random->chance(0.4)) argument.tensor.dtype = single;
     argument.allocate(random, call->is_output(i) || &argument == &call->lse);  // a row has its own
     *call->slots[static_cast<size_t>(i)] = &argument.tensor;

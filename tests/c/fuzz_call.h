@@ -78,8 +78,8 @@ struct Argument {
 struct Call {
   explicit Call(bool is_backward) : is_backward(is_backward) {
     if (is_backward) {
-      arguments.insert(arguments.end(), {&dout, &dlse, &sinks, &attn_bias, &attn_mask, &dq, &dk,
-                                         &dv, &dsinks});
+      arguments.insert(arguments.end(),
+                       {&dout, &dlse, &sinks, &attn_bias, &attn_mask, &dq, &dk, &dv, &dsinks});
       slots.insert(slots.end(), {&backward.dout, &backward.dlse, &backward.sinks,
                                  &backward.attn_bias, &backward.attn_mask, &backward.dq,
                                  &backward.dk, &backward.dv, &backward.dsinks});

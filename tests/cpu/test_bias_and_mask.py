@@ -47,9 +47,7 @@ class Case:
         made = capi.attention_backward(
             self.dout, self.q, self.k, self.v, out, lse, dlse, **self.options, lib=lib
         )
-        assert_gradients_accurate(
-            made, self.dout, self.q, self.k, self.v, dlse, **self.options
-        )
+        assert_gradients_accurate(made, self.dout, self.q, self.k, self.v, dlse, **self.options)
         return out, lse, made
 
 
@@ -175,9 +173,7 @@ def test_a_sink_is_all_that_a_blind_row_has(
     )
     quiet = case.dout.copy()
     quiet[0, 0] = 0
-    assert_gradients_accurate(
-        made, quiet, case.q, case.k, case.v, None, sinks, **case.options
-    )
+    assert_gradients_accurate(made, quiet, case.q, case.k, case.v, None, sinks, **case.options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -205,9 +201,7 @@ def test_nan_of_hidden_keys_reaches_nothing(
     for x in (case.q, case.k, case.v, case.dout):
         x[~np.isfinite(x.astype(np.float32))] = 0
     assert_accurate(out, lse, case.q, case.k, case.v, **case.options)
-    assert_gradients_accurate(
-        made, case.dout, case.q, case.k, case.v, **case.options
-    )
+    assert_gradients_accurate(made, case.dout, case.q, case.k, case.v, **case.options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,9 +27,7 @@ OPTIONS = {
 }
 # The native function has those of ragged, padded and paged batches in one tuple, and these behind.
 PAIRS = ("attn_bias", "attn_mask")
-DENSE = {
-    name: parameter for name, parameter in OPTIONS.items() if name not in (*SEQUENCES, *PAIRS)
-}
+DENSE = {name: parameter for name, parameter in OPTIONS.items() if name not in (*SEQUENCES, *PAIRS)}
 
 
 def test_it_looks_like_a_function_of_the_package() -> None:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 fmt = pytest.importorskip("flashmoe_science.torch")
 
 import flashmoe_science as fm  # noqa: E402
-from torch.nn import functional as F  # noqa: E402, N812
+from torch.nn import functional as F  # noqa: E402
 
 SEQ_Q, SEQ_K, HEADS, BATCH = 13, 21, 4, 2
 # Shapes that torch broadcasts to [batch, heads, queries, keys].

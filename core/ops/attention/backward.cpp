@@ -183,8 +183,8 @@ struct AttentionBackward {
       return tensor != nullptr ? dtype_name(gradient.dtype) : "no";
     };
     std::snprintf(text, size, "%s%s%s%s dlse=%s dq=%s dk=%s dv=%s dsinks=%s", call, scores, options,
-                  BiasAndMaskText(p).text, params.dlse != nullptr ? "yes" : "no", dtype_of(params.dq, p.dq),
-                  dtype_of(params.dk, p.dk), dtype_of(params.dv, p.dv),
+                  BiasAndMaskText(p).text, params.dlse != nullptr ? "yes" : "no",
+                  dtype_of(params.dq, p.dq), dtype_of(params.dk, p.dk), dtype_of(params.dv, p.dv),
                   dtype_of(params.dsinks, p.dsinks));
   }
 };
