@@ -323,7 +323,8 @@ def flash_attention(
         sequences = joined(tables, bounds) or NO_SEQUENCES
         return flash_attention_backward(
             readable(dout), q, k, v, out, lse, dlse=dlse, sinks=sinks, attn_bias=attn_bias,
-            attn_mask=attn_mask, **of_scores, wanted=wanted[: len(tensors)], **dict(zip(SEQUENCES, sequences, strict=True)),
+            attn_mask=attn_mask, **of_scores, wanted=wanted[: len(tensors)],
+            **dict(zip(SEQUENCES, sequences, strict=True)),
         )  # fmt: skip
 
     made = attend(compute, differentiate, tensors | pairs | tables)

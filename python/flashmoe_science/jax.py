@@ -530,8 +530,8 @@ def without_gradient(name: str, array: Any) -> Any:
 
     def refuse(primals: Any, tangents: Any) -> NoReturn:
         raise UnsupportedError(
-            f"{name}: got one that is differentiated, but no kernel computes the gradient of a bias "
-            "in this version; pass jax.lax.stop_gradient of it"
+            f"{name}: got one that is differentiated, but no kernel computes the gradient of a "
+            "bias in this version; pass jax.lax.stop_gradient of it"
         )
 
     same: Any = jax.custom_jvp(lambda x: x)

@@ -35,7 +35,8 @@ def test_it_looks_like_a_function_of_the_package() -> None:
     parameters = inspect.signature(function).parameters
     assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters.values()) == (
         "q, k, v, causal=False, window=None, scale=None, softcap=None, sinks=None, "
-        "attn_bias=None, attn_mask=None, layout='bshd', return_lse=False, out=None, lse=None, kernel=None, stream=None, "
+        "attn_bias=None, attn_mask=None, layout='bshd', return_lse=False, out=None, lse=None, "
+        "kernel=None, stream=None, "
         "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, k_begin=None, "
         "batch_index=None, page_table=None, max_seqlen_q=None, max_seqlen_k=None, "
         "split_size=None"

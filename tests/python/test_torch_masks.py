@@ -210,7 +210,8 @@ def test_vmap_and_grad(batched_mask: bool) -> None:
     [
         (torch.ones(SEQ_Q, 20, dtype=torch.bool),
          "attn_mask: dimension -1 is 20, accepted are key's sequence length 21 and 1"),
-        (torch.ones(3, 1, 1, dtype=torch.bool), "attn_mask: dimension -3 is 3, accepted are 4 and 1"),
+        (torch.ones(3, 1, 1, dtype=torch.bool),
+         "attn_mask: dimension -3 is 3, accepted are 4 and 1"),
         (torch.ones(1, 1, dtype=torch.int32), "attn_mask: got dtype torch.int32, accepted are"),
         (torch.ones(1, 1, 1, 1, 1, dtype=torch.bool), "attn_mask: got 5 dimensions"),
     ],
@@ -223,5 +224,5 @@ def test_errors(mask: Any, sentence: str) -> None:
 
 def test_not_beside_is_causal() -> None:
     mask = torch.ones(SEQ_Q, SEQ_K, dtype=torch.bool)
-    with pytest.raises(ValueError, match="^attn_mask: got one beside is_causal=True"):
+    with pytest.raises(ValueError, match=r"^attn_mask: got one beside is_causal=True"):
         fmt.scaled_dot_product_attention(*qkv(BATCH, HEADS), mask, is_causal=True)
