@@ -14,7 +14,7 @@ transformers' own implementation, and a warning says which and why, once for eac
 
 Covered by attention: causal or not, queries that end where the keys end (a prompt, and what follows
 it through a growing or sliding cache; a prompt into a static one), cross attention, grouped heads,
-sliding windows, softcap, sinks; on the CPU padding on either side, packed rows, gradients.
+sliding windows, softcap, sinks, padding, packed rows and other masks of four dimensions, gradients.
 Covered by experts: gated and plain ones in every layout transformers knows, with biases, SiLU,
 GELU, ReLU and squared ReLU, gpt-oss's clamped gate, expert parallelism, inference.
 """
