@@ -87,6 +87,8 @@ struct AttentionCall {
   TensorView k_scale;
   TensorView v_scale;
   TensorView sinks;
+  TensorView attn_bias;
+  TensorView attn_mask;
   TensorView out;
   TensorView lse;
   std::optional<Sequences> sequences;
@@ -98,6 +100,8 @@ struct AttentionCall {
       {"k_scale", &AttentionCall::k_scale, &Params::k_scale, Access::kRead},
       {"v_scale", &AttentionCall::v_scale, &Params::v_scale, Access::kRead},
       {"sinks", &AttentionCall::sinks, &Params::sinks, Access::kRead},
+      {"attn_bias", &AttentionCall::attn_bias, &Params::attn_bias, Access::kRead},
+      {"attn_mask", &AttentionCall::attn_mask, &Params::attn_mask, Access::kRead},
       {"out", &AttentionCall::out, &Params::out, Access::kWrite},
       {"lse", &AttentionCall::lse, &Params::lse, Access::kWrite},
   };
@@ -146,7 +150,7 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
                            nb::handle window, nb::handle scale, nb::handle softcap,
                            nb::handle sinks, nb::handle layout, nb::handle return_lse,
                            nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream,
-                           nb::handle sequences) {
+                           nb::handle sequences, nb::handle attn_bias, nb::handle attn_mask) {
   const bool want_lse = parse_flag("return_lse", return_lse);
   const nb::handle options[] = {layout, causal, window, scale, softcap, kernel};
   const TensorType* type = tensor_type(q);
@@ -154,9 +158,10 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     nb::dict named = named_options(AttentionCall::kOptions, options);
     named["return_lse"] = return_lse;
     return nb::module_::import_("flashmoe_science._dispatch")
-        .attr("flash_attention")(named_tensors({{"q", q}, {"k", k}, {"v", v}}, {{"sinks", sinks}}),
-                                 named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream,
-                                 sequences);
+        .attr("flash_attention")(
+            named_tensors({{"q", q}, {"k", k}, {"v", v}},
+                          {{"sinks", sinks}, {"attn_bias", attn_bias}, {"attn_mask", attn_mask}}),
+            named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream, sequences);
   }
   AttentionCall call;
   parse_options(AttentionCall::kOptions, options, &call.params);
@@ -165,6 +170,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow("k", k, &call.k);
   caller.borrow("v", v, &call.v);
   caller.borrow_optional("sinks", sinks, &call.sinks);
+  caller.borrow_optional("attn_bias", attn_bias, &call.attn_bias);
+  caller.borrow_optional("attn_mask", attn_mask, &call.attn_mask);
   nb::handle scales[Sequences::kScales];
   borrow_sequences(sequences, &caller, &call.sequences, scales);
   caller.borrow_optional("k_scale", scales[0], &call.k_scale);
@@ -173,7 +180,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
   if (caller.is_recorded() || (type->is_torch && is_cast(call))) {
     return torchs_flash_attention.get()(q, k, v, causal, window, scale, softcap, sinks, layout,
-                                        return_lse, out, lse, kernel, stream, sequences);
+                                        return_lse, out, lse, kernel, stream, sequences, attn_bias,
+                                        attn_mask);
   }
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
@@ -198,7 +206,7 @@ struct AttentionBackwardCall {
   static constexpr bool kNeedsWorkspace = true;
 
   Params params = flashmoe_attention_backward_params_init();
-  TensorView dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
+  TensorView dout, q, k, v, out, lse, dlse, sinks, attn_bias, attn_mask, dq, dk, dv, dsinks;
   std::optional<Sequences> sequences;
 
   static constexpr Field<AttentionBackwardCall> kTensors[] = {
@@ -210,6 +218,8 @@ struct AttentionBackwardCall {
       {"lse", &AttentionBackwardCall::lse, &Params::lse, Access::kRead},
       {"dlse", &AttentionBackwardCall::dlse, &Params::dlse, Access::kRead},
       {"sinks", &AttentionBackwardCall::sinks, &Params::sinks, Access::kRead},
+      {"attn_bias", &AttentionBackwardCall::attn_bias, &Params::attn_bias, Access::kRead},
+      {"attn_mask", &AttentionBackwardCall::attn_mask, &Params::attn_mask, Access::kRead},
       {"dq", &AttentionBackwardCall::dq, &Params::dq, Access::kWrite},
       {"dk", &AttentionBackwardCall::dk, &Params::dk, Access::kWrite},
       {"dv", &AttentionBackwardCall::dv, &Params::dv, Access::kWrite},
@@ -267,7 +277,8 @@ nb::object flash_attention_backward(nb::handle dout, nb::handle q, nb::handle k,
                                     nb::handle scale, nb::handle softcap, nb::handle layout,
                                     nb::handle wanted, nb::handle accumulate, nb::handle dq,
                                     nb::handle dk, nb::handle dv, nb::handle dsinks,
-                                    nb::handle kernel, nb::handle stream, nb::handle sequences) {
+                                    nb::handle kernel, nb::handle stream, nb::handle sequences,
+                                    nb::handle attn_bias, nb::handle attn_mask) {
   const nb::handle options[] = {layout, causal, window, scale, softcap, accumulate, kernel};
   const TensorType* type = tensor_type(dout);
   if (type == nullptr) {
@@ -277,7 +288,10 @@ nb::object flash_attention_backward(nb::handle dout, nb::handle q, nb::handle k,
         .attr("flash_attention_backward")(
             named_tensors(
                 {{"dout", dout}, {"q", q}, {"k", k}, {"v", v}, {"out", out}, {"lse", lse}},
-                {{"dlse", dlse}, {"sinks", sinks}}),
+                {{"dlse", dlse},
+                 {"sinks", sinks},
+                 {"attn_bias", attn_bias},
+                 {"attn_mask", attn_mask}}),
             named, named_tensors({}, {{"dq", dq}, {"dk", dk}, {"dv", dv}, {"dsinks", dsinks}}),
             stream, sequences);
   }
@@ -292,6 +306,8 @@ nb::object flash_attention_backward(nb::handle dout, nb::handle q, nb::handle k,
   caller.borrow("lse", lse, &call.lse);
   caller.borrow_optional("dlse", dlse, &call.dlse);
   caller.borrow_optional("sinks", sinks, &call.sinks);
+  caller.borrow_optional("attn_bias", attn_bias, &call.attn_bias);
+  caller.borrow_optional("attn_mask", attn_mask, &call.attn_mask);
   nb::handle scales[Sequences::kScales];
   borrow_sequences(sequences, &caller, &call.sequences, scales);
   refuse_scales(scales[0], scales[1]);
@@ -336,7 +352,8 @@ void define_attention(nb::module_& module) {
              nb::arg("scale").none(), nb::arg("softcap").none(), nb::arg("sinks").none(),
              nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
              nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
-             nb::arg("sequences").none() = nb::none(),
+             nb::arg("sequences").none() = nb::none(), nb::arg("attn_bias").none() = nb::none(),
+             nb::arg("attn_mask").none() = nb::none(),
              "flashmoe_science.flash_attention with all of its arguments; those of sequences, from "
              "cu_seqlens_q to split_size, are one tuple.");
   module.def("flash_attention_backward", &flash_attention_backward, nb::arg("dout").none(),
@@ -347,6 +364,7 @@ void define_attention(nb::module_& module) {
              nb::arg("accumulate").none(), nb::arg("dq").none(), nb::arg("dk").none(),
              nb::arg("dv").none(), nb::arg("dsinks").none(), nb::arg("kernel").none(),
              nb::arg("stream").none(), nb::arg("sequences").none() = nb::none(),
+             nb::arg("attn_bias").none() = nb::none(), nb::arg("attn_mask").none() = nb::none(),
              "flashmoe_science.flash_attention_backward with all of its arguments; those of "
              "sequences are one tuple, as of flash_attention.");
   module.def("stream_handle", &stream_handle, nb::arg("stream").none(),

@@ -39,6 +39,7 @@ enum ErrorCode : int32_t {
 
 // Element types; the numbers are xla::PrimitiveType's.
 enum DataType : int32_t {
+  kPred = 1,
   kInt32 = 4,
   kInt64 = 5,
   kUInt8 = 6,

@@ -29,6 +29,8 @@ flashmoe_dtype dtype_of(int32_t type) {
     case kBFloat16: return {FLASHMOE_DTYPE_BFLOAT, 16, 1};
     case kInt32: return {dlpack::kInt, 32, 1};
     case kInt64: return {dlpack::kInt, 64, 1};
+    case kPred: return {FLASHMOE_DTYPE_BOOL, 8, 1};
+    case kUInt8: return {dlpack::kUInt, 8, 1};
     default: return {255, 0, 1};  // refused by the library
   }
 }

@@ -354,6 +354,13 @@ bool is_in_place(const flashmoe_tensor* input, const flashmoe_tensor* output) {
   return true;
 }
 
+flashmoe_status check_mask_dtype(const char* name, const flashmoe_tensor& tensor) {
+  const flashmoe_dtype got = tensor.dtype;
+  const bool bytes = got.code == FLASHMOE_DTYPE_BOOL || got.code == FLASHMOE_DTYPE_UINT;
+  if (bytes && got.bits == 8 && got.lanes == 1) return FLASHMOE_OK;
+  return refuse_dtype(name, got, "are bool and uint8");
+}
+
 flashmoe_status check_index_dtype(const char* name, const flashmoe_tensor& tensor, bool* is_64) {
   const flashmoe_dtype got = tensor.dtype;
   const bool integer = got.code == FLASHMOE_DTYPE_INT && got.lanes == 1;

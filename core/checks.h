@@ -71,6 +71,9 @@ flashmoe_status check_same_dtype_or_fp32(const char* name, const flashmoe_tensor
                                          const char* of, Dtype want, Dtype* dtype);
 flashmoe_status check_fp32(const char* name, const flashmoe_tensor& tensor);
 
+// bool or uint8.
+flashmoe_status check_mask_dtype(const char* name, const flashmoe_tensor& tensor);
+
 // int32, or with `is_64` also int64.
 flashmoe_status check_index_dtype(const char* name, const flashmoe_tensor& tensor, bool* is_64);
 

@@ -108,7 +108,8 @@ double bytes_of(const typename Operation::Params& params) {
     if (tensor == nullptr) continue;
     double own = tensor->dtype.bits / 8.0;
     for (int32_t axis = 0; axis < tensor->ndim; ++axis) {
-      own *= static_cast<double>(tensor->shape[axis]);
+      const bool broadcast = tensor->strides != nullptr && tensor->strides[axis] == 0;
+      if (!broadcast || tensor->shape[axis] == 0) own *= static_cast<double>(tensor->shape[axis]);
     }
     bytes += own;
   }

@@ -232,7 +232,7 @@ class BackwardStep : TileRows {
 
   // Whether every row sees every key of the tile.
   bool sees_all() const {
-    return this->first_key(rows_ - 1) <= step_.first_key &&
+    return !this->has_pairs() && this->first_key(rows_ - 1) <= step_.first_key &&
            this->end_key(0) >= step_.first_key + step_.keys;
   }
   // Whether pairs that do not see one another may be multiplied too, by their 0.
@@ -297,7 +297,7 @@ class BackwardStep : TileRows {
   };
 
   // Of a row and kLanes keys.
-  FLASHMOE_INLINE Pair pair_of(int64_t row, int64_t key) const {
+  FLASHMOE_INLINE Pair pair_of(int64_t row, int64_t key, const float* bias) const {
     Vector score = Simd::load(s_.weights + row * kPairStride + key);
     Vector slope = Simd::broadcast(1.0f);  // of the softcap
     float logit_scale = b_.scale;
@@ -308,13 +308,21 @@ class BackwardStep : TileRows {
     }
     // Halves, because the difference of two finite logits may be infinite. The product is rounded
     // as the lse of a row is: of a key that has all of the weight it is 1, however large the logit.
-    const Vector half = Simd::multiply(score, Simd::broadcast(0.5f * logit_scale));
+    const bool biased = this->has_pairs();
+    const Vector added = biased ? Simd::load(bias) : Simd::zero();
+    const Vector half =
+        biased ? Simd::multiply(biased_logit(score, logit_scale, added), Simd::broadcast(0.5f))
+               : Simd::multiply(score, Simd::broadcast(0.5f * logit_scale));
     const Vector above = Simd::add(Simd::rounded(half), Simd::broadcast(s_.half_lse[row]));
-    const Vector weight = exp_of_twice(above);
+    Vector weight = exp_of_twice(above);
+    // A row that sees no key has an lse of -inf, and a hidden key may have a V of NaN.
+    const Vector lowest = Simd::broadcast(-kInfinity);
+    if (biased) weight = Simd::zero_where_at_most(added, lowest, weight);
     if (!needs_dscores()) return {weight, weight};
     const Vector dweight = Simd::load(s_.dscores + row * kPairStride + key);
     Vector dscore = Simd::multiply(weight, Simd::subtract(dweight, Simd::broadcast(s_.delta[row])));
     if (b_.softcap != 0.0f) dscore = Simd::multiply(dscore, slope);
+    if (biased) dscore = Simd::zero_where_at_most(added, lowest, dscore);
     return {weight, dscore};
   }
 
@@ -336,6 +344,15 @@ class BackwardStep : TileRows {
       visible[i] = row + i < rows_ ? this->visible(row + i, step_.first_key, {0, step_.keys})
                                    : KeyRange{0, 0};
     }
+    float bias[kPack][kPairStride];
+    for (int i = 0; i < kPack && this->has_pairs(); ++i) {
+      // Whole vectors are read, of which the parts that the row does not see are dropped.
+      clear(bias[i], kPairStride);
+      if (visible[i].begin >= visible[i].end) continue;
+      this->template load_pairs<Element>(row + i, step_.first_key + visible[i].begin,
+                                         step_.first_key + visible[i].end,
+                                         bias[i] + visible[i].begin);
+    }
     float* const weights_to = s_.weights + row * kPairStride;
     float* const dscores_to = s_.dscores + row * kPairStride;
     for (int64_t key = begin; key < end; key += kLanes) {
@@ -345,7 +362,7 @@ class BackwardStep : TileRows {
       for (int i = 0; i < kPack; ++i) {
         weights[i] = dscores[i] = Simd::zero();
         if (key >= visible[i].end || key + kLanes <= visible[i].begin) continue;
-        const Pair pair = pair_of(row + i, key);
+        const Pair pair = pair_of(row + i, key, bias[i] + key);
         weights[i] = pair.weight;
         dscores[i] = pair.dscore;
         if (key < visible[i].begin || key + kLanes > visible[i].end) {
@@ -413,6 +430,7 @@ class BackwardStep : TileRows {
     constexpr int64_t kPanelSize = kBackwardRows / kPack * kPanel;
     const KeyRange keys = this->visible(row, step_.first_key, {0, step_.keys});
     for (int64_t key = keys.begin; key < keys.end; ++key) {
+      if (this->template is_hidden<Element>(row, step_.first_key + key)) continue;
       const Vector pair =
           of_pair(row, Simd::broadcast(pairs[row / kPack * kPack * kPairStride + key]));
       const int64_t k = key % kGroupRows;
@@ -451,6 +469,7 @@ class BackwardStep : TileRows {
     const int64_t panel_size = tile_k_ / kPack * kPanel;
     const KeyRange keys = this->visible(row, step_.first_key, {0, step_.keys});
     for (int64_t key = keys.begin; key < keys.end; ++key) {
+      if (this->template is_hidden<Element>(row, step_.first_key + key)) continue;
       const Vector pair =
           of_pair(key, Simd::broadcast(s_.dscores_keys[row * kPairStride + key / kPack]));
       for (int64_t panel = 0; panel < dim_panels_; ++panel) {
@@ -559,6 +578,25 @@ void write_number(T* to, float x, bool accumulate) {
   Simd::store_first(to, number, 1);
 }
 
+// Of the keys [first, end), with a bias or a mask.
+template <typename Element>
+bool sees_some_key(const AttentionProblem& p, int64_t batch, int64_t head, int64_t query,
+                   int64_t first, int64_t end) {
+  struct Row : TileRows {
+    Row(const AttentionProblem& problem, const AttentionTile& tile) : TileRows(problem, tile) {}
+    bool sees(int64_t key) const { return !this->template is_hidden<Element>(0, key); }
+  };
+  const int64_t group = p.heads_q / p.heads_kv;
+  AttentionTile tile;
+  tile.batch = batch;
+  tile.kv_head = head / group;
+  tile.first_row = query * group + head % group;
+  tile.rows = 1;
+  const Row row(p, tile);
+  while (first < end && !row.sees(first)) ++first;
+  return first < end;
+}
+
 template <typename Product>
 double backward_add_dsink(const AttentionBackwardProblem& p, int64_t head, double sum) {
   using Element = typename Product::Element;
@@ -575,8 +613,11 @@ double backward_add_dsink(const AttentionBackwardProblem& p, int64_t head, doubl
   };
   return sink_gradient<float>(
       p, head, sink, sum,
-      [&](int64_t query) {
-        return visible_keys::first_key(p, query) < visible_keys::end_key(p, query);
+      [&](int64_t batch, int64_t query) {
+        const int64_t first = visible_keys::first_key(p, query);
+        const int64_t end = visible_keys::end_key(p, query);
+        if (p.bias.data == nullptr && p.mask.data == nullptr) return first < end;
+        return sees_some_key<Element>(p, batch, head, query, first, end);
       },
       [&](int64_t batch, int64_t query) {
         return static_cast<double>(

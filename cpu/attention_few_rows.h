@@ -65,7 +65,7 @@ class FewRowsComputer : AttentionRows<Product> {
       this->find_rows(key, seen);
       score(key, seen);
       for (int64_t r = 0; r < tile_.rows; ++r) {
-        this->weigh_row(r, r, this->visible(r, key, seen), seen);
+        this->weigh_row(r, r, key, this->visible(r, key, seen), seen);
       }
       add_values(key, seen);
     }
@@ -237,7 +237,15 @@ class FewRowsComputer : AttentionRows<Product> {
     }
     for (int64_t block = keys.begin / kBlockKeys * kBlockKeys; block < keys.end;
          block += kBlockKeys) {
-      add_block_of_row(key, block, r, keys);
+      if (!this->has_pairs()) {
+        add_block_of_row(key, block, r, keys);
+        continue;
+      }
+      const int64_t end = smaller(keys.end, block + kBlockKeys);
+      for (int64_t i = larger(keys.begin, block); i < end; ++i) {
+        if (this->template is_hidden<Element>(r, key + i)) continue;
+        add_block_of_row(key, block, r, {i, i + 1});
+      }
     }
   }
 

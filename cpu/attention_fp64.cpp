@@ -76,6 +76,23 @@ double sink_of(const HeadLogits& sinks, int64_t head) {
   return static_cast<double>(static_cast<const float*>(sinks.data)[at]);
 }
 
+// What is added to a logit: -inf hides the key.
+double bias_of(const AttentionProblem& p, int64_t batch, int64_t head, int64_t query, int64_t key) {
+  const auto offset = [=](const PairsView& pairs) {
+    return batch * pairs.batch_stride + head * pairs.head_stride + query * pairs.query_stride +
+           key * pairs.key_stride;
+  };
+  if (p.mask.data != nullptr &&
+      static_cast<const unsigned char*>(p.mask.data)[offset(p.mask)] == 0) {
+    return -kInfinity;
+  }
+  if (p.bias.data == nullptr) return 0.0;
+  if (p.bias.dtype == Dtype::kFloat64) {
+    return static_cast<const double*>(p.bias.data)[offset(p.bias)];
+  }
+  return static_cast<double>(static_cast<const float*>(p.bias.data)[offset(p.bias)]);
+}
+
 // The rows of a tile or block, query by query those of the heads that share a KV head.
 class Rows {
  public:
@@ -110,6 +127,11 @@ class Rows {
   int64_t first(int64_t row) const { return first_key(p_, query(row)); }
   int64_t end(int64_t row) const { return end_key(p_, query(row)); }
 
+  // What is added to the logit of a row and a key: -inf hides it.
+  double bias(int64_t row, int64_t key) const {
+    return bias_of(p_, tile_.batch, head(row), query(row), key);
+  }
+
  private:
   const AttentionProblem& p_;
   const AttentionTile& tile_;
@@ -132,9 +154,10 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
     const int64_t keys = end - key < kStepKeys ? end - key : kStepKeys;
     const double before = maximum;
     for (int64_t i = 0; i < keys; ++i) {
-      const double* const k = rows.key_anywhere(key + i, p.k);
+      const double bias = rows.bias(row, key + i);
+      const double* const k = bias != -kInfinity ? rows.key_anywhere(key + i, p.k) : nullptr;
       sees_keys = sees_keys || k != nullptr;
-      logits[i] = k != nullptr ? logit.of(dot(q, k, p.dim)) : -kInfinity;
+      logits[i] = k != nullptr ? logit.of(dot(q, k, p.dim)) + bias : -kInfinity;
       if (logits[i] > maximum) maximum = logits[i];
     }
     const double base = maximum == -kInfinity ? 0.0 : maximum;
@@ -145,7 +168,8 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
       const double weight = std::exp(logits[i] - base);
       sum += weight;
       const double* const v = rows.key_anywhere(key + i, p.v);
-      if (v != nullptr) add_multiple(weight, v, p.dim_v, sums);
+      if (v != nullptr && rows.bias(row, key + i) != -kInfinity)
+        add_multiple(weight, v, p.dim_v, sums);
     }
   }
   const double sink = sink_of(p.sinks, rows.head(row));
@@ -237,8 +261,10 @@ void add_row(const AttentionBackwardProblem& p, const Rows& rows, const Attentio
   const Seen seen(rows, row, step);
   for (int64_t i = seen.begin; i < seen.end; ++i) {
     const int64_t key = step.first_key + i;
+    const double bias = rows.bias(row, key);
+    if (bias == -kInfinity) continue;
     const double logit = logits.of(dot(q, rows.key_at(key, p.k), p.dim));
-    const double weight = std::exp(logit - lse);
+    const double weight = std::exp(logit + bias - lse);
     const double dweight = dot(dout, rows.key_at(key, p.v), p.dim_v);
     const double dscore = weight * (dweight - delta) * logits.slope(logit);
     add_multiple(weight, dout, p.dim_v, s.dv + i * p.dim_v);
@@ -262,6 +288,7 @@ void add_dq(const AttentionBackwardProblem& p, const AttentionBackwardStep& step
   for (int64_t row = 0; row < step.rows.rows; ++row) {
     const Seen seen(rows, row, step);
     for (int64_t i = seen.begin; i < seen.end; ++i) {
+      if (rows.bias(row, step.first_key + i) == -kInfinity) continue;
       add_multiple(s.dscores[row * kBackwardKeys + i], rows.key_at(step.first_key + i, p.k), p.dim,
                    sums + row * p.dim);
     }
@@ -291,7 +318,12 @@ double add_dsink(const AttentionBackwardProblem& p, int64_t head, double sum) {
   };
   return sink_gradient<double>(
       p, head, sink_of(p.sinks, head), sum,
-      [&](int64_t query) { return first_key(p, query) < end_key(p, query); },
+      [&](int64_t batch, int64_t query) {
+        int64_t key = first_key(p, query);
+        const int64_t end = end_key(p, query);
+        while (key < end && bias_of(p, batch, head, query, key) == -kInfinity) ++key;
+        return key < end;
+      },
       [&](int64_t batch, int64_t query) {
         return dot(row_of(p.dout, batch, query), row_of(p.out, batch, query), p.dim_v);
       });

@@ -42,11 +42,13 @@ struct RowState {
   float* output;  // [groups][dim_v panels][kGroupRows][kPanel]
   float* sums;    // [groups * kGroupRows][kLanes], partial
   float* maxima;  // [groups * kGroupRows]
+  float* sees;    // [groups * kGroupRows], not 0: some key so far; only with a bias or a mask
 
   RowState(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_q)
       : output(scratch.take(tile_q * round_up(p.dim_v, kPanel))),
         sums(scratch.take(tile_q * kLanes)),
-        maxima(scratch.take(tile_q)) {}
+        maxima(scratch.take(tile_q)),
+        sees(p.bias.data != nullptr || p.mask.data != nullptr ? scratch.take(tile_q) : nullptr) {}
 };
 
 // Of the rows that are weighed together, in a step.
@@ -120,10 +122,81 @@ class TileRows {
     return {begin, clamp(end_key(row) - key, begin, of.end)};
   }
 
+  // Whether a bias or a mask says something of each pair of a row and a key.
+  bool has_pairs() const { return p_.bias.data != nullptr || p_.mask.data != nullptr; }
+
+  // Element offset of key 0 of a row.
+  int64_t offset_of_pairs(int64_t row, const PairsView& pairs) const {
+    return tile_.batch * pairs.batch_stride + head_of(row) * pairs.head_stride +
+           query_of(row) * pairs.query_stride;
+  }
+
+  // What is added to the logits of a row, of the keys [begin, end) of all: -inf hides a key. With
+  // lanes of 0 behind. False if all are hidden.
+  template <typename Element>
+  FLASHMOE_NOINLINE bool load_pairs(int64_t row, int64_t begin, int64_t end, float* to) const {
+    const int64_t count = end - begin;
+    for (int64_t i = 0; i < count; i += kLanes) Simd::store(to + i, Simd::zero());
+    if (p_.bias.data != nullptr) {
+      const int64_t offset = offset_of_pairs(row, p_.bias) + begin * p_.bias.key_stride;
+      if (p_.bias.dtype == Dtype::kFloat32) {
+        load_bias(static_cast<const float*>(p_.bias.data) + offset, count, to);
+      } else {
+        load_bias(static_cast<const Element*>(p_.bias.data) + offset, count, to);
+      }
+    }
+    if (p_.mask.data != nullptr) {
+      const unsigned char* const mask = static_cast<const unsigned char*>(p_.mask.data) +
+                                        offset_of_pairs(row, p_.mask) + begin * p_.mask.key_stride;
+      if (p_.mask.key_stride == 1) {
+        for (int64_t i = 0; i < count; ++i) to[i] = mask[i] != 0 ? to[i] : -kInfinity;
+      } else {
+        const int64_t next = p_.mask.key_stride;
+        for (int64_t i = 0; i < count; ++i) to[i] = mask[i * next] != 0 ? to[i] : -kInfinity;
+      }
+    }
+    int32_t seen = 0;
+    for (int64_t i = 0; i < count; ++i) seen |= static_cast<int32_t>(to[i] != -kInfinity);
+    return seen != 0;
+  }
+
+  template <typename T>
+  FLASHMOE_INLINE void load_bias(const T* bias, int64_t count, float* to) const {
+    const int64_t next = p_.bias.key_stride;
+    if (next == 1) {
+      for (int64_t i = 0; i < count; i += kLanes) {
+        Simd::store(to + i, Simd::load_first(bias + i, count - i));
+      }
+    } else if (next == 0) {
+      const Vector one = Simd::broadcast(Simd::sum_of(Simd::load_first(bias, 1)));
+      for (int64_t i = 0; i < count; i += kLanes) {
+        Simd::store(to + i, Simd::first_or(one, count - i, Simd::zero()));
+      }
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        to[i] = Simd::sum_of(Simd::load_first(bias + i * next, 1));
+      }
+    }
+  }
+
+  // The same of one key, as a number: whether it is hidden.
+  template <typename Element>
+  bool is_hidden(int64_t row, int64_t key) const {
+    float one[kLanes];
+    return has_pairs() && !load_pairs<Element>(row, key, key + 1, one);
+  }
+
   const AttentionProblem& p_;
   const AttentionTile& tile_;
   const int64_t group_heads_;  // that share a KV head
 };
+
+// The logit of a score, where there is a bias: -inf of a hidden key, whatever its score. Backward
+// has the forward's to the last bit.
+FLASHMOE_INLINE Vector biased_logit(Vector score, float scale, Vector bias) {
+  const Vector seen = Simd::zero_where_at_most(bias, Simd::broadcast(-kInfinity), score);
+  return Simd::multiply_add(seen, Simd::broadcast(scale), bias);
+}
 
 template <typename Product>
 class AttentionRows : protected TileRows {
@@ -139,7 +212,8 @@ class AttentionRows : protected TileRows {
         words_(problem.dim / kPack),
         groups_((tile.rows + kGroupRows - 1) / kGroupRows),
         dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
-        logit_scale_(problem.softcap != 0.0f ? problem.softcap : problem.scale),
+        factor_(problem.softcap != 0.0f ? problem.softcap : problem.scale),
+        logit_scale_(this->has_pairs() ? 1.0f : factor_),
         narrow_(p_.k.dtype == Dtype::kFloat8E4M3),
         k_(p_.k, offset_of_keys(p_.k.strides), narrow_),
         v_(p_.v, offset_of_keys(p_.v.strides), narrow_),
@@ -257,6 +331,7 @@ class AttentionRows : protected TileRows {
     for (int64_t row = 0; row < rows; ++row) {
       Simd::store(state_.sums + row * kLanes, Simd::zero());
       state_.maxima[row] = -kInfinity;
+      if (this->has_pairs()) state_.sees[row] = 0.0f;
     }
   }
 
@@ -280,9 +355,22 @@ class AttentionRows : protected TileRows {
     }
   }
 
-  // Turns the scores of a row into weights, of the keys `row_keys` that it sees; 0 for the others
-  // of `keys`, which its group sees.
-  void weigh_row(int64_t row, int64_t r, KeyRange row_keys, KeyRange keys) {
+  // Scores become logits, of the part `keys` of the step that begins with `key`.
+  FLASHMOE_NOINLINE void add_bias(int64_t row, int64_t key, float* scores, KeyRange keys) {
+    float bias[kMaxTileK + kLanes];
+    if (this->template load_pairs<Element>(row, key + keys.begin, key + keys.end, bias)) {
+      state_.sees[row] = 1.0f;
+    }
+    for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
+      const Vector added = Simd::load(bias + (i - keys.begin));
+      Simd::store_first(scores + i, biased_logit(Simd::load(scores + i), factor_, added),
+                        keys.end - i);
+    }
+  }
+
+  // Turns the scores of a row into weights, of the keys `row_keys` that it sees of the step that
+  // begins with `first`; 0 for the others of `keys`, which its group sees.
+  void weigh_row(int64_t row, int64_t r, int64_t first, KeyRange row_keys, KeyRange keys) {
     float* scores = scores_.scores + r * kScoreStride;
     const Vector lowest = Simd::broadcast(-kInfinity);
     const int64_t begin = keys.begin / kLanes * kLanes;
@@ -292,6 +380,7 @@ class AttentionRows : protected TileRows {
       seen = row_keys.end;
       if (step_rows_.k_scale != nullptr) scale_scores(scores, {begin, seen});
       if (p_.softcap != 0.0f) cap(scores, {begin, seen});
+      if (this->has_pairs()) add_bias(row, first, scores, row_keys);
       // Keys before the window weigh exp(-inf).
       for (int64_t hidden = begin; hidden < row_keys.begin; hidden += kLanes) {
         const Vector now = Simd::load(scores + hidden);
@@ -370,6 +459,7 @@ class AttentionRows : protected TileRows {
   bool sees_keys_of(int64_t row) const {
     const int64_t end = end_key(row);
     int64_t key = first_key(row);
+    if (this->has_pairs()) return state_.sees[row] != 0.0f;
     if (!has_hidden_) return key < end;
     const KeyPages& pages = *tile_.pages;
     while (key < end) {
@@ -411,7 +501,8 @@ class AttentionRows : protected TileRows {
   const int64_t words_;  // of a row of Q or K
   const int64_t groups_;
   const int64_t dim_v_panels_;
-  const float logit_scale_;  // logits are this times scores
+  const float factor_;       // logits are this times scores, and then the bias
+  const float logit_scale_;  // the same of what is weighed: logits themselves where there is a bias
   const bool narrow_;        // keys are of 8 bits
   const KeyRows k_;          // key 0, of keys in pages row 0 of page 0
   const KeyRows v_;

@@ -21,7 +21,7 @@ double sink_gradient(const AttentionBackwardProblem& p, int64_t head, double sin
     for (int64_t query = 0; query < p.seq_q; ++query) {
       const double total = static_cast<double>(lse[of_row(p.lse_strides, batch, query)]);
       const double weight = sink == total ? 1.0 : __builtin_exp(sink - total);
-      if (sees_keys(query)) sum -= weight * dout_out(batch, query);
+      if (sees_keys(batch, query)) sum -= weight * dout_out(batch, query);
       if (dlse != nullptr) {
         sum += weight * static_cast<double>(dlse[of_row(p.dlse_strides, batch, query)]);
       }

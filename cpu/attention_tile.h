@@ -113,12 +113,17 @@ class TileComputer : AttentionRows<Product> {
     score<kRows>(first, seen);
     for (int64_t r = 0; r < kRows; ++r) scores_.rescale[r] = 1.0f;
     for (int64_t r = 0; r < rows; ++r) {
-      this->weigh_row(first + r, r, this->visible(first + r, key, seen), seen);
+      this->weigh_row(first + r, r, key, this->visible(first + r, key, seen), seen);
     }
     // Where a row does not see a key its weight is 0, which is as good as leaving the key out,
     // unless V holds a NaN or an infinity there.
     if (values_finite_) {
       add_values<kRows>(first, seen.begin / kPack, (seen.end + kPack - 1) / kPack);
+      return;
+    }
+    if (this->has_pairs()) {
+      add_values<kRows>(first, seen.begin / kPack, seen.begin / kPack);
+      for (int64_t r = 0; r < rows; ++r) add_values_seen(first, r, key, seen);
       return;
     }
     // Together what all rows see of whole words, then the rest row by row.
@@ -206,6 +211,15 @@ class TileComputer : AttentionRows<Product> {
         }
         Simd::store(output, sum);
       }
+    }
+  }
+
+  // Key by key what row r sees.
+  void add_values_seen(int64_t first, int64_t r, int64_t key, KeyRange seen) {
+    const KeyRange row = this->visible(first + r, key, seen);
+    for (int64_t i = row.begin; i < row.end; ++i) {
+      if (this->template is_hidden<Element>(first + r, key + i)) continue;
+      add_values_of_row(first, r, {i, i + 1});
     }
   }
 

@@ -92,6 +92,8 @@ class AttentionForwardParams(c.Structure):
         ("v_scale", c.POINTER(Tensor)),
         ("sequences", c.POINTER(AttentionSequences)),
         ("sinks", c.POINTER(Tensor)),
+        ("attn_bias", c.POINTER(Tensor)),
+        ("attn_mask", c.POINTER(Tensor)),
     ]
 
 
@@ -120,6 +122,8 @@ class AttentionBackwardParams(c.Structure):
         ("window_right", c.c_int64),
         ("kernel", c.c_char_p),
         ("sequences", c.POINTER(AttentionSequences)),
+        ("attn_bias", c.POINTER(Tensor)),
+        ("attn_mask", c.POINTER(Tensor)),
     ]
 
 
@@ -284,7 +288,7 @@ def load_fresh(**environment: str) -> c.CDLL:
 def tensor(array: np.ndarray) -> Tensor:
     """A view of `array`, strides and all."""
     code, bits = (4, 16) if array.dtype == BF16 else (2, 8 * array.dtype.itemsize)
-    code = 0 if array.dtype.kind == "i" else code
+    code = {"i": 0, "u": 1, "b": 6}.get(array.dtype.kind, code)
     made = Tensor()
     made.shape = (c.c_int64 * array.ndim)(*array.shape)
     made.strides = (c.c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
@@ -344,12 +348,15 @@ def attention_params(
     scale: float = 0.0,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
+    attn_bias: np.ndarray | None = None,
+    attn_mask: np.ndarray | None = None,
     tables: Mapping[str, Any] | None = None,
     kernel: bytes | None = None,
 ) -> AttentionForwardParams:
     views = {"q": tensor(q), "k": tensor(k), "v": tensor(v), "out": tensor(out)}
-    if sinks is not None:
-        views["sinks"] = tensor(sinks)
+    for name, given in (("sinks", sinks), ("attn_bias", attn_bias), ("attn_mask", attn_mask)):
+        if given is not None:
+            views[name] = tensor(given)
     if lse is not None:
         views["lse"] = tensor(lse)
     params = AttentionForwardParams(struct_size=c.sizeof(AttentionForwardParams))
@@ -425,6 +432,8 @@ def attention(
     scale: float = 0.0,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
+    attn_bias: np.ndarray | None = None,
+    attn_mask: np.ndarray | None = None,
     lib: c.CDLL | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of one call on fresh outputs, poisoned with NaN beforehand."""
@@ -435,7 +444,7 @@ def attention(
     run_attention(
         attention_params(
             q, k, v, out, lse, layout=layout, causal=causal, window=window, scale=scale,
-            softcap=softcap, sinks=sinks,
+            softcap=softcap, sinks=sinks, attn_bias=attn_bias, attn_mask=attn_mask,
         ),
         lib,
     )  # fmt: skip
@@ -520,6 +529,8 @@ def attention_backward(
     dlse: np.ndarray | None = None,
     *,
     sinks: np.ndarray | None = None,
+    attn_bias: np.ndarray | None = None,
+    attn_mask: np.ndarray | None = None,
     wanted: tuple[str, ...] = GRADIENTS,
     dtype: np.dtype | None = None,
     lib: c.CDLL | None = None,
@@ -529,8 +540,9 @@ def attention_backward(
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
         tensors["dlse"] = dlse
-    if sinks is not None:
-        tensors["sinks"] = sinks
+    for name, given in (("sinks", sinks), ("attn_bias", attn_bias), ("attn_mask", attn_mask)):
+        if given is not None:
+            tensors[name] = given
     gradients = {}
     for name, of in zip(GRADIENTS, (q, k, v, sinks), strict=True):
         if name in wanted and of is not None:

@@ -55,12 +55,17 @@ class Kernel(NamedTuple):
         return self.tuning.endswith("_fp8")
 
     @property
+    def biased(self) -> bool:
+        """Whether it serves calls with a bias or a mask and no others."""
+        return "Biased" in self.tuning
+
+    @property
     def table_name(self) -> str:
         """The library's name for the kernel of these dimensions with the table's tuning."""
         name = f"attention_forward_{stem(self.family)}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
         if self.family in ("sm89_few_rows", "sm89_decode"):
             return f"{name}_r{self.tuning}"
-        name = f"{name}_ragged" if self.ragged else name
+        name = f"{name}_ragged" if self.ragged else f"{name}_biased" if self.biased else name
         return f"{name}_softcap" if self.capped else name
 
 
@@ -69,6 +74,11 @@ def list_of(file: str, variable: str) -> list[str]:
     found = re.search(rf"set\({variable}\s+(.*?)\)", text, re.DOTALL)
     assert found is not None, f"{file} has no list {variable}"
     return re.findall(r'"([^"]+)"', found[1])
+
+
+def plain_attention(family: str) -> set[Kernel]:
+    """Those of calls without a bias or a mask."""
+    return {kernel for kernel in attention(family) if not kernel.biased}
 
 
 def attention(family: str) -> set[Kernel]:

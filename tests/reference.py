@@ -64,6 +64,19 @@ def visible(
     return seen
 
 
+def seen_by(
+    seen: np.ndarray, attn_bias: np.ndarray | None, attn_mask: np.ndarray | None
+) -> np.ndarray:
+    """Which of the keys that are `seen` a bias and a mask [batch, heads, seq_q, seq_k] leave."""
+    if attn_bias is not None:
+        seen = seen & ~np.isneginf(attn_bias.astype(np.float64))
+    return seen if attn_mask is None else seen & (attn_mask != 0)
+
+
+def _pairs(attn_bias: Any, attn_mask: Any) -> tuple[np.ndarray | None, ...]:
+    return tuple(None if x is None else to_numpy(x) for x in (attn_bias, attn_mask))
+
+
 def _heads_first(x: np.ndarray, layout: str) -> np.ndarray:
     return x if layout == "bhsd" else x.swapaxes(1, 2)
 
@@ -82,7 +95,7 @@ def _weighted_sum(weights: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.nd
     wild = ~np.isfinite(v).all((0, 1, 3))  # [seq_k]
     out = np.matmul(weights, np.where(wild[:, None], 0, v))
     for j in np.flatnonzero(wild):
-        out += np.where(seen[:, j, None], weights[..., j, None] * v[:, :, j, None, :], 0)
+        out += np.where(seen[..., j, None], weights[..., j, None] * v[:, :, j, None, :], 0)
     return out
 
 
@@ -129,6 +142,8 @@ def _attention(
     layout: str,
     compute: np.dtype[Any],
     rounded: np.dtype[Any],
+    attn_bias: np.ndarray | None = None,
+    attn_mask: np.ndarray | None = None,
 ) -> Attention:
     def round_(x: np.ndarray) -> np.ndarray:
         low = x.astype(rounded).astype(compute)
@@ -138,7 +153,7 @@ def _attention(
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     scale = scale or q.shape[-1] ** -0.5
-    seen = visible(q.shape[2], k.shape[2], causal, window)
+    seen = seen_by(visible(q.shape[2], k.shape[2], causal, window), attn_bias, attn_mask)
     blind = ~seen.any(-1, keepdims=True)
     with np.errstate(all="ignore"):
         in_order = rounded == np.float32
@@ -147,6 +162,8 @@ def _attention(
         if softcap is not None:
             bent = round_(np.tanh(round_(logits / compute.type(softcap))))
             logits = round_(bent * compute.type(softcap))
+        if attn_bias is not None:
+            logits = round_(logits + attn_bias.astype(compute))
         logits = np.where(seen, logits, -np.inf)
         sink = np.full(q.shape[1], -np.inf) if sinks is None else np.array(sinks)
         sink = sink.astype(compute)[:, None, None]
@@ -175,13 +192,16 @@ def attention_float64(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bshd",
+    attn_bias: Any = None,
+    attn_mask: Any = None,
 ) -> Attention:
     """Attention in float64. A query that sees no key gives out 0, and as lse its sink or -inf."""
     double = np.dtype(np.float64)
     q, k, v = (to_numpy(x) for x in (q, k, v))
-    return _attention(
-        q, k, v, causal, window, scale, softcap, _numbers(sinks), layout, double, double
-    )
+    options = (causal, window, scale, softcap, _numbers(sinks), layout, double, double)
+    if attn_bias is None and attn_mask is None:
+        return _attention(q, k, v, *options)
+    return _attention.__wrapped__(q, k, v, *options, *_pairs(attn_bias, attn_mask))
 
 
 def plain(
@@ -196,13 +216,16 @@ def plain(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bshd",
+    attn_bias: Any = None,
+    attn_mask: Any = None,
 ) -> Attention:
     """The ordinary computation in `dtype`."""
     q, k, v = (to_numpy(x) for x in (q, k, v))
     single = np.dtype(np.float32)
-    return _attention(
-        q, k, v, causal, window, scale, softcap, _numbers(sinks), layout, single, dtype
-    )
+    options = (causal, window, scale, softcap, _numbers(sinks), layout, single, dtype)
+    if attn_bias is None and attn_mask is None:
+        return _attention(q, k, v, *options)
+    return _attention.__wrapped__(q, k, v, *options, *_pairs(attn_bias, attn_mask))
 
 
 def ulp(dtype: np.dtype[Any], magnitude: float) -> float:
@@ -231,10 +254,13 @@ def assert_accurate(
     softcap: float | None = None,
     sinks: Any = None,
     layout: str = "bshd",
+    attn_bias: Any = None,
+    attn_mask: Any = None,
 ) -> None:
     """Holds one result, of any framework, to the accuracy rule. lse may be None."""
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     options |= {"softcap": softcap, "sinks": sinks, "layout": layout}
+    options |= {"attn_bias": attn_bias, "attn_mask": attn_mask}
     dtype = dtype_of(q)
     assert dtype_of(out) == dtype
     ref = attention_float64(q, k, v, **options)

@@ -18,8 +18,10 @@ import numpy as np
 from reference import (
     Window,
     _heads_first,
+    _pairs,
     _products_in_order,
     dtype_of,
+    seen_by,
     to_numpy,
     ulp,
     visible,
@@ -54,7 +56,11 @@ def _gradients(
     scale: float | None = None,
     softcap: float | None = None,
     layout: str = "bshd",
+    attn_bias: Any = None,
+    attn_mask: Any = None,
 ) -> Gradients:
+    attn_bias, attn_mask = _pairs(attn_bias, attn_mask)
+
     def round_(x: np.ndarray) -> np.ndarray:
         low = x.astype(rounded).astype(compute)
         return np.where(np.isinf(low), x, low)
@@ -65,7 +71,7 @@ def _gradients(
     group = q.shape[1] // heads_kv
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     factor = compute.type(scale or q.shape[-1] ** -0.5)
-    seen = visible(q.shape[2], k.shape[2], causal, window)
+    seen = seen_by(visible(q.shape[2], k.shape[2], causal, window), attn_bias, attn_mask)
 
     def products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return _products_in_order(a, b) if in_order else np.matmul(a, b.swapaxes(-1, -2))
@@ -77,6 +83,8 @@ def _gradients(
             bent = round_(np.tanh(round_(logits / compute.type(softcap))))
             logits = round_(bent * compute.type(softcap))
             slope = round_(1 - bent * bent)
+        if attn_bias is not None:
+            logits = round_(logits + attn_bias.astype(compute))
         logits = np.where(seen, logits, -np.inf)
         top = logits.max(-1, keepdims=True, initial=-np.inf)
         sink = np.full(q.shape[1], -np.inf) if sinks is None else sinks

@@ -41,6 +41,17 @@ inline flashmoe_status refuse_split_size(const AttentionProblem& problem, const 
                        "split_size, chunks of keys, which its kernels do not know");
 }
 
+inline bool has_bias_or_mask(const AttentionProblem& problem) {
+  return problem.bias.data != nullptr || problem.mask.data != nullptr;
+}
+
+// Of a family whose kernels know no numbers of pairs.
+inline flashmoe_status refuse_bias_and_mask(const AttentionProblem& problem, const Reason& reason) {
+  if (!has_bias_or_mask(problem)) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s, which its kernels do not read",
+                       problem.bias.data != nullptr ? "attn_bias" : "attn_mask");
+}
+
 // Of a family whose kernels do: extents that these do not count.
 inline flashmoe_status check_sequences_fit(const AttentionProblem& problem, const Reason& reason) {
   const SequenceTables& tables = problem.sequences;

@@ -13,6 +13,7 @@
 #include "cuda/attention/tensors.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/score_options.h"
+#include "cuda/tile/score_pairs.h"
 #include "cuda/tile/softmax.cuh"
 
 namespace flashmoe {
@@ -53,6 +54,45 @@ template <class Keys>
 __device__ __forceinline__ float v_scale_of(const Keys&, int, long) {
   return 1.0f;
 }
+
+// Whether such keys have a bias, too: logit(score, key) of one that is not hidden.
+template <class Keys, class = void>
+inline constexpr bool kHasBias = false;
+template <class Keys>
+inline constexpr bool kHasBias<Keys, std::void_t<decltype(&Keys::logit)>> = true;
+
+// Of a call with a bias or a mask.
+template <class Element>
+struct BiasedKeys {
+  const uint16_t* k_rows;  // of key 0
+  const uint16_t* v_rows;
+  int64_t k_stride;
+  int64_t v_stride;
+  PairRow<Element> row;
+
+  __device__ __forceinline__ BiasedKeys(const AttentionTensors& tensors, const ScorePairs& pairs,
+                                        const MaskedRow& row)
+      : k_rows(tensors.k + row.batch * tensors.k_strides.batch +
+               row.head_kv * tensors.k_strides.head),
+        v_rows(tensors.v + row.batch * tensors.v_strides.batch +
+               row.head_kv * tensors.v_strides.head),
+        k_stride(tensors.k_strides.seq),
+        v_stride(tensors.v_strides.seq),
+        row(pairs, row.batch, row.head, row.query) {}
+
+  __device__ __forceinline__ bool is_hidden(int key) const {
+    return row.bias_of(key) == ScorePairs::kHidden;
+  }
+  __device__ __forceinline__ const uint16_t* k(int key) const {
+    return is_hidden(key) ? nullptr : k_rows + key * k_stride;
+  }
+  __device__ __forceinline__ const uint16_t* v(int key) const {
+    return is_hidden(key) ? nullptr : v_rows + key * v_stride;
+  }
+  __device__ __forceinline__ float logit(float score, int key) const {
+    return biased_logit(score, row.pairs.factor, row.bias_of(key));
+  }
+};
 
 // Computes a row and writes its output and log-sum-exp; a whole warp. `writes(column)` says which
 // columns are to be written; the log-sum-exp goes with column 0.
@@ -108,6 +148,7 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
         }
         score *= k_scale_of(keys, key, 0);
         if (options.capped()) options.cap(score);
+        if constexpr (kHasBias<Keys>) score = keys.logit(score, key);
       }
       any_seen = __any_sync(kFullWarp, k_row != nullptr) || any_seen;
     }

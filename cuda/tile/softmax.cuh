@@ -67,6 +67,10 @@ __device__ __forceinline__ float max_nan_of_quad(float value) {
   value = numeric::max_nan(value, __shfl_xor_sync(kFullWarp, value, 1));
   return numeric::max_nan(value, __shfl_xor_sync(kFullWarp, value, 2));
 }
+__device__ __forceinline__ bool any_of_quad(uint32_t value) {
+  value |= __shfl_xor_sync(kFullWarp, value, 1);
+  return (value | __shfl_xor_sync(kFullWarp, value, 2)) != 0;
+}
 __device__ __forceinline__ float sum_of_quad(float value) {
   value += __shfl_xor_sync(kFullWarp, value, 1);
   return value + __shfl_xor_sync(kFullWarp, value, 2);

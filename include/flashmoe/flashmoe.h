@@ -167,8 +167,10 @@ FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callba
 /* Type codes, equal to DLPack's. */
 typedef enum flashmoe_dtype_code {
   FLASHMOE_DTYPE_INT = 0,    /* kDLInt: 32 and 64, of indices */
+  FLASHMOE_DTYPE_UINT = 1,   /* kDLUInt: 8, of masks */
   FLASHMOE_DTYPE_FLOAT = 2,  /* kDLFloat: 16 = fp16, 32 = fp32, 64 = fp64 (attention on the CPU) */
   FLASHMOE_DTYPE_BFLOAT = 4, /* kDLBfloat: 16 = bf16 */
+  FLASHMOE_DTYPE_BOOL = 6,   /* kDLBool: 8, of masks */
   FLASHMOE_DTYPE_FLOAT8_E4M3FN = 10 /* kDLFloat8_e4m3fn: 8, of caches of keys and values */
 } flashmoe_dtype_code;
 
@@ -268,6 +270,7 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  *   lse[b,h,i]   = log sum_j exp(logit[b,i,j,h])                           (natural logarithm)
  *   logit        = scale * q[b,i,h,:] . k[b,j,g,:], or with a softcap
  *                  softcap * tanh(scale * q[b,i,h,:] . k[b,j,g,:] / softcap)
+ *                  plus attn_bias[b,h,i,j], if there is one
  *
  * with g = h / (heads_q / heads_kv), over the keys j that query i sees. Exact, by the online
  * softmax of Milakov and Gimelshein (arXiv:1805.02867) in the tiling of FlashAttention
@@ -289,6 +292,15 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  * Query i stands at key i + A, with A = 0 for FLASHMOE_CAUSAL_TOP_LEFT and A = seq_k - seq_q
  * otherwise: the last query at the last key. Of the window's two ends each may be absent; causal is
  * the right end 0. A row reads no key or value that it does not see: a NaN there does not reach it.
+ *
+ *   attn_mask  [batch, heads_q, seq_q, seq_k]  bool or uint8: not 0 where query i of head h may see
+ *                                              key j, beside causal and the window; NULL: all
+ *   attn_bias  the same                        fp32 or q's dtype: added to the logits, behind scale
+ *                                              and softcap. -inf hides the key as attn_mask does, a
+ *                                              finite number never does. NULL: 0
+ *
+ * in either layout, of any strides. Every extent may also be 1, which then stands for all, as a
+ * stride of 0 does. They are not for calls with sequences.
  *
  * Keys and values of fp8 are widened to q's dtype, fp16, bf16 or fp32, each of which holds every
  * number of e4m3: the call has the bits of one by the same schedule whose k and v hold these
@@ -446,6 +458,8 @@ typedef struct flashmoe_attention_forward_params {
                                    that takes part in the softmax of every row and has no value: lse
                                    counts it, and a row that sees no key has it as its lse. -inf is
                                    no sink, +inf leaves nothing to the keys. */
+  const flashmoe_tensor* attn_bias; /* NULL: none */
+  const flashmoe_tensor* attn_mask; /* NULL: none */
 } flashmoe_attention_forward_params;
 
 static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {
@@ -512,6 +526,7 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
  *                                         counts them
  *   dsinks [heads_q]                      of the dtype of sinks or fp32, any stride; NULL if not
  *                                         wanted. That of a sink of -inf is 0.
+ *   attn_bias, attn_mask                  as of the forward call. The bias has no gradient here.
  *
  * One of dq, dk, dv and dsinks at least is wanted. Their elements must not overlap one another. In
  * dq, dk and dv the last stride is 1 and every row begins on a 16-byte boundary.
@@ -542,6 +557,8 @@ typedef struct flashmoe_attention_backward_params {
   const char*
       kernel; /* as of the forward call: a family, or a kernel's full name; NULL: the best */
   const flashmoe_attention_sequences* sequences; /* as of the forward call; NULL: a dense batch */
+  const flashmoe_tensor* attn_bias;              /* as of the forward call; NULL: none */
+  const flashmoe_tensor* attn_mask;
 } flashmoe_attention_backward_params;
 
 static inline flashmoe_attention_backward_params flashmoe_attention_backward_params_init(void) {

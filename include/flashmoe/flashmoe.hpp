@@ -202,6 +202,8 @@ inline constexpr flashmoe_dtype kFp32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
 inline constexpr flashmoe_dtype kFp64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 inline constexpr flashmoe_dtype kInt32 = {FLASHMOE_DTYPE_INT, 32, 1};
 inline constexpr flashmoe_dtype kInt64 = {FLASHMOE_DTYPE_INT, 64, 1};
+inline constexpr flashmoe_dtype kUint8 = {FLASHMOE_DTYPE_UINT, 8, 1};
+inline constexpr flashmoe_dtype kBool = {FLASHMOE_DTYPE_BOOL, 8, 1};
 
 // The dtype of a C++ type. Specialise it for a 16-bit type of your own:
 //   template <> struct flashmoe::DtypeOf<my::bfloat16> {
@@ -224,6 +226,14 @@ struct DtypeOf<int32_t> {
 template <>
 struct DtypeOf<int64_t> {
   static constexpr flashmoe_dtype value = kInt64;
+};
+template <>
+struct DtypeOf<uint8_t> {
+  static constexpr flashmoe_dtype value = kUint8;
+};
+template <>
+struct DtypeOf<bool> {
+  static constexpr flashmoe_dtype value = kBool;
 };
 template <>
 struct DtypeOf<::__half> {
@@ -459,6 +469,9 @@ struct AttentionForward {
   std::optional<AttentionSequences> sequences;  // absent: a dense batch
   ConstTensorView k_scale;                      // fp32 of rank 0, 1 or 2, see flashmoe.h; absent: 1
   ConstTensorView v_scale;
+  // [batch, heads_q, seq_q, seq_k], of which any extent may be 1 for all; absent: none.
+  ConstTensorView attn_bias;  // fp32 or q's dtype, added to the logits
+  ConstTensorView attn_mask;  // bool or uint8: not 0 where a query may see a key
 };
 
 // Attention, backward: flashmoe_attention_backward. Of dq, dk, dv and dsinks one at least.
@@ -484,6 +497,9 @@ struct AttentionBackward {
   bool accumulate = false;                      // add to the gradients
   const char* kernel = nullptr;                 // nullptr: the best here
   std::optional<AttentionSequences> sequences;  // absent: a dense batch
+  // As of the forward call; absent: none.
+  ConstTensorView attn_bias;
+  ConstTensorView attn_mask;
 };
 
 // The merge of partial results of attention: flashmoe_merge_states.
@@ -738,7 +754,7 @@ struct Bound<AttentionForward> {
   static constexpr auto workspace_size = flashmoe_attention_forward_workspace_size;
   static constexpr auto run = flashmoe_attention_forward;
 
-  Argument q, k, v, sinks, out, lse, k_scale, v_scale;
+  Argument q, k, v, sinks, attn_bias, attn_mask, out, lse, k_scale, v_scale;
   BoundSequences sequences;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
 
@@ -747,6 +763,8 @@ struct Bound<AttentionForward> {
         k(call.k),
         v(call.v),
         sinks(call.sinks),
+        attn_bias(call.attn_bias),
+        attn_mask(call.attn_mask),
         out(call.out),
         lse(call.lse),
         k_scale(call.k_scale),
@@ -758,6 +776,8 @@ struct Bound<AttentionForward> {
     params.k = k;
     params.v = v;
     params.sinks = sinks;
+    params.attn_bias = attn_bias;
+    params.attn_mask = attn_mask;
     params.out = out;
     params.lse = lse;
     params.k_scale = k_scale;
@@ -772,7 +792,7 @@ struct Bound<AttentionBackward> {
   static constexpr auto workspace_size = flashmoe_attention_backward_workspace_size;
   static constexpr auto run = flashmoe_attention_backward;
 
-  Argument dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks;
+  Argument dout, q, k, v, out, lse, dlse, sinks, attn_bias, attn_mask, dq, dk, dv, dsinks;
   BoundSequences sequences;
   flashmoe_attention_backward_params params = flashmoe_attention_backward_params_init();
 
@@ -785,6 +805,8 @@ struct Bound<AttentionBackward> {
         lse(call.lse),
         dlse(call.dlse),
         sinks(call.sinks),
+        attn_bias(call.attn_bias),
+        attn_mask(call.attn_mask),
         dq(call.dq),
         dk(call.dk),
         dv(call.dv),
@@ -800,6 +822,8 @@ struct Bound<AttentionBackward> {
     params.lse = lse;
     params.dlse = dlse;
     params.sinks = sinks;
+    params.attn_bias = attn_bias;
+    params.attn_mask = attn_mask;
     params.dq = dq;
     params.dk = dk;
     params.dv = dv;

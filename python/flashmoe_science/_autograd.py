@@ -64,6 +64,10 @@ SCALED_KEYS = _LACKING.format(
 _NARROW_KEYS = (
     "{}: got dtype {}, accepted is {} as q's: keys and values of 8 bits have no gradients"
 )
+NO_BIAS_GRADIENT = (
+    "attn_bias: requires grad, but no kernel computes the gradient of a bias in this version; pass "
+    "attn_bias.detach()"
+)
 _MOST_KEPT = 1024
 _kept_reasons: dict[Any, str] = {}  # by problem: asking takes longer than a call may
 
@@ -284,53 +288,65 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(map(cast, tensors))
 
 
-def is_handled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any = None) -> bool:
+def is_handled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any = None, attn_bias: Any = None,
+    attn_mask: Any = None,
+) -> bool:  # fmt: skip
     """Whether a call of these is for the function below."""
-    return is_recorded(q, k, v, sinks) or _is_cast(q, k, v)
+    return is_recorded(q, k, v, sinks, attn_bias) or _is_cast(q, k, v)
 
 
 def flash_attention(
     q: Any, k: Any, v: Any, causal: Any, window: Any, scale: Any, softcap: Any, sinks: Any,
     layout: Any, return_lse: Any, out: Any, lse: Any, kernel: Any, stream: Any,
-    sequences: Any = None,
+    sequences: Any = None, attn_bias: Any = None, attn_mask: Any = None,
 ) -> Any:  # fmt: skip
     """flash_attention, called by the native one, to which what is_handled goes back as what is not:
     cast, and without grad mode."""
     q, k, v = autocast(q, k, v)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     options = (causal, window, scale, softcap)
-    if not is_recorded(*tensors.values()):
+    if not is_recorded(*tensors.values(), attn_bias):
         return _core.flash_attention(
-            q, k, v, *options, sinks, layout, return_lse, out, lse, kernel, stream, sequences
-        )
+            q, k, v, *options, sinks, layout, return_lse, out, lse, kernel, stream, sequences,
+            attn_bias, attn_mask,
+        )  # fmt: skip
+    if is_recorded(attn_bias):
+        raise UnsupportedError(NO_BIAS_GRADIENT)
     for name, given in (("out", out), ("lse", lse), ("stream", stream)):
         if given is not None:
             raise InvalidArgumentError(_GIVEN.format(name))
     of_scores = {"layout": layout, "causal": causal, "window": window, "scale": scale,
                  "softcap": softcap}  # fmt: skip
     tables, bounds = split(sequences)
-    reason = lacks_gradients(tensors, of_scores, tables, bounds)
+    pairs = {"attn_bias": attn_bias, "attn_mask": attn_mask}
+    reason = lacks_gradients(tensors, of_scores, pairs | tables, bounds)
     if reason:
         raise UnsupportedError(reason)
 
-    def compute(q: Any, k: Any, v: Any, sinks: Any, *tables: Any) -> Any:
+    def compute(
+        q: Any, k: Any, v: Any, sinks: Any, attn_bias: Any, attn_mask: Any, *tables: Any
+    ) -> Any:
         return _core.flash_attention(
-            q, k, v, *options, sinks, layout, True, None, None, kernel, None, joined(tables, bounds)
-        )
+            q, k, v, *options, sinks, layout, True, None, None, kernel, None,
+            joined(tables, bounds), attn_bias, attn_mask,
+        )  # fmt: skip
 
     def differentiate(*arguments: Any) -> Any:
         made = once(functools.partial(of_wanted, arguments[-1]), *arguments[:-1])
-        return *made, *(None for _ in tables)
+        return *made, *(None for _ in pairs | tables)
 
     def of_wanted(
-        wanted: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, *others: Any
-    ) -> Any:
+        wanted: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, attn_bias: Any,
+        attn_mask: Any, *others: Any,
+    ) -> Any:  # fmt: skip
         *tables, out, lse = others
         sequences = joined(tables, bounds) or NO_SEQUENCES
         return flash_attention_backward(
-            readable(dout), q, k, v, out, lse, dlse=dlse, sinks=sinks, **of_scores,
-            wanted=wanted[: len(tensors)], **of_backward(sequences),
+            readable(dout), q, k, v, out, lse, dlse=dlse, sinks=sinks, attn_bias=attn_bias,
+            attn_mask=attn_mask, **of_scores, wanted=wanted[: len(tensors)],
+            **of_backward(sequences),
         )  # fmt: skip
 
-    made = attend(compute, differentiate, tensors | tables)
+    made = attend(compute, differentiate, tensors | pairs | tables)
     return tuple(made) if return_lse else made[0]

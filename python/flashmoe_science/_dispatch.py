@@ -504,7 +504,7 @@ def flash_attention(
     if isinstance(framework, Torch):
         from flashmoe_science import _autograd
 
-        if _autograd.is_handled(*tensors.values()):
+        if _autograd.is_handled(**tensors):
             given = dict.fromkeys(("sinks", "out", "lse")) | tensors | outputs
             return _autograd.flash_attention(**given, **options, stream=stream, sequences=sequences)
 

@@ -39,7 +39,10 @@ def dot_product_attention(
         key: [batch, seq_k, heads_kv, dim], or [seq_k, heads_kv, dim], same dtype; heads_kv divides
             heads_q.
         value: [batch, seq_k, heads_kv, dim_v], or [seq_k, heads_kv, dim_v], same dtype.
-        bias, mask: None: there are neither biases nor masks of the logits.
+        bias: Added to the logits, behind scale: [batch, heads_q, seq_q, seq_k], of which any may be
+            1 (without a batch [heads_q, seq_q, seq_k]); fp32 or query's dtype. -inf hides a key. It
+            has no gradient: who differentiates it is told so.
+        mask: The same of bool: which keys a query may see.
         scale: Factor of the logits, positive; None is 1 / sqrt(dim).
         is_causal: Query i sees the keys up to i, counted from the first of both.
         query_seq_lengths: [batch], int32: of so many queries each row of the batch has the results;
@@ -57,18 +60,11 @@ def dot_product_attention(
         mean of all values.
 
     Raises:
-        NotImplementedError: There is a bias, a mask, or a window that is not here, or no kernel
-            serves the call.
+        NotImplementedError: There is a bias or a mask beside lengths, or a window that is not here,
+            or a bias is differentiated, or no kernel serves the call.
         ValueError, TypeError: A shape, a dtype or an option is wrong. Sentences of the library call
             query, key and value q, k and v.
     """
-    for name, given in (("bias", bias), ("mask", mask)):
-        if given is not None:
-            raise UnsupportedError(
-                f"{name}: got one, accepted is None: what is seen is said by is_causal, "
-                "local_window_size, query_seq_lengths and key_value_seq_lengths; keep "
-                "jax.nn.dot_product_attention where another one is needed"
-            )
     if implementation is not None:
         raise InvalidArgumentError(
             f"implementation: got {implementation!r}, accepted is None: FlashMoE is the only one"
@@ -81,10 +77,20 @@ def dot_product_attention(
     used_q = _lengths("query_seq_lengths", query_seq_lengths, batch, seq_q)
     used_k = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, seq_k)
     aligned = used_q is None and used_k is None and seq_q == seq_k
+    full = (batch, q.shape[2], seq_q, seq_k)
+    has_lengths = used_q is not None or used_k is not None
+    pairs = {
+        "attn_bias": _pairs("bias", bias, rank, full, has_lengths),
+        "attn_mask": _pairs("mask", mask, rank, full, has_lengths),
+    }
+    if bias is not None:
+        from flashmoe_science.jax import without_gradient
+
+        pairs["attn_bias"] = without_gradient("bias", pairs["attn_bias"])
     out, lse = flash_attention(
         q, k, v, causal="top_left" if is_causal else False, scale=scale,
         window=_window(local_window_size, is_causal, aligned),
-        seqused_q=used_q, seqused_k=used_k, return_lse=True,
+        seqused_q=used_q, seqused_k=used_k, return_lse=True, **pairs,
     )  # fmt: skip
     residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2)).astype(k.dtype)
     if used_q is not None:  # others are not written
@@ -103,6 +109,29 @@ def _with_batch(name: str, array: Any, rank: int) -> Any:
             f"{name}: got {array.ndim} dimensions, accepted are 4, or 3 of all without a batch"
         )
     return array if rank == _RANK else array[None]
+
+
+def _pairs(name: str, array: Any, rank: int, full: tuple[int, ...], has_lengths: bool) -> Any:
+    """[batch, heads_q, seq_q, seq_k] or 1 in the place of each."""
+    if array is None:
+        return None
+    if has_lengths:
+        raise UnsupportedError(
+            f"{name}: got one, accepted with query_seq_lengths or key_value_seq_lengths is None"
+        )
+    array = jnp.asarray(array)
+    if name == "mask" and array.dtype != np.bool_:
+        raise ArgumentTypeError(f"mask: got dtype {array.dtype}, accepted is bool")
+    if array.ndim != rank:
+        raise InvalidArgumentError(f"{name}: got {array.ndim} dimensions, accepted are {rank}")
+    array = array if rank == _RANK else array[None]
+    for got, want in zip(array.shape, full, strict=True):
+        if got not in (1, want):
+            raise InvalidArgumentError(
+                f"{name}: got shape {list(array.shape)}, accepted is one that broadcasts to "
+                f"{list(full)}"
+            )
+    return array
 
 
 def _lengths(name: str, lengths: Any, batch: int, most: int) -> Any:

@@ -60,6 +60,8 @@ def flash_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: _T | None = None,
+    attn_bias: _T | None = None,
+    attn_mask: _T | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[False] = False,
     out: _T | None = None,
@@ -92,6 +94,8 @@ def flash_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: _T | None = None,
+    attn_bias: _T | None = None,
+    attn_mask: _T | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: Literal[True],
     out: _T | None = None,
@@ -123,6 +127,8 @@ def flash_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
+    attn_bias: Any = None,
+    attn_mask: Any = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -173,6 +179,12 @@ def flash_attention(
         sinks: [heads_q], fp32 or q's dtype, any stride: a logit of each head that takes part in
             every softmax and has no value, as gpt-oss learns it. scale and softcap do not touch it,
             the log-sum-exp counts it. None is no sinks.
+        attn_bias: [batch, heads_q, seq_q, seq_k] in either layout, of fp32 or q's dtype, any
+            strides; every extent may be 1, which stands for all. It is added to the logits, behind
+            scale and softcap; -inf hides the key, as attn_mask does. It has no gradient: that of
+            one that requires it is refused. None is none. Not for sequences, below.
+        attn_mask: The same of bool or uint8: where it is not 0 a query may see a key, beside causal
+            and window. What it hides is not read: a NaN there reaches nothing.
         layout: "bshd" or "bhsd".
         return_lse: Also return the log-sum-exp of each row's logits, natural logarithm.
         out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. A new one
@@ -231,14 +243,14 @@ def flash_attention(
         try:
             return _core.flash_attention(
                 q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
-                kernel, stream, sequences,
+                kernel, stream, sequences, attn_bias, attn_mask,
             )  # fmt: skip
         except _TransformedError:  # which torch's operators take
             pass
     return operators().flash_attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
-        layout=layout, return_lse=return_lse, out=out, lse=lse, kernel=kernel, stream=stream,
-        **dict(zip(SEQUENCES, sequences, strict=True)),
+        attn_bias=attn_bias, attn_mask=attn_mask, layout=layout, return_lse=return_lse, out=out,
+        lse=lse, kernel=kernel, stream=stream, **dict(zip(SEQUENCES, sequences, strict=True)),
     )  # fmt: skip
 
 
@@ -252,6 +264,8 @@ def flash_attention_backward(
     *,
     dlse: _T | None = None,
     sinks: _T | None = None,
+    attn_bias: _T | None = None,
+    attn_mask: _T | None = None,
     causal: bool | Literal["bottom_right", "top_left"] = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
@@ -292,6 +306,7 @@ def flash_attention_backward(
         out, lse: What it returned, with return_lse.
         dlse: The gradient of lse, of its shape and dtype; None if lse is not used.
         sinks: As of flash_attention. They are read for dsinks alone: lse counts them.
+        attn_bias, attn_mask: As of flash_attention. There is no gradient of the bias.
         wanted: Whether dq, dk, dv and dsinks are to be made, where none is given.
         accumulate: Add to those of dq, dk, dv and dsinks that are given, and make none.
         dq, dk, dv, dsinks: Where to write the gradients of q, k, v and sinks, of their shape, and
@@ -316,14 +331,16 @@ def flash_attention_backward(
         try:
             return _flash_attention_backward(  # type: ignore[no-any-return]
                 dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream, sequences, attn_bias,
+                attn_mask,
             )  # fmt: skip
         except _TransformedError:  # as above
             pass
     made: AttentionGradients = operators().flash_attention_backward(
-        dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, causal=causal, window=window, scale=scale,
-        softcap=softcap, layout=layout, wanted=wanted, accumulate=accumulate, dq=dq, dk=dk, dv=dv,
-        dsinks=dsinks, kernel=kernel, stream=stream, **of_backward(sequences),
+        dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, attn_bias=attn_bias, attn_mask=attn_mask,
+        causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, wanted=wanted,
+        accumulate=accumulate, dq=dq, dk=dk, dv=dv, dsinks=dsinks, kernel=kernel, stream=stream,
+        **of_backward(sequences),
     )  # fmt: skip
     return made
 
@@ -331,11 +348,13 @@ def flash_attention_backward(
 def _flash_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, sinks: Any, causal: Any,
     window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, accumulate: Any, dq: Any,
-    dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any, sequences: Any,
+    dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any, sequences: Any, attn_bias: Any,
+    attn_mask: Any,
 ) -> Any:  # fmt: skip
     """Of tensors with memory."""
     made: Any = _core.flash_attention_backward(
         dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-        parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
+        parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream, sequences, attn_bias,
+        attn_mask,
     )  # fmt: skip
     return AttentionGradients(*made)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.custom_batching
@@ -494,6 +494,7 @@ def _widened(
 # What has a batch in front, and tables by which those of several calls cannot be one batch.
 _ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", "k_begin")
 _PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table", "k_scale", "v_scale")
+_PAIRS = ("attn_bias", "attn_mask")  # whose batch may be one for all
 
 
 # Whose primitives know all transformations: _jax_moe has their rules.
@@ -512,7 +513,7 @@ def _compiled(call: _Call) -> Any:
         """Sequences of an outer batch are sequences of one larger batch; dsinks is its sum."""
         if "sinks" in call.names and dict(call.options).get("wanted", ())[-1:] == (True,):
             return None
-        if any(name in _PLACES for name in call.names):
+        if any(name in (*_PLACES, *_PAIRS) for name in call.names):
             return None
         wide = _widened(call.names, _ROWS, size, batched, arrays)
         if wide is None:
@@ -593,6 +594,20 @@ def _cast(array: Any, axes: tuple[Any, ...]) -> Any:
     return lax.pvary(array, axes)  # before JAX 0.8
 
 
+def without_gradient(name: str, array: Any) -> Any:
+    """The bias of that name, of which no kernel computes the gradient: who asks for it is told."""
+
+    def refuse(primals: Any, tangents: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{name}: got one that is differentiated, but no kernel computes the gradient of a "
+            "bias in this version; pass jax.lax.stop_gradient of it"
+        )
+
+    same: Any = jax.custom_jvp(lambda x: x)
+    same.defjvp(refuse)
+    return same(array)
+
+
 def _gradients(call: _Call, tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """By "dq" and so on, of an attention_forward's tensors and the gradients of its outputs."""
     given = {"dout": jnp.zeros_like(tensors["out"])} | given
@@ -661,6 +676,9 @@ def flash_attention(
 ) -> Any:
     """flash_attention, with everything by its name."""
     _refuse_outputs(outputs, stream)
+    if "attn_bias" in tensors:
+        bias = without_gradient("attn_bias", jnp.asarray(tensors["attn_bias"]))
+        tensors = tensors | {"attn_bias": bias}
     made = run("attention_forward", tensors, options)
     return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
 

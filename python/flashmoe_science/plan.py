@@ -188,6 +188,8 @@ def attention_plan(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
+    attn_bias: Any = None,
+    attn_mask: Any = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
     out: Any = None,
@@ -215,7 +217,10 @@ def attention_plan(
         k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     tables, bounds = _tables_and_bounds(sequences)
-    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "out": out, "lse": lse} | tables
+    tensors = {
+        "q": q, "k": k, "v": v, "sinks": sinks, "attn_bias": attn_bias, "attn_mask": attn_mask,
+        "out": out, "lse": lse,
+    } | tables  # fmt: skip
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
         "kernel": kernel, "return_lse": parse_flag("return_lse", return_lse),
@@ -242,6 +247,8 @@ def attention_backward_plan(
     *,
     dlse: Any = None,
     sinks: Any = None,
+    attn_bias: Any = None,
+    attn_mask: Any = None,
     causal: Causal = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -277,7 +284,8 @@ def attention_backward_plan(
     tables, bounds = _tables_and_bounds(sequences)
     tensors = {
         "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "sinks": sinks,
-        "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks,
+        "attn_bias": attn_bias, "attn_mask": attn_mask, "dq": dq, "dk": dk, "dv": dv,
+        "dsinks": dsinks,
     } | tables  # fmt: skip
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,

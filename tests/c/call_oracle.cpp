@@ -20,8 +20,12 @@ struct Facts {
   int64_t strides[4] = {};
 };
 
-int element_bytes(const flashmoe_dtype& dtype) {
+int element_bytes(const flashmoe_dtype& dtype, bool is_mask) {
   if (dtype.lanes != 1) return 0;
+  if (is_mask) {
+    const bool bytes = dtype.code == FLASHMOE_DTYPE_UINT || dtype.code == FLASHMOE_DTYPE_BOOL;
+    return bytes && dtype.bits == 8 ? 1 : 0;
+  }
   if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64) return 8;
   if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 32) return 4;
   if (dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 16) return 2;
@@ -34,13 +38,14 @@ bool same_dtype(const flashmoe_dtype& a, const flashmoe_dtype& b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
 }
 
-Facts look(Judgement* judgement, const char* name, const flashmoe_tensor* tensor, int rank) {
+Facts look(Judgement* judgement, const char* name, const flashmoe_tensor* tensor, int rank,
+           bool is_mask = false) {
   Facts facts;
   if (tensor == nullptr || tensor->ndim != rank || (tensor->shape == nullptr && rank > 0)) {
     judgement->invalid(name);
     return facts;
   }
-  facts.elem_bytes = element_bytes(tensor->dtype);
+  facts.elem_bytes = element_bytes(tensor->dtype, is_mask);
   if (facts.elem_bytes == 0) judgement->invalid(name);
   switch (tensor->device.device_type) {
     case FLASHMOE_DEVICE_CPU:
@@ -424,6 +429,31 @@ void judge_scale(Judgement* judgement, const char* name, const flashmoe_tensor* 
   }
 }
 
+// "[batch, heads_q, seq_q, seq_k]", of which any may be 1: a mask of bytes, or a bias of fp32 or
+// q's dtype; any strides.
+Subject judge_pairs(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
+                    const Rows& rows, bool is_mask) {
+  const Subject subject = {name, tensor, look(judgement, name, tensor, 4, is_mask)};
+  if (tensor == nullptr) return subject;
+  if (!is_mask && !same_dtype(tensor->dtype, {FLASHMOE_DTYPE_FLOAT, 32, 1}) &&
+      rows.q.tensor != nullptr && !same_dtype(tensor->dtype, rows.q.tensor->dtype)) {
+    disagree(judgement, subject, rows.q);
+  }
+  agree_on_device(judgement, subject, rows.q);
+  if (!subject.facts.readable) return subject;
+  const std::pair<const Subject&, int> like[] = {
+      {rows.q, 0}, {rows.q, rows.heads}, {rows.q, rows.seq}, {rows.k, rows.seq}};
+  for (int axis = 0; axis < 4; ++axis) {
+    if (subject.facts.shape[axis] == 1) continue;
+    agree_on_extent(judgement, subject, axis, like[axis].first, like[axis].second);
+  }
+  if (subject.facts.elem_bytes != 0 &&
+      address_of(*tensor) % static_cast<uintptr_t>(subject.facts.elem_bytes) != 0) {
+    subject.facts.empty ? judgement->either(name) : judgement->invalid(name);
+  }
+  return subject;
+}
+
 // A tensor of rows that has the shape of another, and its dtype or, perhaps, fp32.
 Subject judge_rows_like(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
                         const Subject& like, const Subject& q, bool or_fp32) {
@@ -469,6 +499,14 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
     sinks = judge_heads(&judgement, "sinks", params.sinks, rows.q, rows);
     keep_apart(&judgement, rows.out, 4, sinks, 1);
   }
+  std::vector<Subject> pairs;
+  if (params.attn_bias != nullptr) {
+    pairs.push_back(judge_pairs(&judgement, "attn_bias", params.attn_bias, rows, false));
+  }
+  if (params.attn_mask != nullptr) {
+    pairs.push_back(judge_pairs(&judgement, "attn_mask", params.attn_mask, rows, true));
+  }
+  for (const Subject& each : pairs) keep_apart(&judgement, rows.out, 4, each, 4);
 
   if (params.lse == nullptr) return judgement;
   const Subject lse = judge_numbers(&judgement, "lse", params.lse, rows);
@@ -478,6 +516,7 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
     keep_apart(&judgement, lse, 3, other, 4);
   }
   keep_apart(&judgement, lse, 3, sinks, 1);
+  for (const Subject& each : pairs) keep_apart(&judgement, lse, 3, each, 4);
   return judgement;
 }
 
@@ -492,8 +531,10 @@ Judgement judge(const flashmoe_attention_backward_params* params) {
     judgement.invalid("flashmoe_attention_backward_params.struct_size");
     return judgement;
   }
-  flashmoe_attention_sequences* sequences = nullptr;
-  std::memcpy(&sequences, &params->sequences, params->struct_size - kOldest);
+  flashmoe_attention_backward_params known;  // what the caller's struct has of it
+  std::memset(&known, 0, sizeof known);
+  std::memcpy(&known, params, params->struct_size);
+  const flashmoe_attention_sequences* const sequences = known.sequences;
   if (sequences != nullptr && sequences->struct_size != sizeof *sequences) {
     judgement.invalid("flashmoe_attention_sequences.struct_size");
   }
@@ -513,6 +554,12 @@ Judgement judge(const flashmoe_attention_backward_params* params) {
   if (params->sinks != nullptr) {
     sinks = judge_heads(&judgement, "sinks", params->sinks, rows.q, rows);
     others.emplace_back(sinks, 1);
+  }
+  if (known.attn_bias != nullptr) {
+    others.emplace_back(judge_pairs(&judgement, "attn_bias", known.attn_bias, rows, false), 4);
+  }
+  if (known.attn_mask != nullptr) {
+    others.emplace_back(judge_pairs(&judgement, "attn_mask", known.attn_mask, rows, true), 4);
   }
   const struct {
     const char* name;

@@ -1,5 +1,6 @@
 #include "fuzz_call.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -22,7 +23,9 @@ double from_half(uint16_t bits) {
 // A random number in about [-2, 2], exact in its format, as bits.
 void store_random(Random* random, unsigned char* at, flashmoe_dtype dtype) {
   const uint32_t bits = static_cast<uint32_t>(random->bits());
-  if (dtype.bits == 64) {
+  if (dtype.bits == 8) {
+    *at = bits % 3 == 0 ? 0 : static_cast<unsigned char>(1 + (bits >> 8) % 255);
+  } else if (dtype.bits == 64) {
     const double value = static_cast<double>(bits) * 0x1p-30 - 2.0;
     std::memcpy(at, &value, 8);
   } else if (dtype.bits == 32) {
@@ -216,6 +219,41 @@ const unsigned char* element_at(const Call& call, const Argument& argument, int6
                                                     : argument.element(b, s, h, d);
 }
 
+namespace {
+
+// Whether the struct that the library reads has the field, and a tensor in it.
+bool is_given(const Call& call, const flashmoe_tensor* flashmoe_attention_forward_params::* forward,
+              const flashmoe_tensor* flashmoe_attention_backward_params::* backward) {
+  if (!call.is_backward) return as_given(call.params).*forward != nullptr;
+  flashmoe_attention_backward_params known = {};
+  std::memcpy(&known, &call.backward, std::min(call.backward.struct_size, sizeof known));
+  return known.*backward != nullptr;
+}
+
+// Of an extent of 1 the one element.
+const unsigned char* pair_at(const Argument& argument, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const int64_t* const shape = argument.shape;
+  return argument.element(shape[0] == 1 ? 0 : b, shape[1] == 1 ? 0 : h, shape[2] == 1 ? 0 : i,
+                          shape[3] == 1 ? 0 : j);
+}
+
+}  // namespace
+
+bool sees(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const flashmoe_attention_forward_params p = as_given(call.params);
+  const int seq = p.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
+  if (!is_seen(p, i, j, call.q.shape[seq], call.k.shape[seq])) return false;
+  const bool masked = is_given(call, &flashmoe_attention_forward_params::attn_mask,
+                               &flashmoe_attention_backward_params::attn_mask);
+  return !masked || *pair_at(call.attn_mask, b, h, i, j) != 0;
+}
+
+double bias_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const bool biased = is_given(call, &flashmoe_attention_forward_params::attn_bias,
+                               &flashmoe_attention_backward_params::attn_bias);
+  return biased ? load(pair_at(call.attn_bias, b, h, i, j), call.attn_bias.tensor.dtype) : 0.0;
+}
+
 double logit_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
   const flashmoe_attention_forward_params p = as_given(call.params);
   const int head = p.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2;
@@ -245,8 +283,8 @@ void store_lse(Call* call) {
         double largest = -HUGE_VAL, sum = 0;
         std::vector<double> logits;
         for (int64_t j = 0; j < seq_k; ++j) {
-          if (!is_seen(call->params, i, j, seq_q, seq_k)) continue;
-          logits.push_back(logit_of(*call, b, h, i, j));
+          if (!sees(*call, b, h, i, j)) continue;
+          logits.push_back(logit_of(*call, b, h, i, j) + bias_of(*call, b, h, i, j));
           largest = std::fmax(largest, logits.back());
         }
         if (call->backward.sinks != nullptr) {
@@ -314,22 +352,36 @@ void make_valid(Random* random, Call* call) {
   const int64_t rows_out[4] = {batch, seq_q, heads_q, dim_v};
   const int64_t numbers[4] = {batch, heads_q, seq_q, 0};
   const int64_t heads[4] = {heads_q, 0, 0, 0};
+  int64_t pairs[2][4];  // of the bias and of the mask, each extent perhaps 1
+  for (auto& shape : pairs) {
+    const int64_t full[4] = {batch, heads_q, seq_q, seq_k};
+    for (int axis = 0; axis < 4; ++axis) shape[axis] = random->chance(0.3) ? 1 : full[axis];
+  }
   const struct {
     const char* name;
     Argument* argument;
     int rank;
     const int64_t* shape;
-  } all[] = {{"q", &call->q, 4, rows_q},         {"k", &call->k, 4, rows_k},
-             {"v", &call->v, 4, rows_v},         {"out", &call->out, 4, rows_out},
-             {"lse", &call->lse, 3, numbers},    {"sinks", &call->sinks, 1, heads},
-             {"dout", &call->dout, 4, rows_out}, {"dlse", &call->dlse, 3, numbers},
-             {"dq", &call->dq, 4, rows_q},       {"dk", &call->dk, 4, rows_k},
-             {"dv", &call->dv, 4, rows_v},       {"dsinks", &call->dsinks, 1, heads}};
+  } all[] = {{"q", &call->q, 4, rows_q},
+             {"k", &call->k, 4, rows_k},
+             {"v", &call->v, 4, rows_v},
+             {"out", &call->out, 4, rows_out},
+             {"lse", &call->lse, 3, numbers},
+             {"sinks", &call->sinks, 1, heads},
+             {"dout", &call->dout, 4, rows_out},
+             {"dlse", &call->dlse, 3, numbers},
+             {"dq", &call->dq, 4, rows_q},
+             {"dk", &call->dk, 4, rows_k},
+             {"dv", &call->dv, 4, rows_v},
+             {"dsinks", &call->dsinks, 1, heads},
+             {"attn_bias", &call->attn_bias, 4, pairs[0]},
+             {"attn_mask", &call->attn_mask, 4, pairs[1]}};
   for (const auto& each : all) {
     each.argument->name = each.name;
     each.argument->rank = each.rank;
     std::memcpy(each.argument->shape, each.shape, sizeof rows_q);
-    if (each.rank == 4 && bhsd) std::swap(each.argument->shape[1], each.argument->shape[2]);
+    if (each.rank == 4 && bhsd && each.shape != pairs[0] && each.shape != pairs[1])
+      std::swap(each.argument->shape[1], each.argument->shape[2]);
   }
   for (int i = 0; i < call->count(); ++i) {
     Argument& argument = *call->arguments[static_cast<size_t>(i)];
@@ -338,7 +390,12 @@ void make_valid(Random* random, Call* call) {
                               0};
     if (argument.rank == 3 && dtype.bits != 64) argument.tensor.dtype = single;
     if (&argument == &call->dsinks) argument.tensor.dtype = call->sinks.tensor.dtype;
-    const bool may_be_single = argument.rank == 1 || (call->is_backward && call->is_output(i));
+    if (&argument == &call->attn_mask) {
+      argument.tensor.dtype = random->one_of<flashmoe_dtype>(
+          {{FLASHMOE_DTYPE_UINT, 8, 1}, {FLASHMOE_DTYPE_BOOL, 8, 1}});
+    }
+    const bool may_be_single = argument.rank == 1 || &argument == &call->attn_bias ||
+                               (call->is_backward && call->is_output(i));
     if (may_be_single && random->chance(0.4)) argument.tensor.dtype = single;
     argument.allocate(random, call->is_output(i) || &argument == &call->lse);  // a row has its own
     *call->slots[static_cast<size_t>(i)] = &argument.tensor;
@@ -346,8 +403,12 @@ void make_valid(Random* random, Call* call) {
   if (!call->is_backward) {
     if (random->chance(0.5)) call->params.lse = nullptr;
     if (random->chance(0.6)) call->params.sinks = nullptr;
+    if (random->chance(0.7)) call->params.attn_bias = nullptr;
+    if (random->chance(0.7)) call->params.attn_mask = nullptr;
     return;
   }
+  if (random->chance(0.7)) call->backward.attn_bias = nullptr;
+  if (random->chance(0.7)) call->backward.attn_mask = nullptr;
   if (random->chance(0.5)) call->backward.sinks = call->backward.dsinks = nullptr;
   store_lse(call);
   call->backward.accumulate = random->chance(0.3) ? 1 : 0;

@@ -78,23 +78,25 @@ struct Argument {
 struct Call {
   explicit Call(bool is_backward) : is_backward(is_backward) {
     if (is_backward) {
-      arguments.insert(arguments.end(), {&dout, &dlse, &sinks, &dq, &dk, &dv, &dsinks});
-      slots.insert(slots.end(), {&backward.dout, &backward.dlse, &backward.sinks, &backward.dq,
+      arguments.insert(arguments.end(),
+                       {&dout, &dlse, &sinks, &attn_bias, &attn_mask, &dq, &dk, &dv, &dsinks});
+      slots.insert(slots.end(), {&backward.dout, &backward.dlse, &backward.sinks,
+                                 &backward.attn_bias, &backward.attn_mask, &backward.dq,
                                  &backward.dk, &backward.dv, &backward.dsinks});
     } else {
-      arguments.push_back(&sinks);
-      slots.push_back(&params.sinks);
+      arguments.insert(arguments.end(), {&sinks, &attn_bias, &attn_mask});
+      slots.insert(slots.end(), {&params.sinks, &params.attn_bias, &params.attn_mask});
     }
   }
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
-  static constexpr int kFirstGradient = 8;  // of the arguments of a backward call
+  static constexpr int kFirstGradient = 10;  // of the arguments of a backward call
   const bool is_backward;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
   flashmoe_attention_backward_params backward = flashmoe_attention_backward_params_init();
   bool null_params = false;
-  Argument q, k, v, out, lse, sinks, dout, dlse, dq, dk, dv, dsinks;
+  Argument q, k, v, out, lse, sinks, attn_bias, attn_mask, dout, dlse, dq, dk, dv, dsinks;
   flashmoe_attention_sequences sequences =
       {};  // of no size: see fuzz_sequences for those that have
   std::string kernel;
@@ -132,7 +134,13 @@ bool is_seen(const flashmoe_attention_forward_params& params, int64_t i, int64_t
 const unsigned char* element_at(const Call& call, const Argument& argument, int64_t b, int64_t s,
                                 int64_t h, int64_t d);
 
-// The logit of a query and a key, of a valid call.
+// Whether query i of head h sees key j of a valid call, by what is_seen says and by the mask.
+bool sees(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j);
+
+// What the bias adds to a logit of a valid call.
+double bias_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j);
+
+// The logit of a query and a key, of a valid call, but for the bias.
 double logit_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j);
 
 void make_valid(Random* random, Call* call);

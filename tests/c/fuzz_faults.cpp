@@ -51,8 +51,8 @@ void null_params(Random*, Call* call) { call->null_params = true; }
 void struct_size(Random* random, Call* call) {
   const size_t real = sizeof call->params;
   call->params.struct_size =
-      random->one_of({size_t{0}, size_t{1}, real - 1, real - 8, real - 32, real - 56, real - 57,
-                      real - 64, real + 1, real + 8, real * 2, SIZE_MAX});
+      random->one_of({size_t{0}, size_t{1}, real - 1, real - 8, real - 16, real - 32, real - 56,
+                      real - 57, real - 64, real + 1, real + 8, real * 2, SIZE_MAX});
 }
 
 void wrong_layout(Random* random, Call* call) {

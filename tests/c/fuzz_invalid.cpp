@@ -155,10 +155,10 @@ void expect_output(Call* call) {
         std::vector<bool> sees(static_cast<size_t>(e.seq_k));
         double largest = -HUGE_VAL;
         for (int64_t j = 0; j < e.seq_k; ++j) {
-          const bool seen = is_seen(p, i, j, e.seq_q, e.seq_k);
+          const bool seen = ::sees(*call, b, h, i, j);
           sees[static_cast<size_t>(j)] = seen;
           if (!seen) continue;
-          const double logit = logit_of(*call, b, h, i, j);
+          const double logit = logit_of(*call, b, h, i, j) + bias_of(*call, b, h, i, j);
           weight[static_cast<size_t>(j)] = logit;
           largest = std::fmax(largest, logit);
         }
@@ -274,7 +274,7 @@ void expect_gradients(Call* call) {
           const double weight = std::exp(sink - lse);
           bool sees_keys = false;
           for (int64_t j = 0; j < e.seq_k; ++j) {
-            sees_keys = sees_keys || is_seen(call->params, i, j, e.seq_q, e.seq_k);
+            sees_keys = sees_keys || sees(*call, b, h, i, j);
           }
           for (const double part : {delta, magnitude, -magnitude}) {
             if (sees_keys) dsinks.add(0, 0, h, 0, -weight * part);  // else out is 0
@@ -283,10 +283,10 @@ void expect_gradients(Call* call) {
         }
         delta -= dlse;
         for (int64_t j = 0; j < e.seq_k; ++j) {
-          if (!is_seen(call->params, i, j, e.seq_q, e.seq_k)) continue;
+          if (!sees(*call, b, h, i, j)) continue;
           const int64_t g = h / e.group;
           const double logit = logit_of(*call, b, h, i, j);
-          const double weight = std::exp(logit - lse);
+          const double weight = std::exp(logit + bias_of(*call, b, h, i, j) - lse);
           double dweight = 0;
           for (int64_t d = 0; d < e.dim_v; ++d) {
             const double dout = number_at(*call, call->dout, b, i, h, d);

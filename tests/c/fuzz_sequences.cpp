@@ -137,6 +137,7 @@ void make_ragged(Random* random, Ragged* ragged) {
   Call& call = ragged->call;
   make_valid(random, &call);
   call.params.struct_size = sizeof call.params;  // sequences are behind those of older callers
+  call.params.attn_bias = call.params.attn_mask = nullptr;  // which these calls do not have
   if (call.params.window == 0xa5a5a5a5) {
     call.params.window = 0;
     call.params.window_left = call.params.window_right = 0;

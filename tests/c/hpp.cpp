@@ -243,6 +243,32 @@ void sequences() {
   });
 }
 
+// A mask of the first three keys, and a bias that hides the others, beside those keys alone.
+void biases_and_masks() {
+  AttentionCase test;
+  fm::AttentionForward call = test.call();
+  fm::Workspace workspace;
+  call.k = call.k.slice(1, 0, 3);
+  call.v = call.v.slice(1, 0, 3);
+  done(fm::run(call, workspace));
+  const std::vector<float> expected = test.out;
+  const bool seen[] = {true, true, true, false, false, false, false};
+  const std::vector<float> hidden = {0, 0, 0, -INFINITY, -INFINITY, -INFINITY, -INFINITY};
+  for (const bool by_mask : {true, false}) {
+    test.out.assign(test.out.size(), NAN);
+    fm::AttentionForward masked = test.call();
+    if (by_mask) {
+      masked.attn_mask = fm::ConstTensorView(seen, {1, 1, 1, 7});
+    } else {
+      masked.attn_bias = fm::ConstTensorView(hidden.data(), {1, 1, 1, 7});
+    }
+    done(fm::run(masked, workspace));
+    for (size_t i = 0; i < expected.size(); ++i) {
+      CHECK(std::fabs(test.out[i] - expected[i]) <= 1e-6f);
+    }
+  }
+}
+
 // The gradients of a call are differences of the sum of its output.
 void attention_backward() {
   AttentionCase test;
@@ -747,6 +773,7 @@ void library() {
   done(fm::set_log(FLASHMOE_LOG_INFO, append, &lines));
   attention();
   sequences();
+  biases_and_masks();
   attention_backward();
   done(fm::set_log(FLASHMOE_LOG_OFF));
   CHECK(lines.find("attention_forward_cpu") != std::string::npos);
@@ -758,6 +785,7 @@ void FLASHMOE_HPP_CHECKS() {
   views();
   attention();
   sequences();
+  biases_and_masks();
   adds_no_allocation();
   errors();
   memory();

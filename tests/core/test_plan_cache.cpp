@@ -191,8 +191,8 @@ void every_byte_counts(size_t addresses) {
 }
 
 void every_byte_of_a_problem_counts() {
-  every_byte_counts<AttentionProblem>(13);
-  every_byte_counts<AttentionBackwardProblem>(19);
+  every_byte_counts<AttentionProblem>(15);
+  every_byte_counts<AttentionBackwardProblem>(21);
   every_byte_counts<KvAppendProblem>(15);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);

@@ -109,7 +109,7 @@ def attend(driver: Driver, family: str) -> str:
     dim = 128
     kernel = min(
         kernel
-        for kernel in kernels.attention(family)
+        for kernel in kernels.plain_attention(family)
         if (kernel.dtype, kernel.dim, kernel.dim_v) == ("bf16", dim, dim)
         and not (kernel.capped or kernel.ragged)
     )

@@ -205,7 +205,7 @@ def check_hostile_sequences(driver: Driver, kernel: Kernel) -> str:
 
 def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int]) -> set[str]:
     seen = set()
-    for kernel in sanitize.part_of(sorted(kernels.attention(family)), share):
+    for kernel in sanitize.part_of(sorted(kernels.plain_attention(family)), share):
         check = check_sequences if kernel.ragged else check_call
         if small:
             options = _for_kernel(kernel, _SMALL[family])

@@ -146,7 +146,9 @@ def _check_spread(arrays: dict[str, np.ndarray], visible: np.ndarray, bad_key: i
 
 def dense_kernels(family: str) -> list[Kernel]:
     """Those of sequences are run by tests/gpu/test_ragged_backward.py alone."""
-    return [each for each in sorted(kernels.attention(f"{family}_backward")) if not each.ragged]
+    return [
+        each for each in sorted(kernels.plain_attention(f"{family}_backward")) if not each.ragged
+    ]
 
 
 def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int]) -> set[str]:

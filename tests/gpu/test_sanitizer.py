@@ -66,7 +66,7 @@ def _skip_unless_served(program: Path, part: str) -> None:
 def _kernels(program: Path, part: str) -> set[str]:
     """That the part is to run, on any of its calls."""
     if program == ATTENTION:
-        return {kernel.table_name for kernel in kernels.attention(part)}
+        return {kernel.table_name for kernel in kernels.plain_attention(part)}
     if program == BACKWARD:
         compiled = sanitize_attention_backward.dense_kernels(part)
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}

@@ -23,7 +23,7 @@ import flashmoe_science  # noqa: E402
 from flashmoe_science import hf  # noqa: E402
 from flashmoe_science.hf import _experts, _masks, _report  # noqa: E402
 from flashmoe_science.hf._masks import note_of  # noqa: E402
-from hf_models import MODELS, SIZES, STOCK_ATTENTION, TOKENS, logits, make, said, with_ours  # noqa: E402
+from hf_models import MODELS, SIZES, TOKENS, logits, make, said, with_ours  # noqa: E402
 from transformers.integrations import moe as hf_moe  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
@@ -35,14 +35,7 @@ WINDOWS = {
     "gemma2": ({"sliding_window": 5}, 1),
     "gemma3_text": ({"sliding_window": 5}, 1),
 }
-BETWEEN = f"{STOCK_ATTENTION}there is padding between tokens"
-STATIC = f"{STOCK_ATTENTION}a static cache has a mask for every token that follows the prompt"
-UNTOLD_WINDOW = f"{STOCK_ATTENTION}the model has its sliding window in masks alone"
-OTHER_MASK = f"{STOCK_ATTENTION}there is a mask of another kind than causal or a sliding window"
-GIVEN_MASK = f"{STOCK_ATTENTION}there is a mask that the model or its caller made"
-COMPILED_MASK = (
-    f"{STOCK_ATTENTION}there is a mask, and what that hides a compiled graph cannot know"
-)
+STATIC = "a static cache has a mask for every token that follows the prompt"
 
 
 @pytest.fixture
@@ -155,7 +148,7 @@ def test_compiled_models_have_our_operators_in_them(kind: str) -> None:
         assert graph.count("flashmoe.moe_forward.default") == (2 if moe else 0)
 
 
-def test_a_compiled_model_with_a_padding_mask_is_the_stock_one() -> None:
+def test_a_compiled_model_with_a_padding_mask_is_the_one_that_is_not() -> None:
     ours = with_ours(make("qwen3_moe"))
     mask = torch.ones_like(TOKENS)
     mask[0, :4] = 0
@@ -356,17 +349,15 @@ def test_generating_from_padded_prompts_gives_the_same_tokens(
     assert (hf.report().ours, hf.report().stock) == (2 * 9 * (1 + moe), 0)
 
 
-def test_behind_a_prompt_that_is_padded_on_the_right_there_is_padding_between_tokens(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The prompt is ours."""
+def test_behind_a_prompt_that_is_padded_on_the_right(caplog: pytest.LogCaptureFixture) -> None:
+    """There is padding between tokens, which is ours by its mask."""
     stock = make("llama", moe=False)
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0,
                 "attention_mask": PADDINGS["right"]}  # fmt: skip
     expected = stock.generate(TOKENS, **settings)
     assert torch.equal(with_ours(stock, moe=False).generate(TOKENS, **settings), expected)
-    assert said(caplog) == [BETWEEN]
-    assert (hf.report().ours, hf.report().stock) == (2, 2 * 4)
+    assert said(caplog) == []
+    assert (hf.report().ours, hf.report().stock) == (2 * 5, 0)
 
 
 # Several sequences in each row of TOKENS: where they begin.
@@ -425,7 +416,7 @@ def test_masks_are_told_by_what_they_hide() -> None:
     assert starts(packed[..., :10]) is None
 
 
-def test_padding_between_tokens_goes_to_the_stock_attention_and_is_said_once(
+def test_padding_between_tokens_is_ours(
     calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     stock = make("mixtral")
@@ -435,30 +426,55 @@ def test_padding_between_tokens_goes_to_the_stock_attention_and_is_said_once(
     seen = mask.bool()
     plain = logits(stock, attention_mask=mask)
     assert_rule(ours[seen], plain[seen], reference[seen], torch.float32)
-    assert calls == {"moe_forward": 2}
-    assert said(caplog) == [BETWEEN]
-    ours = logits(with_ours(stock), attention_mask=torch.ones_like(TOKENS))  # nothing is padded
-    assert calls == {"flash_attention": 2, "moe_forward": 4}
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
+    assert said(caplog) == []
 
 
-def test_padding_is_not_said_of_a_mask_that_a_graph_cannot_look_into(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_mask_that_a_graph_cannot_look_into_is_ours(caplog: pytest.LogCaptureFixture) -> None:
     ours = with_ours(make("llama", moe=False), moe=False)
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(ours, backend="eager")(TOKENS, attention_mask=torch.ones_like(TOKENS))
-    assert said(caplog) == [COMPILED_MASK]
+    assert said(caplog) == []
+    assert sum(layer.ours for layer in hf.report().compiled) == 2
 
 
-def test_padding_is_not_said_of_a_mask_that_the_caller_made(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("prefix", [0, 4])
+def test_a_mask_that_the_caller_made_is_ours(
+    added: bool, prefix: int, calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Causal, or behind a prefix that every token sees: no other way says that."""
     stock = make("llama", moe=False)
-    mask = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, 11, 11)
+    mask = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, 11, 11).clone()
+    mask[..., :prefix] = True
+    if added:
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     given = logits(with_ours(stock, moe=False), attention_mask=mask)
-    torch.testing.assert_close(given, logits(stock), atol=1e-4, rtol=1e-4)
-    assert said(caplog) == [GIVEN_MASK]
+    want = logits(stock, attention_mask=torch.where(mask, 0.0, -1e30) if not added else mask)
+    torch.testing.assert_close(given, want, atol=1e-4, rtol=1e-4)
+    if prefix == 0:
+        torch.testing.assert_close(given, logits(stock), atol=1e-4, rtol=1e-4)
+    assert calls == {"flash_attention": 2}
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (torch.ones(2, 1, 9, 9, requires_grad=True), "gradients of the mask are recorded"),
+        (torch.ones(2, 1, 9, 9, dtype=torch.int32), "the mask is of int32"),
+        (torch.ones(9, 9, dtype=torch.bool), "the mask has 2 dimensions"),
+    ],
+)
+def test_masks_that_are_not_ours(mask: Any, reason: str) -> None:
+    hf.register(strict=True)
+    q = torch.randn(2, 2, 9, 16)
+    try:
+        with pytest.raises(flashmoe_science.UnsupportedError, match=reason):
+            hf.attention(torch.nn.Module(), q, q, q, mask)
+    finally:
+        hf.register()
 
 
 def test_padding_is_not_said_of_a_mask_that_is_too_short() -> None:
@@ -569,7 +585,7 @@ def test_a_mask_of_one_query_that_hides_more_stays_one() -> None:
     padding[0, 0] = 0
     for function, reason in (
         (lambda b, h, q, k: (k <= q) & (k > q - 9), ""),
-        (lambda b, h, q, k: (k <= q) & (k != 2), STATIC.removeprefix(STOCK_ATTENTION)),
+        (lambda b, h, q, k: (k <= q) & (k != 2), STATIC),
     ):
         for given in (None, padding):
             mask = _masks.attention_mask(
@@ -585,7 +601,7 @@ def test_a_mask_of_one_query_that_hides_more_stays_one() -> None:
 def test_decoding_that_transformers_compiles_is_one_graph(
     kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says once, while it is traced, that it is not ours."""
+    """And ours, by its mask."""
     given, _ = WINDOWS.get(kind, ({}, 0))
     stock = make(kind, moe=False, **given)
     compiling = transformers.CompileConfig(fullgraph=True, backend="eager")
@@ -598,7 +614,8 @@ def test_decoding_that_transformers_compiles_is_one_graph(
     torch.testing.assert_close(made, generated_logits(stock), atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert calls == {"flash_attention": 2}  # the prompt's
-    assert said(caplog) == [COMPILED_MASK]
+    assert said(caplog) == []
+    assert sum(layer.ours for layer in hf.report().compiled) >= 2
 
 
 @pytest.mark.parametrize("kind", ["llama", *WINDOWS])
@@ -658,8 +675,8 @@ def test_windows_that_a_model_does_not_pass_on_stay_masks(
     reference = logits(exact(stock))
     assert (logits(make("qwen2_moe")) - reference).abs().max() > 0.1
     assert_rule(logits(with_ours(stock)), logits(stock), reference, torch.float32)
-    assert windows == [None]
-    assert said(caplog) == [UNTOLD_WINDOW]
+    assert windows == [None, None]
+    assert said(caplog) == []
 
 
 def test_chunked_attention_stays_a_mask(
@@ -672,8 +689,8 @@ def test_chunked_attention_stays_a_mask(
     other = make("llama4_text", moe=False, attention_chunk_size=64, layer_types=kinds)
     assert (logits(other) - reference).abs().max() > 0.1
     assert_rule(logits(with_ours(stock, moe=False)), logits(stock), reference, torch.float32)
-    assert windows == [None]
-    assert said(caplog) == [OTHER_MASK]
+    assert windows == [None, None]
+    assert said(caplog) == []
 
 
 @pytest.mark.parametrize("given", [{}, {"sliding_window": 5}], ids=str)
@@ -1013,5 +1030,6 @@ def test_the_documented_program_and_what_it_reports(calls: Counter[str]) -> None
     logits(model)
     assert calls == {"flash_attention": 2, "moe_forward": 2}
     logits(model, attention_mask=masked((0, 0, 4)))
-    logits(model, attention_mask=masked((0, 2, 5)))
+    with torch.no_grad():
+        model(TOKENS, output_attentions=True)
     assert f"\n{hf.report()}\n" in text

@@ -18,18 +18,22 @@ from flashmoe_science import UnsupportedError, hf  # noqa: E402
 from flashmoe_science.hf import _report  # noqa: E402
 from hf_models import MODELS, SIZES, TOKENS, logits, make, said, with_ours  # noqa: E402
 
-PADDED = torch.ones_like(TOKENS)
-PADDED[0, 1:4] = 0  # which is not ours: there is a token before
+WEIGHTS = "the weights of attention are asked for"
+
+
+@torch.no_grad()
+def not_ours(model: Any) -> Any:
+    return model(TOKENS, output_attentions=True)
 
 
 def test_every_layer_has_its_calls_and_reasons() -> None:
     ours = with_ours(make("mixtral"))
     logits(ours)
     logits(ours)
-    logits(ours, attention_mask=PADDED)
+    not_ours(ours)
     ours(TOKENS)
     report = hf.report()
-    reasons = {"there is padding between tokens": 1}
+    reasons = {WEIGHTS: 1}
     expected = [
         hf.Layer("MixtralForCausalLM", f"model.layers.{n}.{name}", operation, count, stock)
         for name, operation, count, stock in (
@@ -55,23 +59,22 @@ def test_a_report_is_text_for_people() -> None:
         "  experts of MixtralForCausalLM: model.layers.*.mlp.experts (2 layers, each): not called"
     )
     logits(ours)
-    logits(ours, attention_mask=PADDED)
+    not_ours(ours)
     assert str(hf.report()) == (
         "6 calls by FlashMoE, 2 by transformers\n"
         "  attention of MixtralForCausalLM: model.layers.*.self_attn (2 layers, each): "
         "1 by FlashMoE, 1 by transformers\n"
-        "    1 because there is padding between tokens\n"
+        f"    1 because {WEIGHTS}\n"
         "  experts of MixtralForCausalLM: model.layers.*.mlp.experts (2 layers, each): "
         "2 by FlashMoE, 0 by transformers"
     )
 
 
 def test_layers_that_differ_have_lines_of_their_own() -> None:
-    """A window that leaves the padding behind, in one layer of two."""
     ours = with_ours(make("gemma2", moe=False, sliding_window=5), moe=False)
-    with torch.no_grad():
-        ours.generate(TOKENS, attention_mask=PADDED, max_new_tokens=9, do_sample=False)
-    assert [layer.ours for layer in hf.report().layers] == [8, 0]
+    ours.model.layers[1].self_attn.scaling = -1.0  # which the library refuses
+    logits(ours)
+    assert [layer.ours for layer in hf.report().layers] == [1, 0]
     assert "layers" not in str(hf.report()).replace("model.layers", "")
 
 
@@ -225,10 +228,8 @@ def test_strict_refuses_what_is_not(caplog: pytest.LogCaptureFixture) -> None:
     hf.register(strict=True)
     rest = "; registered as strict, FlashMoE leaves no call to transformers' own implementation"
     with pytest.raises(UnsupportedError) as caught:
-        logits(ours, attention_mask=PADDED)
-    assert (
-        str(caught.value) == f"attention of MixtralAttention: there is padding between tokens{rest}"
-    )
+        not_ours(ours)
+    assert str(caught.value) == f"attention of MixtralAttention: {WEIGHTS}{rest}"
     ours.set_attn_implementation("sdpa")
     function = torch.nn.Softplus()
     for layer in ours.model.layers:
@@ -256,10 +257,10 @@ def test_strict_holds_for_graphs_that_were_compiled_before() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="eager")
     with torch.no_grad():
-        compiled(TOKENS, attention_mask=PADDED)
+        compiled(TOKENS, output_attentions=True)
         hf.register(strict=True)
-        with pytest.raises(UnsupportedError, match="what that hides a compiled graph cannot know"):
-            compiled(TOKENS, attention_mask=PADDED)
+        with pytest.raises(UnsupportedError, match=WEIGHTS):
+            compiled(TOKENS, output_attentions=True)
         compiled(TOKENS)
 
 

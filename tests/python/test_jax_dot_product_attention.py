@@ -186,8 +186,6 @@ def test_arguments_are_those_of_jax() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "sentence"),
     [
-        ({"mask": np.ones((1, 1, 21, 33), bool)}, fm.UnsupportedError, "mask: got one, accepted"),
-        ({"bias": np.ones((1, 1, 21, 33))}, fm.UnsupportedError, "bias: got one, accepted is None"),
         ({"implementation": "cudnn"}, ValueError, "implementation: got 'cudnn', accepted is None"),
         ({"local_window_size": 4}, fm.UnsupportedError, "local_window_size: got 4 without is_caus"),
         ({"local_window_size": (4, -1), "is_causal": True}, ValueError, "local_window_size: got"),

@@ -25,8 +25,9 @@ OPTIONS = {
     for name, parameter in inspect.signature(fm.flash_attention).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-# The native function has those of ragged, padded and paged batches in one tuple.
-DENSE = {name: parameter for name, parameter in OPTIONS.items() if name not in SEQUENCES}
+# The native function has those of ragged, padded and paged batches in one tuple, and these behind.
+PAIRS = ("attn_bias", "attn_mask")
+DENSE = {name: parameter for name, parameter in OPTIONS.items() if name not in (*SEQUENCES, *PAIRS)}
 
 
 def test_it_looks_like_a_function_of_the_package() -> None:
@@ -34,12 +35,13 @@ def test_it_looks_like_a_function_of_the_package() -> None:
     parameters = inspect.signature(function).parameters
     assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters.values()) == (
         "q, k, v, causal=False, window=None, scale=None, softcap=None, sinks=None, "
-        "layout='bshd', return_lse=False, out=None, lse=None, kernel=None, stream=None, "
+        "attn_bias=None, attn_mask=None, layout='bshd', return_lse=False, out=None, lse=None, "
+        "kernel=None, stream=None, "
         "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, k_begin=None, "
         "batch_index=None, page_table=None, k_scale=None, v_scale=None, max_seqlen_q=None, "
         "max_seqlen_k=None, split_size=None"
     )
-    assert (*DENSE, *SEQUENCES) == tuple(OPTIONS)
+    assert {*DENSE, *PAIRS, *SEQUENCES} == set(OPTIONS)
     assert list(OPTIONS) == list(parameters)[3:]
     assert (function.__name__, function.__module__) == (
         "flash_attention", "flashmoe_science.attention",
@@ -85,7 +87,10 @@ def test_every_option_reaches_its_parameter() -> None:
         "return_lse": True, "out": out, "lse": lse, "kernel": "cpu", "stream": 0,
     }  # fmt: skip
     assert options.keys() == DENSE.keys()
-    want = _core.flash_attention(Q, K, V, *options.values())
+    pairs = {"attn_bias": RNG.standard_normal((1, 2, 6, 9), np.float32),
+             "attn_mask": RNG.random((1, 1, 6, 9)) < 0.9}  # fmt: skip
+    want = _core.flash_attention(Q, K, V, *options.values(), **pairs)
+    options |= pairs
     assert want[0] is out
     assert want[1] is lse
     kept = out.copy(), lse.copy()
@@ -101,7 +106,8 @@ def test_every_option_reaches_its_parameter() -> None:
         np.testing.assert_array_equal(lse, kept[1])
     wrong: dict[str, Any] = {
         "causal": 7, "window": 3, "scale": "big", "softcap": -1.0, "sinks": 3, "layout": "sbhd",
-        "return_lse": 1, "out": 3, "lse": 3, "kernel": "sm1", "stream": "now",
+        "return_lse": 1, "out": 3, "lse": 3, "kernel": "sm1", "stream": "now", "attn_bias": 3,
+        "attn_mask": 3,
     }  # fmt: skip
     assert wrong.keys() == options.keys()
     for name in SEQUENCES:

@@ -134,7 +134,7 @@ def test_gradients_that_no_kernel_computes_are_refused_before_anything_is_comput
         r"dimension 8\); call under torch\.no_grad\(\) or pass {0}\.detach\(\)$"
     )
     operator = torch.ops.flashmoe.attention
-    options = (None, "none", None, None, None, None, "bhsd", None)
+    options = (None, None, None, "none", None, None, None, None, "bhsd", None)
     functions = (attend, lambda *t: fmt.flash_attention(*t, layout="bhsd"),
                  lambda *t: operator(*t, *options))  # fmt: skip
     for function in functions:
@@ -266,7 +266,7 @@ def test_transforms_that_take_gradients() -> None:
     assert_close(torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))(*tensors), want)
     summed = torch.func.grad(lambda *t: torch.func.vmap(loss)(*t).sum(), (0, 1, 2))(*tensors)
     assert_close(summed, want)
-    options = (None, "none", None, None, None, None, "bhsd", None)
+    options = (None, None, None, "none", None, None, None, None, "bhsd", None)
     attention = torch.ops.flashmoe.attention
     with pytest.raises(ValueError, match=r"a transform of torch\.func differentiates"):
         torch.func.grad(lambda q: attention(q, q, q, *options).sum())(tensors[0])

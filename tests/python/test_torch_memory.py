@@ -285,7 +285,7 @@ def test_negated_inputs_are_refused_by_graphs(mode: Any, call: Call, fresh_graph
 
 def test_negated_inputs_are_refused_by_operators() -> None:
     q = torch.randn(1, 8, 2, 16)
-    options = (None, "none", None, None, None, None, "bshd", None)
+    options = (None, None, None, "none", None, None, None, None, "bshd", None)
     assert torch.ops.flashmoe.attention(q, q, q, *options).isfinite().all()
     for mode in (torch.enable_grad, torch.inference_mode):
         with mode(), pytest.raises(ValueError, match=NEGATED.replace(r"\w+", "v", 1)):

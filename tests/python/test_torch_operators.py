@@ -21,7 +21,7 @@ from torch_calls import Call, Recorder, assert_same, calls, normal  # noqa: E402
 from torch_calls import weights as layer_weights  # noqa: E402
 
 CALLS = pytest.mark.parametrize("call", calls(fm), ids=str)
-OPTIONS = (None, "none", None, None, None, None, "bshd", None)  # of the operator
+OPTIONS = (None, None, None, "none", None, None, None, None, "bshd", None)  # of the operator
 OURS = {str(call): call for call in calls(fmt)}
 
 

@@ -196,10 +196,9 @@ def test_arguments_are_torchs() -> None:
 
 def test_what_is_not_there_is_refused_with_a_sentence() -> None:
     q, k, v = qkv(2, 3)
-    mask = torch.ones(13, 21, dtype=torch.bool)
-    for given in (mask, mask.float()):
-        with pytest.raises(NotImplementedError, match=r"^attn_mask: got a mask, accepted is None"):
-            fmt.scaled_dot_product_attention(q, k, v, given)
+    bias = torch.zeros(13, 21, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^attn_mask: requires grad, but no kernel"):
+        fmt.scaled_dot_product_attention(q, k, v, bias)
     with pytest.raises(NotImplementedError, match=r"^dropout_p: got 0.1, accepted is 0"):
         fmt.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
 
@@ -265,7 +264,7 @@ def test_routes_the_calls_of_modules(ours: list[tuple[int, ...]]) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"attn_mask": torch.ones(13, 21, dtype=torch.bool).tril()}, "attn_mask: got a mask"),
+        ({"attn_mask": torch.zeros(13, 21, requires_grad=True)}, "attn_mask: requires grad"),
         ({"scale": -1.0}, "scale: got -1.0, accepted are positive numbers"),
         ({"query": normal(2, 3, 13, 12), "key": normal(2, 3, 21, 12)}, "its head dimension is 12"),
         ({"query": normal(2, 3, 16, 13).mT}, "its last dimension is not contiguous"),
@@ -455,16 +454,15 @@ def test_one_mode_entered_twice_and_left_by_exceptions(ours: list[tuple[int, ...
 @pytest.mark.parametrize(("outer", "inner"), [(False, True), (True, False), (False, False)])
 def test_nested_modes(outer: bool, inner: bool, ours: list[tuple[int, ...]]) -> None:
     tensors = qkv(2, 3)
-    mask = torch.ones(13, 21, dtype=torch.bool)
-    want = F.scaled_dot_product_attention(*tensors, mask)
+    want = F.scaled_dot_product_attention(*tensors, dropout_p=1.0)
     with fmt.sdpa_kernel(strict=outer), fmt.sdpa_kernel(strict=inner):
         F.scaled_dot_product_attention(*tensors)
         assert len(ours) == 1
         if inner or outer:
-            with pytest.raises(NotImplementedError, match="attn_mask: got a mask"):
-                F.scaled_dot_product_attention(*tensors, mask)
+            with pytest.raises(NotImplementedError, match=r"dropout_p: got 1\.0"):
+                F.scaled_dot_product_attention(*tensors, dropout_p=1.0)
         else:
-            assert torch.equal(F.scaled_dot_product_attention(*tensors, mask), want)
+            assert torch.equal(F.scaled_dot_product_attention(*tensors, dropout_p=1.0), want)
 
 
 def test_other_modes_see_what_is_left_to_torch() -> None:

@@ -91,7 +91,7 @@ struct AttentionBackward {
   static constexpr char kParams[] = "flashmoe_attention_backward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_backward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, sequences);
-  static constexpr std::array<TensorMember<Params>, 19> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 21> kTensors = {{
       {"dout", &Params::dout},
       {"q", &Params::q},
       {"k", &Params::k},
@@ -100,6 +100,8 @@ struct AttentionBackward {
       {"lse", &Params::lse},
       {"dlse", &Params::dlse},
       {"sinks", &Params::sinks},
+      {"attn_bias", &Params::attn_bias},
+      {"attn_mask", &Params::attn_mask},
       {"cu_seqlens_q", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_q>},
       {"cu_seqlens_k", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_k>},
       {"seqused_q", nullptr, table_of<&flashmoe_attention_sequences::seqused_q>},
@@ -112,7 +114,7 @@ struct AttentionBackward {
       {"dv", &Params::dv},
       {"dsinks", &Params::dsinks},
   }};
-  static constexpr size_t kFirstOutput = 15;
+  static constexpr size_t kFirstOutput = 17;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_backward_";
   static constexpr const AttentionBackwardFamily* kFamilies[] = {
@@ -148,6 +150,7 @@ struct AttentionBackward {
       p.dlse = dlse.data;
     }
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
+    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, problem));
     if (params.dq == nullptr && params.dk == nullptr && params.dv == nullptr &&
         params.dsinks == nullptr) {
       return fail(
@@ -179,9 +182,9 @@ struct AttentionBackward {
     const auto dtype_of = [](const flashmoe_tensor* tensor, const auto& gradient) {
       return tensor != nullptr ? dtype_name(gradient.dtype) : "no";
     };
-    std::snprintf(text, size, "%s%s%s dlse=%s dq=%s dk=%s dv=%s dsinks=%s", call, scores, options,
-                  params.dlse != nullptr ? "yes" : "no", dtype_of(params.dq, p.dq),
-                  dtype_of(params.dk, p.dk), dtype_of(params.dv, p.dv),
+    std::snprintf(text, size, "%s%s%s%s dlse=%s dq=%s dk=%s dv=%s dsinks=%s", call, scores, options,
+                  BiasAndMaskText(p).text, params.dlse != nullptr ? "yes" : "no",
+                  dtype_of(params.dq, p.dq), dtype_of(params.dk, p.dk), dtype_of(params.dv, p.dv),
                   dtype_of(params.dsinks, p.dsinks));
   }
 };

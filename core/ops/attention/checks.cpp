@@ -71,6 +71,42 @@ void set_softcap(float softcap, AttentionProblem* problem) {
   p.cap_ratio = capped ? std::min(ratio, FLT_MAX) : 0.0f;
 }
 
+// What `name` says of each pair of a query and a key.
+flashmoe_status read_pairs(const char* name, const flashmoe_tensor& tensor, size_t element_bytes,
+                           const AttentionProblem& p, PairsView* pairs) {
+  if (p.sequences.given) {
+    return fail(FLASHMOE_ERROR_UNSUPPORTED,
+                "%s: got one, accepted with lengths, offsets or pages of sequences is a null "
+                "pointer: these batches have no such tensors in this version",
+                name);
+  }
+  View view;
+  FLASHMOE_TRY(check_view(name, &tensor, 4, &view));
+  FLASHMOE_TRY(check_same_device(name, tensor, "q", p.device));
+  FLASHMOE_TRY(check_alignment(name, view, element_bytes));
+  const struct {
+    const char* extent;
+    const char* of;
+    int64_t want;
+    int64_t* stride;
+  } axes[] = {{"batch", "q", p.batch, &pairs->batch_stride},
+              {"number of heads", "q", p.heads_q, &pairs->head_stride},
+              {"number of queries", "q", p.seq_q, &pairs->query_stride},
+              {"number of keys", "k", p.seq_k, &pairs->key_stride}};
+  for (int axis = 0; axis < 4; ++axis) {
+    const auto& [extent, of, want, stride] = axes[axis];
+    const int64_t got = view.shape[axis];
+    if (got != want && got != 1) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: its %s is %lld, accepted are %s's %lld, and 1 for all", name, extent,
+                  static_cast<long long>(got), of, static_cast<long long>(want));
+    }
+    *stride = got == 1 ? 0 : view.strides[axis];
+  }
+  pairs->data = view.data;
+  return FLASHMOE_OK;
+}
+
 // One end of the keys that row i sees: "i-255", or `unbounded`.
 struct BoundText {
   char text[32];
@@ -230,6 +266,19 @@ flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, cons
   return FLASHMOE_OK;
 }
 
+flashmoe_status read_bias_and_mask(const flashmoe_tensor* bias, const flashmoe_tensor* mask,
+                                   AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  if (bias != nullptr) {
+    FLASHMOE_TRY(check_same_dtype_or_fp32("attn_bias", *bias, "q", p.q.dtype, &p.bias.dtype));
+    const auto bytes = static_cast<size_t>(dtype_bytes(p.bias.dtype));
+    FLASHMOE_TRY(read_pairs("attn_bias", *bias, bytes, p, &p.bias));
+  }
+  if (mask == nullptr) return FLASHMOE_OK;
+  FLASHMOE_TRY(check_mask_dtype("attn_mask", *mask));
+  return read_pairs("attn_mask", *mask, 1, p, &p.mask);
+}
+
 flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,
                                const AttentionArguments& arguments) {
   const int seq_axis = arguments.seq_axis();
@@ -240,6 +289,16 @@ flashmoe_status check_shape_of(const char* name, const View& view, const char* o
   FLASHMOE_TRY(
       check_extent(name, "number of heads", view.shape[head_axis], of, like.shape[head_axis]));
   return check_extent(name, "head dimension", view.shape[3], of, like.shape[3]);
+}
+
+BiasAndMaskText::BiasAndMaskText(const AttentionProblem& p) {
+  text[0] = '\0';
+  const int used = p.bias.data == nullptr ? 0
+                                          : std::snprintf(text, sizeof text, " attn_bias=%s",
+                                                          dtype_name(p.bias.dtype));
+  if (p.mask.data != nullptr) {
+    std::snprintf(text + used, sizeof text - static_cast<size_t>(used), " attn_mask=yes");
+  }
 }
 
 int print_attention(const AttentionProblem& p, char* text, size_t size) {

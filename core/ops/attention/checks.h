@@ -79,6 +79,11 @@ flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, cons
                            flashmoe_device device, int64_t batch, int64_t heads_kv,
                            KeyScales* scales);
 
+// The bias and the mask of pairs of a query and a key, if they are given: numbers of which every
+// extent is the call's, or 1 for all of it.
+flashmoe_status read_bias_and_mask(const flashmoe_tensor* bias, const flashmoe_tensor* mask,
+                                   AttentionProblem* problem);
+
 // A tensor of the rows, heads and head dimension of `of`, whose view it is given.
 flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,
                                const AttentionArguments& arguments);
@@ -94,5 +99,10 @@ void set_rows(const View& view, Dtype dtype, const AttentionArguments& arguments
 
 // "batch=2 seq_q=128 ... bf16 window=0..end", for the log.
 int print_attention(const AttentionProblem& problem, char* text, size_t size);
+// " attn_bias=fp32 attn_mask=yes"; nothing of what is absent.
+struct BiasAndMaskText {
+  char text[48];
+  explicit BiasAndMaskText(const AttentionProblem& problem);
+};
 
 }  // namespace flashmoe

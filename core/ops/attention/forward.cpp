@@ -65,6 +65,8 @@ struct AttentionForward {
       {"k_scale", &Params::k_scale},
       {"v_scale", &Params::v_scale},
       {"sinks", &Params::sinks},
+      {"attn_bias", &Params::attn_bias},
+      {"attn_mask", &Params::attn_mask},
       {"cu_seqlens_q", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_q>},
       {"cu_seqlens_k", nullptr, table_of<&flashmoe_attention_sequences::cu_seqlens_k>},
       {"seqused_q", nullptr, table_of<&flashmoe_attention_sequences::seqused_q>},
@@ -99,6 +101,7 @@ struct AttentionForward {
     FLASHMOE_TRY(read_scale_of("k_scale", params.k_scale, views.k, *problem, &problem->k_scale));
     FLASHMOE_TRY(read_scale_of("v_scale", params.v_scale, views.k, *problem, &problem->v_scale));
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
+    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, problem));
     if (params.lse == nullptr) return FLASHMOE_OK;
     View lse;
     FLASHMOE_TRY(check_row_numbers("lse", params.lse, arguments, views.q, *problem, &lse,
@@ -121,8 +124,9 @@ struct AttentionForward {
                     p.k_scale.data != nullptr ? ",k_scale" : "",
                     p.v_scale.data != nullptr ? ",v_scale" : "");
     }
-    std::snprintf(text, size, "%s%s%s sinks=%s lse=%s", call, keys, options,
-                  p.sinks.data != nullptr ? "yes" : "no", p.lse != nullptr ? "yes" : "no");
+    std::snprintf(text, size, "%s%s%s sinks=%s%s lse=%s", call, keys, options,
+                  p.sinks.data != nullptr ? "yes" : "no", BiasAndMaskText(p).text,
+                  p.lse != nullptr ? "yes" : "no");
   }
 };
 

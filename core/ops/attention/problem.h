@@ -57,6 +57,18 @@ struct KeyScales {
   }
 };
 
+// [batch, heads_q, seq_q, seq_k], of a dtype of its own; data is nullptr: absent. Strides are 0
+// where one number stands for all.
+struct PairsView {
+  const void* data;
+  int64_t batch_stride;  // elements
+  int64_t head_stride;
+  int64_t query_stride;
+  int64_t key_stride;
+  Dtype dtype;  // of a bias; a mask has bytes
+  int32_t gap;
+};
+
 // What the caller says of the keys that a query sees, from which bounds are made with the lengths.
 struct AttentionMask {
   int32_t causal;   // flashmoe_causal
@@ -128,6 +140,10 @@ struct AttentionProblem {
   int64_t right_offset;
 
   SequenceTables sequences;
+
+  // Absent with sequences. A key is hidden where the mask is 0 or the bias -inf.
+  PairsView bias;
+  PairsView mask;
 };
 
 // Whether k and v are not what q is: of 8 bits, or with scales.
@@ -176,6 +192,8 @@ void visit_addresses(AttentionProblem* p, const Visit& visit) {
   visit(&p->sinks.data);
   visit(&p->k_scale.data);
   visit(&p->v_scale.data);
+  visit(&p->bias.data);
+  visit(&p->mask.data);
   SequenceTables& tables = p->sequences;
   for (Numbers* each :
        {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,

@@ -17,6 +17,7 @@ struct Entry : AttentionKernel {
   int repair_blocks;    // of a call with bounds that adds to nothing; 0: there is no repair
   int cluster = 1;      // blocks that share an item
   bool ragged = false;  // of ragged and padded batches, and of no others
+  bool biased = false;  // of calls with a bias or a mask, and of no others
 };
 
 }  // namespace flashmoe::attention_backward

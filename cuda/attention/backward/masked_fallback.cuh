@@ -79,6 +79,18 @@ __device__ __forceinline__ float dot_of_rows(const uint16_t* a, const uint16_t* 
   return sum;
 }
 
+// What is added to the logit of a pair; ScorePairs::kHidden if the query does not see the key.
+template <class Traits, class AnyPart>
+__device__ __forceinline__ float bias_of(const CommonParams& params, const AnyPart& part, int head,
+                                         int query, int key) {
+  if constexpr (kIsBiased<Traits>) {
+    const auto& pairs = static_cast<const BiasedParams&>(params).pairs;
+    return PairRow<typename Traits::Element>(pairs, part.batch, head, query).bias_of(key);
+  } else {
+    return 0.0f;
+  }
+}
+
 // P of a pair, or dS.
 template <class Traits, bool kDs, class AnyPart>
 __device__ __forceinline__ float weight_of(const CommonParams& params, const AnyPart& part,
@@ -97,7 +109,14 @@ __device__ __forceinline__ float weight_of(const CommonParams& params, const Any
     params.score.cap(score);
     slope = fmaf(-score, score, 1.0f);
   }
-  const float p = numeric::exp2_approx(fmaf(score, params.score.scale_log2, -params.row_lse[row]));
+  if constexpr (kIsBiased<Traits>) {
+    score = biased_logit(score, static_cast<const BiasedParams&>(params).pairs.factor,
+                         bias_of<Traits>(params, part, head, query, key));
+  }
+  const float power = kIsBiased<Traits>
+                          ? (score - params.row_lse[row]) * params.score.scale_log2
+                          : fmaf(score, params.score.scale_log2, -params.row_lse[row]);
+  const float p = numeric::exp2_approx(power);
   if (!kDs) return p;
   const float dp =
       dot_of_rows<Element>(row_of(params.dout_rows, batch_q_of(part), head, query_row),
@@ -135,13 +154,22 @@ __device__ __noinline__ void masked_fallback(const CommonParams& params, const A
       for (int begin = first; begin < end && open; begin += kThreadsPerWarp) {
         const int own = begin + lane;
         float weight = 0.0f;
-        if (own < end) {
+        bool seen = own < end;
+        if constexpr (kIsBiased<Traits>) {
+          seen = seen && bias_of<Traits>(params, part, kOfQueries ? part.head : head,
+                                         kOfQueries ? row : own,
+                                         kOfQueries ? own : row) != ScorePairs::kHidden;
+        }
+        if (seen) {
           weight = weight_of<Traits, kWanted != Wanted::kDv>(
               params, part, kOfQueries ? part.head : head, kOfQueries ? row : own,
               kOfQueries ? own : row);
         }
         for (int i = 0; i < kThreadsPerWarp && begin + i < end; ++i) {
           const float of_pair = __shfl_sync(kFullWarp, weight, i);
+          if constexpr (kIsBiased<Traits>) {
+            if (__shfl_sync(kFullWarp, static_cast<int>(seen), i) == 0) continue;
+          }
           const uint16_t* const from =
               row_of(rows, batch_of_others, head, begin_of_others + begin + i);
 #pragma unroll

@@ -8,6 +8,7 @@
 #include "cuda/attention/backward/order.h"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/score_options.h"
+#include "cuda/tile/score_pairs.h"
 
 namespace flashmoe::attention_backward {
 
@@ -73,7 +74,9 @@ struct CommonParams {
   int32_t dsinks_are_fp32;  // or else of the elements' type
 
   // The workspace. Rows are padded to whole tiles; heads are batch * heads_q.
-  float* row_lse;    // [heads, rows]: lse * log2(e), infinity where a row sees no key
+  // [heads, rows]: lse * log2(e), infinity where a row sees no key. With a bias lse itself, which
+  // may be too low to be multiplied.
+  float* row_lse;
   float* row_delta;  // [heads, rows]: sum of dout * out, less dlse
   // [heads, tiles_q, panels, kTileQ * dim / panels]: sums of parts of dQ, in fragments' order
   float* dq_sums;
@@ -99,6 +102,11 @@ struct CommonParams {
   int32_t tiles_k;  // of a KV head
   HeadOrder order;
   SplitItems split;
+};
+
+// Of calls with a bias or a mask.
+struct BiasedParams : CommonParams {
+  ScorePairs pairs;
 };
 
 }  // namespace flashmoe::attention_backward

@@ -16,9 +16,17 @@
 // group alternate, so that items which wait for each other are few.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/backward/params.h"
 
 namespace flashmoe::attention_backward {
+
+// Whether a kernel takes a bias and a mask.
+template <class Traits, class = void>
+inline constexpr bool kIsBiased = false;
+template <class Traits>
+inline constexpr bool kIsBiased<Traits, std::enable_if_t<Traits::kBiased>> = true;
 
 inline constexpr int kNoItem = -1;
 inline constexpr int kWhole = -1;

@@ -75,7 +75,8 @@ __device__ __forceinline__ int64_t offset_of_row(const Params& /*params*/, const
 
 // What kernels of ragged batches have in the places of these.
 template <class Traits>
-using ParamsOf = std::conditional_t<Traits::kRagged, RaggedParams, Params>;
+using ParamsOf = std::conditional_t<Traits::kRagged, RaggedParams,
+                                    std::conditional_t<Traits::kBiased, BiasedParams, Params>>;
 template <class Traits>
 using TileOf = std::conditional_t<Traits::kRagged, RaggedTile, Tile>;
 template <class Traits>
@@ -308,7 +309,7 @@ __device__ __forceinline__ void mask_missing(Scores<Traits>& scores, const Param
   }
 }
 
-// Hides the keys of a step that a row does not see.
+// Hides the keys of a step that a row does not see by its bounds.
 template <class Traits>
 __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const ParamsOf<Traits>& params,
                                             const TileSteps<Traits>& steps,
@@ -322,15 +323,65 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
   }
 }
 
+// Makes logits of the scores of a step, and hides the keys that a row does not see by its bounds,
+// its mask or its bias. Bit 2 a + half of `seen` is set where this lane's part of a row has a key.
+template <class Traits>
+__device__ __forceinline__ void bias_scores(Scores<Traits>& scores, const BiasedParams& params,
+                                            const TileSteps<Traits>& steps,
+                                            const unsigned char* shared, int step, uint32_t& seen) {
+  const int lane = lane_index();
+  const Tile tile = tile_in<Traits>(shared);
+  const Sequence sequence = sequence_of(params, tile);
+  const int first_row = tile.first_row + warp_index() * Traits::kRowsPerWarp + lane / 4;
+  const int first_key = steps.first + step * Traits::kStepKeys + 2 * (lane % 4);
+  const float factor = params.pairs.factor;
+  // Numbers whose latency is waited for together: as many as there are registers for.
+  constexpr int kAtOnce = Traits::kScheme == Scheme::kSplitQ ? Traits::kStepKeys / 4 : 8;
+#pragma unroll
+  for (int a = 0; a < Traits::kRowAtoms; ++a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = first_row + 16 * a + 8 * half;
+      KeyRange keys = sequence.keys(params.score, query);
+      if (query >= sequence.length_q) keys = {0, 0};
+      const PairRow<typename Traits::Element> row(params.pairs, tile.batch, tile.head, query);
+#pragma unroll
+      for (int begin = 0; begin < Traits::kStepKeys / 4; begin += kAtOnce) {
+        float biases[kAtOnce];
+        load_biases(row, first_key + 4 * begin, keys, biases);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          // Of a hidden key -inf. A NaN there, of a score that is none, leads to the fallback.
+          float& score = scores[a][(begin + i) / 2][2 * half + i % 2];
+          score = fmaf(score, factor, biases[i]);
+        }
+        if ((seen >> (2 * a + half) & 1u) == 0) {  // which most rows are done with soon
+          float highest = biases[0];
+#pragma unroll
+          for (int i = 1; i < kAtOnce; ++i) highest = numeric::max_nan(highest, biases[i]);
+          if (highest != ScorePairs::kHidden) seen |= 1u << (2 * a + half);
+        }
+      }
+    }
+  }
+}
+
 inline constexpr float kNeedsFallback = INFINITY;  // which no sum of other rows explains
+
+// Which of the rows of a warp have seen a key: see bias_scores.
+struct SeenRows {
+  uint32_t seen;
+};
+struct NoSeenRows {};
 
 // Online softmax of the rows of a warp: what their probabilities are divided by, and their sums.
 template <class Traits>
-struct RowStatistics {
+struct RowStatistics : std::conditional_t<Traits::kBiased, SeenRows, NoSeenRows> {
   float sum[Traits::kRowAtoms][2];      // of this lane's columns
   float row_max[Traits::kRowAtoms][2];  // log2
 
   __device__ __forceinline__ void reset() {
+    if constexpr (Traits::kBiased) this->seen = 0;
 #pragma unroll
     for (int a = 0; a < Traits::kRowAtoms; ++a) {
 #pragma unroll
@@ -391,7 +442,8 @@ struct RowStatistics {
     const Sequence sequence = sequence_of(params, tile);
     const int query = query_of(params, row);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
-    const bool sees_keys = row < rows_of(tile, sequence) && sequence.sees_keys(params.score, query);
+    bool sees_keys = row < rows_of(tile, sequence) && sequence.sees_keys(params.score, query);
+    if constexpr (Traits::kBiased) sees_keys = any_of_quad(this->seen >> (2 * a + half) & 1u);
     const RowEnd end = add_sink_and_end_row<typename Traits::Element, RowEndBy::kExact>(
         params.score, head_of(params, tile, row), sees_keys, {row_max[a][half], total});
     if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < rows_of(tile, sequence)) {
@@ -443,6 +495,11 @@ __device__ __noinline__ void masked_rows_fallback(const ParamsOf<Traits>& params
           params.tensors, params.score,
           {tile.batch, head_of(params, tile, row), tile.head_kv, sequence.begin_q + query, keys},
           [](int) { return true; }, RaggedKeys{params, tile});
+    } else if constexpr (Traits::kBiased) {
+      const MaskedRow masked = {tile.batch, tile.head, tile.head_kv, query, keys};
+      masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+          params.tensors, params.score, masked, [](int) { return true; },
+          BiasedKeys<typename Traits::Element>(params.tensors, params.pairs, masked));
     } else {
       masked_row_fallback<typename Traits::Element, Traits::kDimV>(
           params.tensors, params.score,

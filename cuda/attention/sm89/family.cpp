@@ -67,8 +67,10 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   FLASHMOE_TRY(refuse_split_size(problem, reason));
   const bool ragged = problem.sequences.given;
+  const bool biased = has_bias_or_mask(problem);
   const Entry* entry = find_entry(
-      kEntries, problem, [&](const Entry& each) { return each.ragged == ragged; },
+      kEntries, problem,
+      [&](const Entry& each) { return each.ragged == ragged && each.biased == biased; },
       [&](const Entry& each) { return fits(each, *facts); });
   if (entry == nullptr) {
     return refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for these head dimensions");
@@ -88,8 +90,9 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   return FLASHMOE_OK;
 }
 
-Params make_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
-  Params params;
+BiasedParams make_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
+  BiasedParams params;
+  params.pairs = score_pairs(p);
   fill_common(p, &params);
   params.seq_q = static_cast<int32_t>(p.seq_q);
   params.longest_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
@@ -123,7 +126,8 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*,
   }
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
-  const Params params = make_params(problem, entry, *facts);
+  // A kernel without pairs takes what is before them.
+  const BiasedParams params = make_params(problem, entry, *facts);
   return launch_planned(plan, 0, &params, stream);
 }
 

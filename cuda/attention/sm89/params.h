@@ -5,6 +5,7 @@
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"
+#include "cuda/tile/score_pairs.h"
 #include "cuda/tile/sequence_tables.h"
 
 namespace flashmoe::sm89 {
@@ -25,6 +26,11 @@ struct Params {
   Divisor by_heads_per_swizzle;
   Divisor by_heads_of_last_swizzle;
   Divisor by_tiles_per_swizzle;
+};
+
+// Of calls with a bias or a mask.
+struct BiasedParams : Params {
+  ScorePairs pairs;
 };
 
 // Of ragged, padded and paged batches.

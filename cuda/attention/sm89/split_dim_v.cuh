@@ -228,7 +228,11 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     Scores<Traits> scores;
     multiply_scores<Traits>(scores, q_registers, q_lane, k_lane);
     if (params.score.capped()) params.score.cap(scores);
-    mask_scores<Traits>(scores, params, steps, shared, step);
+    if constexpr (Traits::kBiased) {
+      bias_scores<Traits>(scores, params, steps, shared, step, statistics.seen);
+    } else {
+      mask_scores<Traits>(scores, params, steps, shared, step);
+    }
     float factor[2] = {1.0f, 1.0f};
     const bool rescaled = statistics.rescale(scores, params.score.scale_log2,
                                              [&](int, int half, float by) { factor[half] = by; });

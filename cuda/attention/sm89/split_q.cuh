@@ -225,7 +225,11 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
       Scores<Traits> scores;
       multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
       if (params.score.capped()) params.score.cap(scores);
-      mask_scores<Traits>(scores, params, block, shared, step);
+      if constexpr (Traits::kBiased) {
+        bias_scores<Traits>(scores, params, block, shared, step, statistics.seen);
+      } else {
+        mask_scores<Traits>(scores, params, block, shared, step);
+      }
       statistics.rescale(scores, params.score.scale_log2, [&](int a, int half, float factor) {
 #pragma unroll
         for (int n = 0; n < Traits::kDimV / 8; ++n) {

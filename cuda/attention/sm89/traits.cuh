@@ -40,6 +40,7 @@ template <int kDim, int kDimV>
 struct TableTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
   static constexpr bool kRagged = false;
+  static constexpr bool kBiased = false;
 };
 
 // The same for ragged, padded and paged batches: a kernel of its own, so that dense tiles need not
@@ -48,6 +49,15 @@ template <int kDim, int kDimV>
 struct RaggedTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
   static constexpr bool kRagged = true;
+  static constexpr bool kBiased = false;
+};
+
+// For calls with a bias or a mask of pairs, too: what these read has no place in other kernels.
+template <int kDim, int kDimV>
+struct BiasedTuning {
+  static constexpr Tuning value = tuning(kDim, kDimV);
+  static constexpr bool kRagged = false;
+  static constexpr bool kBiased = true;
 };
 
 // Where two blocks of the table's kernel do not fit the shared memory of a multiprocessor, as on
@@ -57,6 +67,7 @@ struct EightWarpTuning {
   static_assert(kDim == 128 && kDimV == 128);
   static constexpr Tuning value = {Scheme::kSplitQ, 8, 2, 32, 2, 32, 1, 1};
   static constexpr bool kRagged = false;
+  static constexpr bool kBiased = false;
 };
 
 // What both schemes have in common.
@@ -64,6 +75,7 @@ template <class Element_, int kDim_, int kDimV_, class TuningOf>
 struct CommonTraits {
   static constexpr Tuning kTuning = TuningOf::value;
   static constexpr bool kRagged = TuningOf::kRagged;
+  static constexpr bool kBiased = TuningOf::kBiased;
   static constexpr int kInfoBytes = kRagged ? kRaggedTileInfoBytes : kTileInfoBytes;
   using Element = Element_;
   static constexpr int kDim = kDim_;

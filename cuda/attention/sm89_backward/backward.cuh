@@ -213,6 +213,40 @@ struct Block {
     });
   }
 
+  // The same with a bias or a mask, which hide what bounds hide, too.
+  template <bool kCapped>
+  __device__ __forceinline__ void bias_and_exponentiate(Scores& scores) const {
+    constexpr int kCount = Traits::kScoreColumns / 4;
+    const ScorePairs& pairs = params.pairs;
+    const int batch = item().batch;
+    const int head = step.head(params, item());
+    const int first_query = step.tile_q * Traits::kTileQ;
+    const int first_key = item().tile * Traits::kTileK + score_column() + 2 * (lane_index() % 4);
+    const float scale_log2 = params.score.scale_log2;
+    const uint32_t lse = copies.lse(number);
+    const uint32_t to = p();
+    for_pairs([&](int row, int a, int half) {
+      const int query = first_query + row;
+      KeyRange keys = params.score.keys(query, params.seq_k);
+      if (query >= params.seq_q) keys = {0, 0};
+      float biases[kCount];
+      load_biases(PairRow<Element>(pairs, batch, head, query), first_key, keys, biases);
+      const float row_lse = ptx::load_shared_float(lse + 4 * row);
+      float p[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        float& score = scores[a][i / 2][2 * half + i % 2];
+        // Of a hidden key 0. A NaN there, of a score that is none, leads to the fallback.
+        const float logit = fmaf(score, pairs.factor, biases[i]);
+        p[i] = numeric::exp2_approx((logit - row_lse) * scale_log2);
+        score = !kCapped ? p[i] : p[i] == 0.0f ? 0.0f : p[i] * fmaf(-score, score, 1.0f);
+      }
+      return [p, to](int n, uint32_t offset) {
+        ptx::store_shared(to + offset, Numeric::pack(p[2 * n], p[2 * n + 1]));
+      };
+    });
+  }
+
   // dP begins with -delta of its rows.
   __device__ __forceinline__ void begin_dp(Scores& dp) const {
     const uint32_t first = copies.delta(number) + 4 * (score_row() + lane_index() / 4);
@@ -251,9 +285,11 @@ struct Block {
     multiply_rows<QLayout, kHeldByItem + kHeldByScores>(scores, copies.q(number), copies.k());
     const bool capped = params.score.capped();
     if (capped) params.score.cap(scores);
-    if (masked) mask(scores);
+    if (!Traits::kBiased && masked) mask(scores);
     if (Traits::kBuffers == 1) __syncthreads();  // those of the step before have been read
-    if (capped) {
+    if constexpr (Traits::kBiased) {
+      capped ? bias_and_exponentiate<true>(scores) : bias_and_exponentiate<false>(scores);
+    } else if (capped) {
       exponentiate<true>(scores);
     } else {
       exponentiate<false>(scores);

@@ -43,8 +43,10 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   }
   FLASHMOE_TRY(attention_backward::check_lengths(problem, reason));
   const bool ragged = problem.sequences.given;
+  const bool biased = has_bias_or_mask(problem);
   const Entry* const entry = find_entry(
-      kEntries, problem, [&](const Entry& each) { return each.ragged == ragged; },
+      kEntries, problem,
+      [&](const Entry& each) { return each.ragged == ragged && each.biased == biased; },
       [&](const Entry& each) { return fits(each, *facts); });
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
@@ -85,13 +87,15 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
   if (ragged) return launch_ragged(problem, plan, entry, memory, stream);
-  Prepared<Params> kept(plan.detail);
+  // A kernel without pairs takes what is before them.
+  Prepared<BiasedParams> kept(plan.detail);
   if (!kept.ready()) {
     attention_backward::fill_params(problem, entry, &*kept);
     kept.set_ready(true);
   }
   attention_backward::fill_addresses(problem, attention_backward::layout_of(problem, entry), memory,
                                      &*kept);
+  kept->pairs = score_pairs(problem);
   return launch_all(plan, &*kept, stream);
 }
 

@@ -8,6 +8,7 @@ namespace flashmoe::sm89_backward {
 using attention_backward::Gradient;
 using attention_backward::Rows;
 using Params = attention_backward::CommonParams;
+using BiasedParams = attention_backward::BiasedParams;
 using RaggedParams = attention_backward::RaggedParams;
 
 static_assert(sizeof(RaggedParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");

@@ -35,6 +35,7 @@ struct Tuning {
   int buffers;            // steps of P and dS at a time; with two, one barrier a step is enough
   int most_shared_bytes;  // of a block, on the GPUs that it is for
   bool ragged = false;    // of sequences: ragged and padded batches
+  bool biased = false;    // of calls with a bias or a mask
 };
 
 // For GPUs with 228 KiB a multiprocessor.
@@ -81,6 +82,16 @@ struct RaggedTuning : RaggedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>> {};
 template <int kDim, int kDimV>
 struct RaggedAdaTuning : RaggedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>> {};
 
+// The same of calls with a bias or a mask: one of each head dimension, for every GPU.
+template <int kDim, int kDimV>
+struct BiasedAdaTuning {
+  static constexpr Tuning value = [] {
+    Tuning tuning = AdaTuning<kDim, kDimV>::value;
+    tuning.biased = true;
+    return tuning;
+  }();
+};
+
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
@@ -88,8 +99,10 @@ struct Traits {
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
   static constexpr bool kRagged = kTuning.ragged;
-  using Params = std::conditional_t<kRagged, attention_backward::RaggedParams,
-                                    attention_backward::CommonParams>;
+  static constexpr bool kBiased = kTuning.biased;
+  using DenseParams = std::conditional_t<kBiased, attention_backward::BiasedParams,
+                                         attention_backward::CommonParams>;
+  using Params = std::conditional_t<kRagged, attention_backward::RaggedParams, DenseParams>;
   using Item =
       std::conditional_t<kRagged, attention_backward::RaggedItem, attention_backward::Item>;
   static constexpr int kWarps = kTuning.warps;

@@ -181,6 +181,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   FLASHMOE_TRY(refuse_sequences(problem, reason));
+  FLASHMOE_TRY(refuse_bias_and_mask(problem, reason));
   const int64_t group = problem.heads_q / problem.heads_kv;
   if (problem.seq_k > kMaxRows || group > kMaxRows || problem.seq_q > kMaxRows / group) {
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,

@@ -62,6 +62,7 @@ flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   FLASHMOE_TRY(refuse_split_size(problem, reason));
+  FLASHMOE_TRY(refuse_bias_and_mask(problem, reason));
   if (problem.seq_q > kMaxSequence || problem.seq_k > kMaxSequence) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
   }

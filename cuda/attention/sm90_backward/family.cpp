@@ -54,6 +54,7 @@ flashmoe_status check_counted(const AttentionBackwardProblem& p, const Reason& r
 }
 
 flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason& reason) {
+  FLASHMOE_TRY(refuse_bias_and_mask(p, reason));
   const bool ragged = p.sequences.given;
   int most_dim = 0;
   for (const Entry* entry : kEntries) {

@@ -14,7 +14,7 @@ from flashmoe_science._autograd import autocast, graph_lacks_gradients, is_recor
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _packed, _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
-from flashmoe_science.hf._masks import OTHER_MASK, Note, note_of
+from flashmoe_science.hf._masks import Note, note_of
 from flashmoe_science.torch import operators
 
 # Options of attention functions that change what is computed, and that ours does not have.
@@ -66,10 +66,16 @@ def attention(
     k, v = (key, value) if filled is None else (x[:, :, :filled] for x in (key, value))
     q, k, v = autocast(query, k, v)
     visible = _visible(module, q, k, causal, options, where)
+    pairs: dict[str, Any] = {}
+    masked = ""
+    if note is not None and attention_mask is not None and _is_needed(note, visible):
+        masked, pairs = _pairs(attention_mask, q, k)
+        note, visible = None, _Visible(False, None)  # a mask says all of it
     recorded = is_recorded(q, k, v, options.get("s_aux"))
     reason = (
         not_ours((q, k, v))
-        or _attention_refusal(q, k, v, note, visible, where, dropout, options)
+        or masked
+        or _attention_refusal(q, k, v, visible, where, dropout, options)
         or (recorded and torch.compiler.is_compiling() and graph_lacks_gradients(q, v))
     )
     if not reason:
@@ -79,6 +85,7 @@ def attention(
             "scale": scaling,
             "softcap": options.get("softcap"),
             "sinks": options.get("s_aux"),
+            **pairs,
         }
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if torch.compiler.is_compiling() and where is None:
@@ -111,6 +118,29 @@ def attention(
         added = _added(attention_mask, query.dtype)
         answer = eager(module, query, key, value, added, **options)
     return answer
+
+
+def _is_needed(note: Note, visible: _Visible) -> bool:
+    """Whether a call is told by its mask what is seen, and not by lengths."""
+    return note.filled is None or (note.packed is not None and not visible.causal)
+
+
+def _pairs(
+    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """Why a mask of pairs is not ours, or "" and what flash_attention is told of it."""
+    if mask.dim() != 4:
+        return f"the mask has {mask.dim()} dimensions", {}
+    if mask.requires_grad and torch.is_grad_enabled():
+        return "gradients of the mask are recorded", {}
+    # Some models make masks of all keys that their caches have room for.
+    mask = mask[..., : key.shape[2]] if mask.shape[3] > key.shape[2] else mask
+    if mask.dtype == torch.bool:
+        return "", {"attn_mask": mask}
+    if not mask.is_floating_point():
+        return f"the mask is of {str(mask.dtype).removeprefix('torch.')}", {}
+    same = mask.dtype in (torch.float32, query.dtype)
+    return "", {"attn_bias": mask if same else mask.to(query.dtype)}
 
 
 def _attend(
@@ -224,17 +254,12 @@ def _attention_refusal(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    note: Note | None,
     visible: _Visible,
     where: _packed.Packed | None,
     dropout: float,
     options: dict[str, Any],
 ) -> str:
     """What of the call our attention does not have, "" when it has all."""
-    if note is not None and note.filled is None:
-        return note.reason
-    if note is not None and note.packed is not None and not visible.causal:
-        return OTHER_MASK
     if options.get("output_attentions"):
         return "the weights of attention are asked for"
     if dropout != 0.0:

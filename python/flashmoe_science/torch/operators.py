@@ -291,7 +291,8 @@ def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 # Arguments of the operators, in the order of their schema. Optional tensors go before the options.
-_ATTENTION_TENSORS = ("q", "k", "v", "sinks")
+_ATTENTION_TENSORS = ("q", "k", "v", "sinks", "attn_bias", "attn_mask")
+_DIFFERENTIABLE = 4  # the first of them
 _ATTENTION_OPTIONS = (
     "causal", "window_left", "window_right", "scale", "softcap", "layout", "kernel"
 )  # fmt: skip
@@ -345,6 +346,9 @@ def _attention_check(return_lse: bool) -> Callable[..., None]:
 def _attention_fold(in_dims: Any, *arguments: Any) -> Any:
     if None in in_dims[:3] or any(dim is not None for dim in in_dims[3:]):
         return None  # what the entries share would be copied
+    pairs = arguments[_DIFFERENTIABLE : len(_ATTENTION_TENSORS)]
+    if any(x is not None and x.shape[0] != 1 for x in pairs):
+        return None  # nor would they be of the larger batch
     tensors = [x.movedim(dim, 0) for x, dim in zip(arguments[:3], in_dims[:3], strict=True)]
     return (*(x.flatten(0, 1) for x in tensors), *arguments[3:]), tensors[0].shape[:2]
 
@@ -353,13 +357,18 @@ def _attention_differentiate(options: _Arguments) -> Callable[..., Any]:
     """The gradients of a call with these, for _autograd."""
 
     def differentiate(
-        dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any, wanted: Any
-    ) -> Any:
+        dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, attn_bias: Any, attn_mask: Any,
+        out: Any, lse: Any, wanted: Any,
+    ) -> Any:  # fmt: skip
+        if wanted[_DIFFERENTIABLE]:
+            raise UnsupportedError(_autograd.NO_BIAS_GRADIENT)
+        wanted = wanted[:_DIFFERENTIABLE]
         # The kernel is of the forward call alone.
         made = _call_attention_backward(
-            dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, *options[:-1], list(wanted), None
-        )
-        return _wanted_alone(made, wanted, sinks)
+            dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, attn_bias, attn_mask, *options[:-1],
+            list(wanted), None,
+        )  # fmt: skip
+        return *_wanted_alone(made, wanted, sinks), None, None
 
     return differentiate
 
@@ -367,7 +376,8 @@ def _attention_differentiate(options: _Arguments) -> Callable[..., Any]:
 def _check_gradients(*arguments: Any) -> None:
     tensors, options = _attention_arguments(arguments)
     del options["kernel"]  # is of the forward call alone
-    reason = _autograd.lacks_gradients(tensors, options)
+    pairs = {name: tensors.pop(name) for name in _ATTENTION_TENSORS[_DIFFERENTIABLE:]}
+    reason = _autograd.lacks_gradients(tensors, options, pairs)
     if reason:
         raise UnsupportedError(reason)
 
@@ -376,6 +386,8 @@ def _attention_record(return_lse: bool) -> Callable[..., Any]:
     count = len(_ATTENTION_TENSORS)
 
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        if _autograd.is_recorded(arguments[_DIFFERENTIABLE]):
+            raise UnsupportedError(_autograd.NO_BIAS_GRADIENT)
         _check_early(_check_gradients, *arguments)
         options = arguments[count:]
         tensors = dict(zip(_ATTENTION_TENSORS, arguments[:count], strict=True))
@@ -404,8 +416,9 @@ def _refuse_tangents(names: Sequence[str], tangents: _Arguments, words: Words) -
 
 
 _ATTENTION_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, str causal, SymInt? window_left, "
-    "SymInt? window_right, float? scale, float? softcap, str layout, str? kernel) -> "
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? attn_bias, Tensor? attn_mask, "
+    "str causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, "
+    "str layout, str? kernel) -> "
 )
 _attention = _define(
     "attention", ATTENTION, _ATTENTION_SCHEMA + "Tensor", _attention_kernel(False),
@@ -428,6 +441,7 @@ _RAGGED_IN_TRANSFORM = (
     "of ragged and padded batches torch's autograd alone takes gradients in this version"
 )
 _TABLES = len(SEQUENCES) - BOUNDS  # the first of them
+_RAGGED_TENSORS = _ATTENTION_TENSORS[:_DIFFERENTIABLE]  # without biases and masks
 _RAGGED_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, "
@@ -440,9 +454,9 @@ _RAGGED_SCHEMA = (
 
 def _ragged_arguments(arguments: _Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arguments of the operator of dense batches, and the sequences."""
-    first = len(_ATTENTION_TENSORS)
+    first = len(_RAGGED_TENSORS)
     behind = first + len(SEQUENCES)
-    return (*arguments[:first], *arguments[behind:]), tuple(arguments[first:behind])
+    return (*arguments[:first], None, None, *arguments[behind:]), tuple(arguments[first:behind])
 
 
 def _ragged_fake(return_lse: bool) -> Callable[..., Any]:
@@ -493,13 +507,14 @@ def _check_ragged_gradients(*arguments: Any) -> None:
     dense, sequences = _ragged_arguments(arguments)
     tensors, options = _attention_arguments(dense)
     del options["kernel"]  # is of the forward call alone
+    tensors = {name: tensors[name] for name in _RAGGED_TENSORS}
     reason = _autograd.lacks_gradients(tensors, options, *_autograd.split(sequences))
     if reason:
         raise UnsupportedError(reason)
 
 
 def _ragged_record(return_lse: bool) -> Callable[..., Any]:
-    first = len(_ATTENTION_TENSORS)
+    first = len(_RAGGED_TENSORS)
     count = first + _TABLES  # tensors
 
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
@@ -517,7 +532,7 @@ def _ragged_record(return_lse: bool) -> Callable[..., Any]:
             )  # fmt: skip
             return *_wanted_alone(made, wanted[:first], sinks), *(None for _ in tables)
 
-        names = (*_ATTENTION_TENSORS, *SEQUENCES[:_TABLES])
+        names = (*_RAGGED_TENSORS, *SEQUENCES[:_TABLES])
         made = _autograd.attend(
             lambda *tensors: below(_ragged_attention_with_lse, *tensors, *bounds, kernel),
             differentiate, dict(zip(names, arguments[:count], strict=True)),
@@ -579,6 +594,8 @@ def flash_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -608,17 +625,29 @@ def flash_attention(
         try:
             return _core.flash_attention(
                 q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
-                kernel, stream, sequences,
+                kernel, stream, sequences, attn_bias, attn_mask,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
     q, k, v = _autograd.autocast(q, k, v)
     if any(x is not None for x in sequences):
+        _refuse_pairs(attn_bias, attn_mask)
         ragged = _ragged_attention_with_lse if return_lse else _ragged_attention
         options = (*_seen(causal, window), scale, softcap, layout, kernel)
         return _outside_of_transforms(ragged, sequences, q, k, v, sinks, *sequences, *options)
     call = _call_attention_with_lse if return_lse else _call_attention
-    return call(q, k, v, sinks, *_seen(causal, window), scale, softcap, layout, kernel)
+    options = (*_seen(causal, window), scale, softcap, layout, kernel)
+    return call(q, k, v, sinks, attn_bias, attn_mask, *options)
+
+
+def _refuse_pairs(attn_bias: Any, attn_mask: Any) -> None:
+    """The library's words, which the operators of ragged batches do not come to."""
+    name = _first_given({"attn_bias": attn_bias, "attn_mask": attn_mask})
+    if name is not None:
+        raise UnsupportedError(
+            f"{name}: got one, accepted with lengths, offsets or pages of sequences is None: these "
+            "batches have no such tensors in this version"
+        )
 
 
 def _outside_of_transforms(overload: Any, sequences: Sequence[Any], *arguments: Any) -> Any:
@@ -639,7 +668,10 @@ def _seen(causal: bool | str, window: Sequence[int | None] | None) -> tuple[Any,
 
 # ---- its backward ----------------------------------------------------------------------------
 
-_BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dlse", "sinks")
+_BACKWARD_TENSORS = (
+    "dout", "q", "k", "v", "out", "lse", "dlse", "sinks", "attn_bias", "attn_mask"
+)  # fmt: skip
+_RAGGED_BACKWARD_TENSORS = _BACKWARD_TENSORS[:8]
 _GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks"}
 _BACKWARD_OPTIONS = (*_ATTENTION_OPTIONS[:-1], "wanted", "kernel")
 
@@ -713,8 +745,11 @@ def _check_backward_plan(tensors: dict[str, Any], options: dict[str, Any]) -> No
 def _backward_fold(in_dims: Any, *arguments: Any) -> Any:
     count = len(_BACKWARD_TENSORS)
     pairs = list(zip(arguments[:count], in_dims[:count], strict=True))
-    if arguments[count - 1] is not None:
+    *_, sinks, attn_bias, attn_mask = arguments[:count]
+    if sinks is not None:
         return None  # one call would add up what the entries have of dsinks
+    if attn_bias is not None or attn_mask is not None:
+        return None  # which may be one for all
     if any(x is not None and dim is None for x, dim in pairs):
         return None  # what the entries share would be copied
     tensors = [None if x is None else x.movedim(dim, 0) for x, dim in pairs]
@@ -738,8 +773,8 @@ def _backward_inside(*arguments: Any) -> Any:
 _attention_backward = _define(
     "attention_backward", ATTENTION_BACKWARD,
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-    "Tensor? sinks, str causal, SymInt? window_left, SymInt? window_right, float? scale, "
-    "float? softcap, str layout, bool[] wanted, str? kernel) "
+    "Tensor? sinks, Tensor? attn_bias, Tensor? attn_mask, str causal, SymInt? window_left, "
+    "SymInt? window_right, float? scale, float? softcap, str layout, bool[] wanted, str? kernel) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _backward_kernel, _backward_fake, _backward_fold, _backward_check, _backward_record,
 )  # fmt: skip
@@ -777,9 +812,10 @@ def _ragged_backward_arguments(
     arguments: Sequence[Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Tensors, options and sequences by the names of flash_attention_backward."""
-    first = len(_BACKWARD_TENSORS)
+    first = len(_RAGGED_BACKWARD_TENSORS)
     behind = first + len(SEQUENCES)
-    tensors, options = _backward_arguments((*arguments[:first], *arguments[behind:]))
+    dense = (*arguments[:first], None, None, *arguments[behind:])
+    tensors, options = _backward_arguments(dense)
     return tensors, options, dict(zip(SEQUENCES, arguments[first:behind], strict=True))
 
 
@@ -799,7 +835,7 @@ def _ragged_backward_check(*arguments: Any) -> None:
 
 
 def _ragged_backward_record(below: Callable[..., Any], *arguments: Any) -> Any:
-    count = len(_BACKWARD_TENSORS) + _TABLES
+    count = len(_RAGGED_BACKWARD_TENSORS) + _TABLES
     return _autograd.once(
         lambda *tensors: below(_ragged_backward, *tensors, *arguments[count:]),
         *arguments[:count],
@@ -830,6 +866,8 @@ def flash_attention_backward(
     *,
     dlse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
     causal: bool | str = False,
     window: Sequence[int | None] | None = None,
     scale: float | None = None,
@@ -866,7 +904,8 @@ def flash_attention_backward(
         try:
             return _flash_attention_backward(  # type: ignore[no-any-return]
                 dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
-                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream, sequences,
+                wanted, accumulate, dq, dk, dv, dsinks, kernel, stream, sequences, attn_bias,
+                attn_mask,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(**given)
@@ -875,9 +914,10 @@ def flash_attention_backward(
     tensors = (dout, q, k, v, out, lse, dlse, sinks)
     options = (*_seen(causal, window), scale, softcap, layout, wanted, kernel)
     if any(x is not None for x in sequences):
+        _refuse_pairs(attn_bias, attn_mask)
         made = _outside_of_transforms(_ragged_backward, sequences, *tensors, *sequences, *options)
     else:
-        made = _call_attention_backward(*tensors, *options)
+        made = _call_attention_backward(*tensors, attn_bias, attn_mask, *options)
     return _wanted_alone(made, wanted, sinks)
 
 

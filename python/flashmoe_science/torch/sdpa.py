@@ -53,7 +53,11 @@ def scaled_dot_product_attention(
         key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v]. What comes before
             the last two dimensions of all three is broadcast; where that makes one batch of
             several dimensions, by a copy.
-        attn_mask, dropout_p: None and 0: there are neither masks nor dropout here yet.
+        attn_mask: Which keys a query may see (bool), or what is added to its logits (query's dtype
+            or fp32, without gradient; -inf hides a key): of any shape that broadcasts to
+            [..., heads_q, seq_q, seq_k], and not beside is_causal. A query of which all keys are
+            hidden gives 0. None is no mask.
+        dropout_p: 0: there is no dropout here yet.
         is_causal: Query i sees the keys up to i, counted from the first of both: top-left, as torch
             has it.
         scale: Factor of the logits, positive; None is 1 / sqrt(dim).
@@ -63,8 +67,8 @@ def scaled_dot_product_attention(
         [..., heads_q, seq_q, dim_v].
 
     Raises:
-        NotImplementedError: A mask or dropout is asked for, or no kernel serves the call or, where
-            gradients are recorded, its backward.
+        NotImplementedError: Dropout is asked for, or the gradient of attn_mask, or no kernel serves
+            the call or, where gradients are recorded, its backward.
         ValueError, TypeError: A shape, a stride, a dtype or an option is wrong.
     """
     if attn_mask is None and dropout_p == 0.0 and _is_plain(query, key, value, enable_gqa):
@@ -73,14 +77,19 @@ def scaled_dot_product_attention(
     if reason:
         raise UnsupportedError(reason)
     jagged = nested.is_nested(query, key, value)
+    if jagged and attn_mask is not None:
+        raise UnsupportedError(_MASK_OF_JAGGED)
     mismatch = nested.mismatch if jagged else _mismatch
     reason = mismatch(query, key, value, enable_gqa)
+    query, key, value = _autocast(query, key, value)
+    if not reason and attn_mask is not None:
+        attn_mask = _cast_mask(attn_mask, query)
+        reason = _mask_mismatch(attn_mask, query, key, value, is_causal)
     if reason:
         raise InvalidArgumentError(reason)
-    query, key, value = _autocast(query, key, value)
     if jagged:
         return nested.attend(query, key, value, is_causal, scale)
-    return _attend(query, key, value, is_causal, scale, enable_gqa)
+    return _attend(query, key, value, is_causal, scale, enable_gqa, attn_mask)
 
 
 def _is_plain(
@@ -103,21 +112,24 @@ def _is_plain(
 
 
 def _attend_plainly(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: Any
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: Any,
+    attn_mask: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    added = attn_mask is not None and attn_mask.dtype != torch.bool
     out: torch.Tensor = flash_attention(
-        query, key, value, causal="top_left" if is_causal else False, scale=scale, layout="bhsd"
-    )
+        query, key, value, causal="top_left" if is_causal else False, scale=scale, layout="bhsd",
+        attn_bias=attn_mask if added else None, attn_mask=None if added else attn_mask,
+    )  # fmt: skip
     return out
+
+
+_MASK_OF_JAGGED = "attn_mask: got one, accepted is None beside jagged tensors"
 
 
 def _lacking(attn_mask: Any, dropout_p: float) -> str:
     """Which of torch's options ours does not have, "" when it has all that are used."""
-    if attn_mask is not None:
-        return (
-            "attn_mask: got a mask, accepted is None: attention has no masks but is_causal and "
-            "windows (flash_attention's) yet"
-        )
+    if attn_mask is not None and _autograd.is_recorded(attn_mask):
+        return _autograd.NO_BIAS_GRADIENT.replace("attn_bias", "attn_mask")
     if dropout_p != 0.0:
         return f"dropout_p: {_got(dropout_p)}accepted is 0: attention has no dropout yet"
     return ""
@@ -184,6 +196,61 @@ def _mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enabl
     return ""
 
 
+def _cast_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Under torch.autocast one that is added has query's dtype, or stays fp32."""
+    kind = query.device.type
+    if mask.dtype in (torch.bool, torch.float32, query.dtype) or not mask.is_floating_point():
+        return mask
+    return mask.to(query.dtype) if torch.is_autocast_enabled(kind) else mask
+
+
+def _mask_mismatch(
+    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> str:
+    """Why a mask does not go with the others by torch's rules, "" when it does."""
+    if is_causal:
+        return "attn_mask: got one beside is_causal=True, accepted is one of the two"
+    if mask.is_nested:
+        return "attn_mask: got a nested tensor, accepted are dense ones"
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return (
+            f"attn_mask: got dtype {mask.dtype}, accepted are torch.bool, torch.float32 and "
+            f"query's {query.dtype}"
+        )
+    if mask.device != query.device:
+        return f"attn_mask: it is on {mask.device}, but query is on {query.device}"
+    dims = max(query.dim(), key.dim(), value.dim())
+    if not 2 <= mask.dim() <= dims:
+        return f"attn_mask: got {mask.dim()} dimensions, accepted are 2 to {dims}"
+    named = (("key", key.shape[-2]), ("query", query.shape[-2]))
+    for axis, (name, size) in enumerate(named, 1):
+        if mask.shape[-axis] not in (1, size):
+            return (
+                f"attn_mask: dimension {-axis} is {mask.shape[-axis]}, accepted are {name}'s "
+                f"sequence length {size} and 1"
+            )
+    for axis in range(3, mask.dim() + 1):
+        sizes = [x.shape[-axis] for x in (query, key, value) if x.dim() >= axis]
+        most = query.shape[-3] if axis == 3 and query.dim() > 2 else _broadcast_size(sizes)
+        most = _broadcast_size(sizes) if most == 1 else most
+        if mask.shape[-axis] not in (1, most):
+            return f"attn_mask: dimension {-axis} is {mask.shape[-axis]}, accepted are {most} and 1"
+    return ""
+
+
+def _as_pairs(mask: torch.Tensor, lead: tuple[int, ...], batched: bool) -> torch.Tensor:
+    """[batch, heads, seq_q, seq_k], of a call whose result has these dimensions before its last
+    two. `batched`: the one there is a batch, of one head each."""
+    mask = mask[(None,) * (len(lead) + 2 - mask.dim())]
+    if len(lead) <= 1:
+        return mask.unsqueeze(1) if batched else mask[(None,) * (2 - len(lead))]
+    if len(lead) == 2:
+        return mask
+    if any(n != 1 for n in mask.shape[: len(lead) - 1]):  # else one is for all
+        mask = mask.expand(*lead[:-1], -1, -1, -1)
+    return mask.flatten(0, len(lead) - 2)
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -191,19 +258,22 @@ def _attend(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    attn_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Of tensors that go together."""
     lead: tuple[int, ...] = tuple(query.shape[:-2])
     q, k, v = query, key, value
     alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
-    if alike and len(lead) == 1:
+    batched = alike and len(lead) == 1
+    if batched:
         q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
     elif not alike or len(lead) != 2:
         lead, q, k, v = _broadcast(query, key, value, enable_gqa)
     shape = (*lead, query.shape[-2], value.shape[-1])
     if q.shape[1] == 0:  # no heads, of which the library knows no call
         return query.new_empty(shape)
-    out = _attend_plainly(q, k, v, is_causal, scale)
+    pairs = None if attn_mask is None else _as_pairs(attn_mask, lead, batched)
+    out = _attend_plainly(q, k, v, is_causal, scale, pairs)
     return out if len(shape) == 4 else out.view(shape)
 
 
@@ -259,11 +329,11 @@ class sdpa_kernel(TorchFunctionMode, contextlib.ContextDecorator):
         @flashmoe_science.torch.sdpa_kernel()
         def step(x): ...
 
-    A call that ours does not cover (masks, dropout, head dimensions that are no multiples of 8 up
-    to 256, dtypes and devices without kernels, gradients that no kernel computes) goes to torch's
-    own, and a warning of the logger "flashmoe_science.torch" says why, once for each reason. Works
-    under torch.compile, whose graphs then have our operator in them; a graph that leaves a call to
-    torch's own says so while it is compiled.
+    A call that ours does not cover (dropout, gradients of masks, head dimensions that are no
+    multiples of 8 up to 256, dtypes and devices without kernels, gradients that no kernel computes)
+    goes to torch's own, and a warning of the logger "flashmoe_science.torch" says why, once for
+    each reason. Works under torch.compile, whose graphs then have our operator in them; a graph
+    that leaves a call to torch's own says so while it is compiled.
 
     torch's modules in eval mode have a fast path of their own, which they leave where a mode is
     entered, but for compiled ones: these need torch.backends.mha.set_fastpath_enabled(False).
@@ -320,19 +390,23 @@ def _ours(
     reason = _lacking(attn_mask, dropout_p)
     jagged = nested.is_nested(query, key, value)
     if jagged:
+        reason = reason or (_MASK_OF_JAGGED if attn_mask is not None else "")
         reason = reason or nested.mismatch(query, key, value, enable_gqa)
     if not reason:
         query, key, value = _autocast(query, key, value)
         q, k, v = (nested.rows(x) if jagged else x for x in (query, key, value))
         reason = _beyond_ours(q, k, v, scale)
     reason = reason or ("" if jagged else _mismatch(query, key, value, enable_gqa))
+    if not reason and attn_mask is not None:
+        attn_mask = _cast_mask(attn_mask, query)
+        reason = _mask_mismatch(attn_mask, query, key, value, is_causal)
     if reason:
         return None, reason
 
     def attend() -> torch.Tensor:
         if jagged:
             return nested.attend(query, key, value, is_causal, scale)
-        return _attend(query, key, value, is_causal, scale, enable_gqa)
+        return _attend(query, key, value, is_causal, scale, enable_gqa, attn_mask)
 
     if torch.compiler.is_compiling():
         return attend(), ""

@@ -1,0 +1,141 @@
+// What a call says of each pair of a query and a key: a bias of its logit, and a mask. Kernels
+// without them do not know of these: an instance of its own has them behind its parameters.
+#pragma once
+
+#include <cstdint>
+
+#include "core/ops/attention/problem.h"
+
+#ifdef __CUDACC__
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/score_options.h"
+#endif
+
+namespace flashmoe {
+
+// [batch, heads_q, seq_q, seq_k]; data is nullptr: absent.
+struct PairNumbers {
+  const void* data;
+  int64_t batch_stride;  // elements
+  int64_t head_stride;
+  int64_t query_stride;
+  int64_t key_stride;
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ int64_t offset_of(int batch, int head, int query) const {
+    return batch * batch_stride + head * head_stride + query * query_stride;
+  }
+#endif
+};
+
+// Scores become logits, of which ScoreOptions::scale_log2 is then.
+struct ScorePairs {
+  PairNumbers bias;
+  PairNumbers mask;  // bytes, 0 where a key is hidden
+  int32_t bias_is_fp32;
+  float factor;  // of scores; with a softcap of their tanh
+
+#ifdef __CUDACC__
+  // A bias hides a key, too.
+  static constexpr float kHidden = -INFINITY;
+#endif
+};
+
+inline ScorePairs score_pairs(const AttentionProblem& p) {
+  const auto numbers = [](const PairsView& view) {
+    return PairNumbers{view.data, view.batch_stride, view.head_stride, view.query_stride,
+                       view.key_stride};
+  };
+  return {numbers(p.bias), numbers(p.mask), p.bias.dtype == Dtype::kFloat32 ? 1 : 0,
+          p.softcap != 0.0f ? p.softcap : p.scale};
+}
+
+#ifdef __CUDACC__
+
+// The numbers of one query, of keys that there are.
+template <class Element>
+struct PairRow {
+  const ScorePairs& pairs;
+  const char* bias;  // of key 0, or nullptr
+  const char* mask;
+
+  __device__ __forceinline__ PairRow(const ScorePairs& pairs, int batch, int head, int query)
+      : pairs(pairs),
+        bias(static_cast<const char*>(pairs.bias.data)),
+        mask(static_cast<const char*>(pairs.mask.data)) {
+    const int bytes = pairs.bias_is_fp32 != 0 ? 4 : 2;
+    if (bias != nullptr) bias += pairs.bias.offset_of(batch, head, query) * bytes;
+    if (mask != nullptr) mask += pairs.mask.offset_of(batch, head, query);
+  }
+
+  // What is added to the logit of a key, or kHidden.
+  __device__ __forceinline__ float bias_of(int key) const {
+    if (mask != nullptr && mask[key * pairs.mask.key_stride] == 0) return ScorePairs::kHidden;
+    if (bias == nullptr) return 0.0f;
+    const int64_t at = key * pairs.bias.key_stride;
+    if (pairs.bias_is_fp32 != 0) return reinterpret_cast<const float*>(bias)[at];
+    return numeric::ElementTraits<Element>::to_float(reinterpret_cast<const uint16_t*>(bias)[at]);
+  }
+};
+
+// The same of a lane's keys of a fragment of scores, i of which is first + 8 (i / 2) + i % 2; those
+// outside of `keys` are hidden, and not read. Loads do not wait for one another. Where all of the
+// keys exist and lie side by side, two are read at a time.
+template <class Element, int kCount>
+__device__ __forceinline__ void load_biases(const PairRow<Element>& row, int first,
+                                            const KeyRange& keys, float (&biases)[kCount]) {
+  using Numeric = numeric::ElementTraits<Element>;
+  const ScorePairs& pairs = row.pairs;
+  const int bytes = pairs.bias_is_fp32 != 0 ? 4 : 2;
+  const int end = first + 4 * kCount - 6;
+  const char* const bias = row.bias + static_cast<int64_t>(first) * bytes;
+  const char* const mask = row.mask + first;
+  const bool whole = first >= keys.first && end <= keys.end;
+  const bool bias_in_pairs =
+      row.bias == nullptr ||
+      (pairs.bias.key_stride == 1 && reinterpret_cast<uintptr_t>(bias) % (2 * bytes) == 0);
+  const bool mask_in_pairs = row.mask == nullptr || (pairs.mask.key_stride == 1 &&
+                                                     reinterpret_cast<uintptr_t>(mask) % 2 == 0);
+  if (whole && bias_in_pairs && mask_in_pairs) {
+    if (row.bias == nullptr) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) biases[i] = 0.0f;
+    } else if (pairs.bias_is_fp32 != 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        const float2 pair = *reinterpret_cast<const float2*>(bias + 16 * i);
+        biases[i] = pair.x;
+        biases[i + 1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        const float2 pair = Numeric::unpack(*reinterpret_cast<const uint32_t*>(bias + 8 * i));
+        biases[i] = pair.x;
+        biases[i + 1] = pair.y;
+      }
+    }
+    if (row.mask == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const uint32_t seen = *reinterpret_cast<const uint16_t*>(mask + 4 * i);
+      if ((seen & 0xffu) == 0) biases[i] = ScorePairs::kHidden;
+      if (seen < 0x100u) biases[i + 1] = ScorePairs::kHidden;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int key = first + 8 * (i / 2) + i % 2;
+    biases[i] = key >= keys.first && key < keys.end ? row.bias_of(key) : ScorePairs::kHidden;
+  }
+}
+
+// Of a hidden key whatever its score.
+__device__ __forceinline__ float biased_logit(float score, float factor, float bias) {
+  return bias == ScorePairs::kHidden ? bias : fmaf(score, factor, bias);
+}
+
+#endif
+
+}  // namespace flashmoe

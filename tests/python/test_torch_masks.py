@@ -1,0 +1,228 @@
+"""Biases and masks by torch: scaled_dot_product_attention, autograd, graphs, transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+fmt = pytest.importorskip("flashmoe_science.torch")
+
+import flashmoe_science as fm  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+SEQ_Q, SEQ_K, HEADS, BATCH = 13, 21, 4, 2
+# Shapes that torch broadcasts to [batch, heads, queries, keys].
+SHAPES = [
+    (SEQ_Q, SEQ_K),
+    (1, SEQ_K),
+    (SEQ_Q, 1),
+    (HEADS, SEQ_Q, SEQ_K),
+    (BATCH, 1, SEQ_Q, SEQ_K),
+    (BATCH, 1, 1, SEQ_K),
+    (BATCH, HEADS, SEQ_Q, SEQ_K),
+    (1, HEADS, 1, 1),
+]
+
+
+def normal(*shape: int, dtype: Any = torch.float32) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def qkv(*lead: int, heads_kv: int | None = None, dtype: Any = torch.float32) -> tuple[Any, ...]:
+    of_keys = lead if heads_kv is None else (*lead[:-1], heads_kv)
+    return (normal(*lead, SEQ_Q, 16, dtype=dtype), normal(*of_keys, SEQ_K, 16, dtype=dtype),
+            normal(*of_keys, SEQ_K, 24, dtype=dtype))  # fmt: skip
+
+
+def random_mask(*shape: int, added: bool) -> Any:
+    bits = torch.rand(shape, generator=torch.Generator().manual_seed(len(shape))) < 0.7
+    return torch.where(bits, normal(*shape), float("-inf")) if added else bits
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_masks_of_every_shape(shape: tuple[int, ...], added: bool) -> None:
+    q, k, v = qkv(BATCH, HEADS)
+    mask = random_mask(*shape, added=added)
+    got = fmt.scaled_dot_product_attention(q, k, v, mask)
+    want = F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(got, torch.nan_to_num(want))
+    with fmt.sdpa_kernel(strict=True):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), got)
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 3, 4)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_masks_of_every_rank(lead: tuple[int, ...], whole: bool) -> None:
+    q, k, v = qkv(*lead)
+    mask = random_mask(*(lead if whole else ()), SEQ_Q, SEQ_K, added=False)
+    mask[..., 0] = True
+    got = fmt.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, mask))
+
+
+def test_grouped_heads_and_16_bits() -> None:
+    q, k, v = qkv(BATCH, HEADS, heads_kv=2, dtype=torch.bfloat16)
+    for mask in (
+        random_mask(BATCH, HEADS, SEQ_Q, SEQ_K, added=False),
+        random_mask(BATCH, 1, SEQ_Q, SEQ_K, added=True),
+        random_mask(BATCH, 1, SEQ_Q, SEQ_K, added=True).bfloat16(),
+    ):
+        mask[..., 0] = 1 if mask.dtype == torch.bool else 0
+        got = fmt.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        wide = [x.double() for x in (q, k, v)]
+        want = F.scaled_dot_product_attention(
+            *wide, mask if mask.dtype == torch.bool else mask.double(), enable_gqa=True
+        )
+        torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=2e-2)
+
+
+def test_rows_that_see_no_key_are_zeros_and_have_no_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(BATCH, HEADS))
+    mask = torch.ones(BATCH, 1, SEQ_Q, SEQ_K, dtype=torch.bool)
+    mask[0, :, 3] = False
+    out = fmt.scaled_dot_product_attention(q, k, v, mask)
+    assert (out[0, :, 3] == 0).all()
+    out.sum().backward()
+    assert (q.grad[0, :, 3] == 0).all() and q.grad.isfinite().all() and k.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("shape", [(BATCH, 1, SEQ_Q, SEQ_K), (HEADS, 1, SEQ_K)], ids=str)
+def test_gradients(shape: tuple[int, ...], added: bool) -> None:
+    mask = random_mask(*shape, added=added)
+    mask[..., 0] = 0.0 if added else True
+    given = [x.double() for x in qkv(BATCH, HEADS, heads_kv=2)]
+    ours, theirs = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    bias = mask.double() if added else mask
+    got = fmt.scaled_dot_product_attention(*ours, bias, enable_gqa=True)
+    want = F.scaled_dot_product_attention(*theirs, bias, enable_gqa=True)
+    torch.testing.assert_close(got, want)
+    dout = normal(*want.shape).double()
+    got.backward(dout)
+    want.backward(dout)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_gradcheck_of_the_function() -> None:
+    q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in qkv(1, 2))
+    pairs = {"attn_bias": random_mask(1, 2, SEQ_Q, SEQ_K, added=True).double(),
+             "attn_mask": random_mask(1, 1, SEQ_Q, SEQ_K, added=False)}  # fmt: skip
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return fm.flash_attention(q, k, v, **pairs, return_lse=True)[0]
+
+    assert torch.autograd.gradcheck(call, (q, k, v), fast_mode=True)
+
+
+def test_no_gradient_of_a_bias() -> None:
+    q, k, v = (x.transpose(1, 2) for x in qkv(1, 2))
+    bias = torch.zeros(1, 1, SEQ_Q, SEQ_K, requires_grad=True)
+    sentence = "^attn_bias: requires grad, but no kernel computes the gradient of a bias"
+    for call in (fm.flash_attention, torch.compile(fmt.flash_attention, backend="eager")):
+        with pytest.raises(NotImplementedError, match=sentence):
+            call(q, k, v, attn_bias=bias)
+    with torch.no_grad():
+        fm.flash_attention(q, k, v, attn_bias=bias)
+    fm.flash_attention(q, k, v, attn_bias=bias.detach())
+
+
+def test_not_with_sequences() -> None:
+    q, k, v = (x.transpose(1, 2) for x in qkv(2, 2))
+    given: dict[str, Any] = {
+        "attn_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        "seqused_k": torch.tensor([3, 4], dtype=torch.int32),
+    }
+    sentence = "^attn_mask: got one, accepted with lengths, offsets or pages of sequences is None"
+    for call in (fm.flash_attention, torch.compile(fmt.flash_attention, backend="eager")):
+        with pytest.raises(NotImplementedError, match=sentence.replace("None", "")):
+            call(q, k, v, **given)
+
+
+def test_compiles_for_every_length() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v, mask: fmt.scaled_dot_product_attention(q, k, v, mask),
+        fullgraph=True, dynamic=True, backend=backend,
+    )  # fmt: skip
+    for seq_q, seq_k in ((5, 7), (9, 9), (40, 11)):
+        q, k, v = (normal(2, 3, n, 16) for n in (seq_q, seq_k, seq_k))
+        mask = torch.ones(2, 1, seq_q, seq_k, dtype=torch.bool).tril()
+        torch.testing.assert_close(
+            compiled(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask)
+        )
+    assert len(graphs) == 1
+    assert "flashmoe.attention.default" in graphs[0]
+
+
+def test_graph_with_gradients() -> None:
+    torch._dynamo.reset()
+    mask = random_mask(BATCH, 1, SEQ_Q, SEQ_K, added=True)
+    mask[..., 0] = 0
+    given = qkv(BATCH, HEADS)
+    grads = []
+    call = fmt.scaled_dot_product_attention
+    for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        tensors = [x.clone().requires_grad_() for x in given]
+        function(*tensors, mask).square().sum().backward()
+        grads.append([x.grad for x in tensors])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_opcheck() -> None:
+    q, k, v = (x.transpose(1, 2) for x in qkv(1, 2))
+    mask = torch.ones(1, 1, SEQ_Q, SEQ_K, dtype=torch.bool).tril()
+    arguments = (q, k, v, None, normal(1, 2, SEQ_Q, SEQ_K), mask, "none", None, None, None, None,
+                 "bshd", None)  # fmt: skip
+    torch.library.opcheck(torch.ops.flashmoe.attention_with_lse.default, arguments)
+
+
+@pytest.mark.parametrize("batched_mask", [False, True])
+def test_vmap_and_grad(batched_mask: bool) -> None:
+    q, k, v = (normal(3, 2, n, 2, 16) for n in (SEQ_Q, SEQ_K, SEQ_K))
+    lead = (3,) if batched_mask else ()
+    mask = random_mask(*lead, 2, 1, SEQ_Q, SEQ_K, added=False)
+    mask[..., 0] = True
+
+    def loss(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return fm.flash_attention(q, k, v, attn_mask=mask).square().sum()
+
+    in_dims = (0, 0, 0, 0 if batched_mask else None)
+    got = torch.func.vmap(torch.func.grad(loss), in_dims=in_dims)(q, k, v, mask)
+    for i in range(3):
+        own = q[i].clone().requires_grad_()
+        loss(own, k[i], v[i], mask[i] if batched_mask else mask).backward()
+        torch.testing.assert_close(got[i], own.grad)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sentence"),
+    [
+        (torch.ones(SEQ_Q, 20, dtype=torch.bool),
+         "attn_mask: dimension -1 is 20, accepted are key's sequence length 21 and 1"),
+        (torch.ones(3, 1, 1, dtype=torch.bool),
+         "attn_mask: dimension -3 is 3, accepted are 4 and 1"),
+        (torch.ones(1, 1, dtype=torch.int32), "attn_mask: got dtype torch.int32, accepted are"),
+        (torch.ones(1, 1, 1, 1, 1, dtype=torch.bool), "attn_mask: got 5 dimensions"),
+    ],
+    ids=["keys", "heads", "dtype", "rank"],
+)  # fmt: skip
+def test_errors(mask: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        fmt.scaled_dot_product_attention(*qkv(BATCH, HEADS), mask)
+
+
+def test_not_beside_is_causal() -> None:
+    mask = torch.ones(SEQ_Q, SEQ_K, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^attn_mask: got one beside is_causal=True"):
+        fmt.scaled_dot_product_attention(*qkv(BATCH, HEADS), mask, is_causal=True)
