@@ -58,7 +58,7 @@ struct AttentionForward {
   static constexpr char kParams[] = "flashmoe_attention_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, window);
-  static constexpr std::array<TensorMember<Params>, 15> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 17> kTensors = {{
       {"q", &Params::q},
       {"k", &Params::k},
       {"v", &Params::v},
@@ -77,7 +77,7 @@ struct AttentionForward {
       {"out", &Params::out},
       {"lse", &Params::lse},
   }};
-  static constexpr size_t kFirstOutput = 13;
+  static constexpr size_t kFirstOutput = 15;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const auto& kFamilies = kAttentionFamilies;
