@@ -37,9 +37,10 @@ inline constexpr int kPrologueLanes = Traits::kDimV > 128  ? 32
 template <class Traits>
 inline constexpr int kPrologueBlocksPerTile = Traits::kTileQ / kPrologueRows<Traits>;
 
-// Sums `values` over all of `kLanes` lanes that lie side by side, those of each index apart. In each
-// step a lane gives away half of the sums that it has, so that a lane ends with one, whose index is
-// returned by `index_of_sum`. Needs fewer shuffles than a sum of each, and adds in the same order.
+// Sums `values` over all of `kLanes` lanes that lie side by side, those of each index apart. In
+// each step a lane gives away half of the sums that it has, so that a lane ends with one, whose
+// index is returned by `index_of_sum`. Needs fewer shuffles than a sum of each, and adds in the
+// same order.
 template <int kLanes, int kValues>
 __device__ __forceinline__ float sum_over_lanes(float (&values)[kValues], int lane) {
   static_assert(kValues <= kLanes);
@@ -101,15 +102,16 @@ __device__ __forceinline__ void prepare_rows(const CommonParams& params, const O
     const int ahead = pass * kRowsAtOnce;
     const bool valid = row_of_lane + ahead < seq_q && column < params.dim_v;
     ptx::load_streaming_or_zero(out[pass], first_out + ahead * params.out_rows.strides.seq, valid);
-    ptx::load_or_zero(dout[pass], first_dout + ahead * params.dout_rows.strides.seq, valid);
+    ptx::load_streaming_or_zero(dout[pass], first_dout + ahead * params.dout_rows.strides.seq,
+                                valid);
   }
 
   // The row whose numbers this lane writes, as one of those that have its sum.
   const int row = row_of_lane + index_of_sum<kLanes, kPasses>(lane) * kRowsAtOnce;
   const bool writes = lane % (kLanes / kPasses) == 0;
   const bool sees_keys =
-      row < seq_q && (params.score.blind_rows == 0 ||
-                      first_key_of(params, of, row) < end_key_of(params, of, row));
+      row < seq_q &&
+      (params.score.blind_rows == 0 || first_key_of(params, of, row) < end_key_of(params, of, row));
   // Loaded beside the rows.
   float lse = INFINITY;
   float dlse = 0.0f;
@@ -165,8 +167,8 @@ __global__ void __launch_bounds__(kPrologueThreads)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  // Heads of a row mostly lie side by side, so blocks of the same rows follow one another. Unsigned,
-  // divisions are shorter.
+  // Heads of a row mostly lie side by side, so blocks of the same rows follow one another.
+  // Unsigned, divisions are shorter.
   const auto blocks_per_head = static_cast<uint32_t>(params.tiles_q * kBlocksPerTile);
   const auto heads = static_cast<uint32_t>(params.heads_q);
   const uint32_t block = blockIdx.x;

@@ -191,8 +191,8 @@ __device__ __forceinline__ bool has_blind(const CommonParams& params, const AnyP
   return is_blind(place.first_row) || is_blind(place.end_row - 1);
 }
 
-// What a lane of a place's looks at to know whether the place may hold what is not finite: chunks of
-// its first row, kLanesOfPlace apart.
+// What a lane of a place's looks at to know whether the place may hold what is not finite: chunks
+// of its first row, kLanesOfPlace apart.
 struct View {
   const unsigned char* chunks;
   int bytes;  // of the row, from this lane's first chunk on; none: there is nothing to be seen
