@@ -167,8 +167,8 @@ struct Block {
            end_key_of(params, item(), first_row) < first_key + Traits::kTileK;
   }
 
-  // Where this lane's pairs of a tile of scores are: pair_at(first_pair, a, half, n). The pairs of a
-  // row lie in chunks that follow one another in the order of the swizzle, which is the same in
+  // Where this lane's pairs of a tile of scores are: pair_at(first_pair, a, half, n). The pairs of
+  // a row lie in chunks that follow one another in the order of the swizzle, which is the same in
   // every eighth row: one exclusive or with a constant.
   static __device__ __forceinline__ uint32_t first_pair(uint32_t tile) {
     const int lane = lane_index();
@@ -477,7 +477,7 @@ struct Block {
     if constexpr (Traits::kRagged) {
       attention_backward::copy_item(params, ticket, to);
     } else {
-      const Item taken = Item::template at<Traits>(params, ticket);
+      const auto taken = attention_backward::Item::template at<Traits>(params, ticket);
       to.batch = taken.batch;
       to.head_kv = taken.head_kv;
       to.tile = taken.tile;
@@ -485,6 +485,13 @@ struct Block {
       to.end = taken.end;
       to.ascends = taken.ascends;
     }
+    const auto at = [&](const Rows& rows) {
+      return batch_q_of(to) * rows.strides.batch +
+             to.head_kv * params.heads_per_kv * rows.strides.head +
+             begin_q_of(to) * rows.strides.seq;
+    };
+    to.q_at = at(params.q_rows);
+    to.dout_at = at(params.dout_rows);
   }
   __device__ __forceinline__ int take_ticket() const {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
