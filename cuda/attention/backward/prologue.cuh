@@ -22,11 +22,10 @@ __device__ __forceinline__ float dot(const uint32_t (&a)[4], const uint32_t (&b)
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum = fmaf(Numeric::to_float(static_cast<uint16_t>(a[i] >> 16 * half)),
-                 Numeric::to_float(static_cast<uint16_t>(b[i] >> 16 * half)), sum);
-    }
+    const float2 of_a = Numeric::unpack(a[i]);
+    const float2 of_b = Numeric::unpack(b[i]);
+    sum = fmaf(of_a.x, of_b.x, sum);
+    sum = fmaf(of_a.y, of_b.y, sum);
   }
   return sum;
 }
@@ -38,6 +37,35 @@ inline constexpr int kPrologueLanes = Traits::kDimV > 128  ? 32
 template <class Traits>
 inline constexpr int kPrologueBlocksPerTile = Traits::kTileQ / kPrologueRows<Traits>;
 
+// Sums `values` over all of `kLanes` lanes that lie side by side, those of each index apart. In
+// each step a lane gives away half of the sums that it has, so that a lane ends with one, whose
+// index is returned by `index_of_sum`. Needs fewer shuffles than a sum of each, and adds in the
+// same order.
+template <int kLanes, int kValues>
+__device__ __forceinline__ float sum_over_lanes(float (&values)[kValues], int lane) {
+  static_assert(kValues <= kLanes);
+#pragma unroll
+  for (int distance = kLanes / 2, left = kValues; distance > 0; distance /= 2) {
+    if (left == 1) {
+      values[0] += __shfl_xor_sync(kFullWarp, values[0], distance);
+      continue;
+    }
+    left /= 2;
+    const bool upper = (lane & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < left; ++i) {
+      const float kept = upper ? values[left + i] : values[i];
+      const float given = upper ? values[i] : values[left + i];
+      values[i] = kept + __shfl_xor_sync(kFullWarp, given, distance);
+    }
+  }
+  return values[0];
+}
+template <int kLanes, int kValues>
+__device__ __forceinline__ int index_of_sum(int lane) {
+  return lane % kLanes / (kLanes / kValues);
+}
+
 // What a block does for its rows of a query head, which are padded to whole tiles: their numbers,
 // and dQ where none of a tile sees a key. `of` says where they are: tile.cuh.
 template <class Traits, class Of>
@@ -45,66 +73,84 @@ __device__ __forceinline__ void prepare_rows(const CommonParams& params, const O
                                              int block_of_head) {
   using Element = typename Traits::Element;
   constexpr int kLanes = kPrologueLanes<Traits>;  // of a row
-  constexpr int kRowsAtOnce = kPrologueThreads / kLanes;
+  constexpr int kRowsAtOnce = kThreadsPerWarp / kLanes;
   constexpr int kRows = kPrologueRows<Traits>;
-  constexpr int kPasses = kRows / kRowsAtOnce;
+  constexpr int kRowsOfWarp = kRows / (kPrologueThreads / kThreadsPerWarp);
+  constexpr int kPasses = kRowsOfWarp / kRowsAtOnce;
   constexpr int kBlocksPerTile = kPrologueBlocksPerTile<Traits>;
-  static_assert(kPasses * kRowsAtOnce == kRows && kBlocksPerTile * kRows == Traits::kTileQ);
-  const int first_row = block_of_head * kRows;
-  const int thread = thread_index();
-  const int lane = thread % kLanes;
-  const int column = lane * 8;
+  static_assert(kPasses * kRowsAtOnce == kRowsOfWarp && kBlocksPerTile * kRows == Traits::kTileQ);
+  const int lane = lane_index();
+  const int first_row =
+      block_of_head * kRows + thread_index() / kThreadsPerWarp * kRowsOfWarp;  // of the warp
+  const int column = lane % kLanes * 8;
   const int batch = batch_q_of(of);
   const int begin = begin_q_of(of);
   const int seq_q = length_q_of(params, of);
 
+  // A lane's rows are kRowsAtOnce apart.
+  const int row_of_lane = first_row + lane / kLanes;
+  const auto first_chunk = [&](const Rows& rows) {
+    return rows.data + batch * rows.strides.batch + head * rows.strides.head +
+           (begin + row_of_lane) * rows.strides.seq + column;
+  };
+  const uint16_t* const first_out = first_chunk(params.out_rows);
+  const uint16_t* const first_dout = first_chunk(params.dout_rows);
   uint32_t out[kPasses][4];
   uint32_t dout[kPasses][4];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const int row = first_row + pass * kRowsAtOnce + thread / kLanes;
-    const bool valid = row < seq_q && column < params.dim_v;
-    const auto chunk_of = [&](const Rows& rows) {
-      return rows.data + batch * rows.strides.batch + head * rows.strides.head +
-             (begin + row) * rows.strides.seq + column;
-    };
-    ptx::load_streaming_or_zero(out[pass], chunk_of(params.out_rows), valid);
-    ptx::load_or_zero(dout[pass], chunk_of(params.dout_rows), valid);
-  }
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int row = first_row + pass * kRowsAtOnce + thread / kLanes;
-    float delta = dot<Element>(out[pass], dout[pass]);
-#pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      delta += __shfl_xor_sync(kFullWarp, delta, distance);
-    }
-    if (lane != 0) continue;
-    const int64_t place =
-        static_cast<int64_t>(tile_of_head(params, of, head)) * Traits::kTileQ + row;
-    if (row < seq_q && first_key_of(params, of, row) < end_key_of(params, of, row)) {
-      const auto of_row = [&](const float* numbers, const RowStrides& strides) {
-        return numbers[batch * strides.batch + head * strides.head + (begin + row) * strides.seq];
-      };
-      if (params.dlse != nullptr) delta -= of_row(params.dlse, params.dlse_strides);
-      const float lse = of_row(params.lse, params.lse_strides);
-      // With a mask -inf is the lse of a row that sees no key.
-      params.row_lse[place] = !kIsBiased<Traits> ? lse * kLog2E : lse == -INFINITY ? INFINITY : lse;
-      params.row_delta[place] = kIsBiased<Traits> && lse == -INFINITY ? 0.0f : delta;
-    } else {
-      params.row_lse[place] = INFINITY;
-      params.row_delta[place] = 0.0f;
-    }
+    const int ahead = pass * kRowsAtOnce;
+    const bool valid = row_of_lane + ahead < seq_q && column < params.dim_v;
+    ptx::load_streaming_or_zero(out[pass], first_out + ahead * params.out_rows.strides.seq, valid);
+    ptx::load_streaming_or_zero(dout[pass], first_dout + ahead * params.dout_rows.strides.seq,
+                                valid);
   }
 
+  // The row whose numbers this lane writes, as one of those that have its sum.
+  const int row = row_of_lane + index_of_sum<kLanes, kPasses>(lane) * kRowsAtOnce;
+  const bool writes = lane % (kLanes / kPasses) == 0;
+  const bool sees_keys =
+      row < seq_q &&
+      (params.score.blind_rows == 0 || first_key_of(params, of, row) < end_key_of(params, of, row));
+  // Loaded beside the rows.
+  float lse = INFINITY;
+  float dlse = 0.0f;
+  if (writes && sees_keys) {
+    const auto of_row = [&](const float* numbers, const RowStrides& strides) {
+      return numbers[batch * strides.batch + head * strides.head + (begin + row) * strides.seq];
+    };
+    lse = of_row(params.lse, params.lse_strides);
+    if (params.dlse != nullptr) dlse = of_row(params.dlse, params.dlse_strides);
+  }
+  float sums[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) sums[pass] = dot<Element>(out[pass], dout[pass]);
+  const float sum = sum_over_lanes<kLanes>(sums, lane);
+  if (writes) {
+    const int64_t place =
+        static_cast<int64_t>(tile_of_head(params, of, head)) * Traits::kTileQ + row;
+    float delta = sees_keys ? sum - dlse : 0.0f;
+    if constexpr (kIsBiased<Traits>) {
+      // With a mask -inf is the lse of a row that sees no key.
+      if (lse == -INFINITY) {
+        lse = INFINITY;
+        delta = 0.0f;
+      }
+      params.row_lse[place] = lse;
+    } else {
+      params.row_lse[place] = lse * kLog2E;
+    }
+    params.row_delta[place] = delta;
+  }
+
+  if (params.score.blind_rows == 0) return;
   const Parts parts = Parts::of<Traits>(params, of, block_of_head / kBlocksPerTile);
   const Gradient& dq = params.dq_rows;
   if (parts.first <= parts.last || dq.rows == nullptr || params.accumulate != 0) return;
-  for (int row = first_row + thread / kLanes; row < min(first_row + kRows, seq_q);
-       row += kRowsAtOnce) {
-    const int64_t place =
-        batch * dq.strides.batch + head * dq.strides.head + (begin + row) * dq.strides.seq;
-    for (int c = lane; c < params.dim; c += kLanes) {
+  for (int i = 0; i < kRowsOfWarp && first_row + i < seq_q; ++i) {
+    const int64_t place = batch * dq.strides.batch + head * dq.strides.head +
+                          (begin + first_row + i) * dq.strides.seq;
+    for (int c = lane; c < params.dim; c += kThreadsPerWarp) {
       if (dq.fp32 != 0) {
         static_cast<float*>(dq.rows)[place + c] = 0.0f;
       } else {
@@ -131,14 +177,17 @@ __global__ void __launch_bounds__(kPrologueThreads)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  const int blocks_per_head = params.tiles_q * kBlocksPerTile;
-  const int block = static_cast<int>(blockIdx.x);
   // Heads of a row mostly lie side by side, so blocks of the same rows follow one another.
-  const int rows_of_all = block / params.heads_q;
-  const int head = block - rows_of_all * params.heads_q;
+  // Unsigned, divisions are shorter.
+  const auto blocks_per_head = static_cast<uint32_t>(params.tiles_q * kBlocksPerTile);
+  const auto heads = static_cast<uint32_t>(params.heads_q);
+  const uint32_t block = blockIdx.x;
+  const uint32_t rows_of_all = block / heads;
+  const uint32_t batch = rows_of_all / blocks_per_head;
+  const auto head = static_cast<int>(block - rows_of_all * heads);
+  const auto block_of_head = static_cast<int>(rows_of_all - batch * blocks_per_head);
   Item item = {};
-  item.batch = rows_of_all / blocks_per_head;
-  const int block_of_head = rows_of_all - item.batch * blocks_per_head;
+  item.batch = static_cast<int>(batch);
   const int thread = thread_index();
 
   if (thread == 0) {

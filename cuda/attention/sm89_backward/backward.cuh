@@ -14,10 +14,9 @@
 // is zeroed; to the last one the sum is added in registers, and rows of dQ are written. So the
 // order of additions is fixed.
 //
-// No latency of global memory is waited for where it can be helped. Copies of a step are issued a
-// step ahead, those of the next item in the last step of this one, behind a ticket that was taken
-// at its beginning. The word that counts parts is asked behind the middle of a step and looked at
-// when the part is there; that a part has been added is said in the middle of the next step.
+// Little latency of global memory is waited for. Copies of a step are issued a step ahead, those of
+// the next item in the last step of this one, behind a ticket that was taken at its beginning. That
+// a part has been added is said in the middle of the next step.
 //
 // One step: S, P -> shared | dP, dS -> shared | barrier | dV, dK, dQ -> sum. With two buffers of P
 // and dS a warp that is ahead goes on to the next step's S beside others that are at this one's dQ.
@@ -41,7 +40,6 @@
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/ptx/relaxed.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/tile/mma_tile.cuh"
 #include "cuda/tile/thread.cuh"
@@ -169,25 +167,20 @@ struct Block {
            end_key_of(params, item(), first_row) < first_key + Traits::kTileK;
   }
 
-  // Calls take(row, a, half, n, low, high) for pairs of this lane's scores: where they are in a
-  // tile of them, as an offset in bytes, and the row of the tile.
-  template <class Take>
-  static __device__ __forceinline__ void for_pairs(const Take& take) {
+  // Where this lane's pairs of a tile of scores are: pair_at(first_pair, a, half, n). The pairs of
+  // a row lie in chunks that follow one another in the order of the swizzle, which is the same in
+  // every eighth row: one exclusive or with a constant.
+  static __device__ __forceinline__ uint32_t first_pair(uint32_t tile) {
     const int lane = lane_index();
-    const int first_row = score_row() + lane / 4;
-    const int first_chunk = score_column() / kElementsPerChunk;
-#pragma unroll
-    for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 16 * a + 8 * half;
-        const auto put = take(row, a, half);
-#pragma unroll
-        for (int n = 0; n < Traits::kScoreColumns / 8; ++n) {
-          put(n, ScoreLayout::chunk_offset(row, first_chunk + n) + 4 * (lane % 4));
-        }
-      }
-    }
+    return tile +
+           ScoreLayout::chunk_offset(score_row() + lane / 4, score_column() / kElementsPerChunk) +
+           4 * (lane % 4);
+  }
+  static __device__ __forceinline__ uint32_t pair_at(uint32_t first, int a, int half, int n) {
+    constexpr int kSwizzled = ScoreLayout::kSwizzleChunks;
+    return (first ^ static_cast<uint32_t>(n % kSwizzled * kBytesPerChunk)) +
+           static_cast<uint32_t>(n / kSwizzled * kSwizzled * kBytesPerChunk +
+                                 (16 * a + 8 * half) * ScoreLayout::kRowBytes);
   }
 
   // P = exp2(S scale_log2 - lse), to shared memory. What dP - delta is multiplied by takes the
@@ -195,22 +188,27 @@ struct Block {
   template <bool kCapped>
   __device__ __forceinline__ void exponentiate(Scores& scores) const {
     const float scale_log2 = params.score.scale_log2;
-    const uint32_t lse = copies.lse(number);
-    const uint32_t to = p();
-    for_pairs([&](int row, int a, int half) {
-      const float row_lse = ptx::load_shared_float(lse + 4 * row);
-      return [&scores, scale_log2, to, row_lse, a, half](int n, uint32_t offset) {
-        float p[2];
+    const uint32_t lse = copies.lse(number) + 4 * (score_row() + lane_index() / 4);
+    const uint32_t first = first_pair(p());
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores[a][n][2 * half + e];
-          p[e] = numeric::exp2_approx(fmaf(score, scale_log2, -row_lse));
-          // A hidden score is no tanh.
-          score = !kCapped ? p[e] : p[e] == 0.0f ? 0.0f : p[e] * fmaf(-score, score, 1.0f);
+    for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float row_lse = ptx::load_shared_float(lse + 4 * (16 * a + 8 * half));
+#pragma unroll
+        for (int n = 0; n < Traits::kScoreColumns / 8; ++n) {
+          float p[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& score = scores[a][n][2 * half + e];
+            p[e] = numeric::exp2_approx(fmaf(score, scale_log2, -row_lse));
+            // A hidden score is no tanh.
+            score = !kCapped ? p[e] : p[e] == 0.0f ? 0.0f : p[e] * fmaf(-score, score, 1.0f);
+          }
+          ptx::store_shared(pair_at(first, a, half, n), Numeric::pack(p[0], p[1]));
         }
-        ptx::store_shared(to + offset, Numeric::pack(p[0], p[1]));
-      };
-    });
+      }
+    }
   }
 
   // The same with a bias or a mask, which hide what bounds hide, too.
@@ -265,14 +263,19 @@ struct Block {
 
   // dS = factors (dP - delta), to shared memory.
   __device__ __forceinline__ void store_ds(const Scores& factors, const Scores& dp) const {
-    const uint32_t to = ds();
-    for_pairs([&](int, int a, int half) {
-      return [&factors, &dp, to, a, half](int n, uint32_t offset) {
-        ptx::store_shared(to + offset,
-                          Numeric::pack(factors[a][n][2 * half] * dp[a][n][2 * half],
-                                        factors[a][n][2 * half + 1] * dp[a][n][2 * half + 1]));
-      };
-    });
+    const uint32_t first = first_pair(ds());
+#pragma unroll
+    for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < Traits::kScoreColumns / 8; ++n) {
+          ptx::store_shared(pair_at(first, a, half, n),
+                            Numeric::pack(factors[a][n][2 * half] * dp[a][n][2 * half],
+                                          factors[a][n][2 * half + 1] * dp[a][n][2 * half + 1]));
+        }
+      }
+    }
   }
 
   // P and dS of a step.
@@ -352,29 +355,23 @@ struct Block {
            thread_index() * (ptx::kAddsVectors ? 4 : 1);
   }
 
-  // A step's part of dQ: where it belongs, and how many parts are there.
+  // A step's part of dQ: where it belongs, and how many parts come ahead of it.
   struct Turn {
     int place;
-    uint32_t before;  // parts ahead of it
-    uint32_t seen;    // that were there when it was asked
+    uint32_t before;
     bool last;
   };
-  __device__ __forceinline__ Turn ask_for_turn() const {
+  __device__ __forceinline__ Turn turn_of_step() const {
     const volatile Item& item = this->item();
     const Parts parts = Parts::of<Traits>(params, item, step.tile_q);
     const int before = parts.before(item);
-    Turn turn = {step.place(params, item), static_cast<uint32_t>(before), 0,
-                 before == parts.last - parts.first};
-    if (before != 0) turn.seen = ptx::load_relaxed_word(params.turns + turn.place);
-    return turn;
+    return {step.place(params, item), static_cast<uint32_t>(before),
+            before == parts.last - parts.first};
   }
+  // A load that acquires. A fence behind an earlier load would also wait for what this block is
+  // still adding and copying.
   __device__ __forceinline__ void wait_for_turn(const Turn& turn) const {
-    if (turn.seen == turn.before) {
-      ptx::fence_gpu();
-    } else {
-      while (ptx::load_acquire(params.turns + turn.place) != turn.before) {
-      }
-    }
+    ptx::wait_for_word(params.turns + turn.place, turn.before);
     __syncwarp();
   }
   // Says that the part of dQ of a step of this item is in the sum. All threads of the block have
@@ -389,8 +386,9 @@ struct Block {
   }
 
   // Adds a step's part of dQ to the sum, or writes rows of dQ if it is the last one.
-  __device__ __forceinline__ void hand_over(QuerySums& dq, const Turn& turn) const {
+  __device__ __forceinline__ void hand_over(QuerySums& dq) const {
     constexpr int kTiles = Traits::kQColumns / 8;
+    const Turn turn = turn_of_step();
     const bool first = turn.before == 0;
     if (!first) wait_for_turn(turn);
     // Ragged batches have sums for those tiles alone that need one.
@@ -515,7 +513,7 @@ struct Block {
     if constexpr (Traits::kRagged) {
       attention_backward::copy_item(params, ticket, to);
     } else {
-      const Item taken = Item::template at<Traits>(params, ticket);
+      const auto taken = attention_backward::Item::template at<Traits>(params, ticket);
       to.batch = taken.batch;
       to.head_kv = taken.head_kv;
       to.tile = taken.tile;
@@ -523,6 +521,13 @@ struct Block {
       to.end = taken.end;
       to.ascends = taken.ascends;
     }
+    const auto at = [&](const Rows& rows) {
+      return batch_q_of(to) * rows.strides.batch +
+             to.head_kv * params.heads_per_kv * rows.strides.head +
+             begin_q_of(to) * rows.strides.seq;
+    };
+    to.q_at = at(params.q_rows);
+    to.dout_at = at(params.dout_rows);
   }
   __device__ __forceinline__ int take_ticket() const {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
@@ -547,9 +552,6 @@ struct Block {
       if (Traits::kDoutStages == 2) copies.copy_dout(item_of_next, next, number + 1);
       if (left == 0) copies.copy_v(item_of_next);
     }
-    const bool wants_dq = params.dq_rows.rows != nullptr;
-    Turn turn = {};
-    if (wants_dq) turn = ask_for_turn();
     if (params.dv_rows.rows != nullptr) {
       multiply_keys<DoutLayout, Traits::kVColumns>(dv, p(), copies.dout(number));
     }
@@ -563,10 +565,10 @@ struct Block {
     if (params.dk_rows.rows != nullptr) {
       multiply_keys<QLayout, Traits::kKColumns>(dk, ds(), copies.q(number));
     }
-    if (!wants_dq) return;
+    if (params.dq_rows.rows == nullptr) return;
     QuerySums dq;
     make_dq(dq);
-    hand_over(dq, turn);
+    hand_over(dq);
   }
   // The step before this one of the item.
   __device__ __forceinline__ Step previous() const {

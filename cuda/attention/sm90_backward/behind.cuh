@@ -37,6 +37,7 @@ using attention_backward::Wanted;
 inline constexpr int kRepairBlocks = 132;
 inline constexpr int kRowsOfPlace = 64;  // of a warpgroup
 inline constexpr int kLanesOfPlace = 4;
+inline constexpr int kBytesOfChunk = 16;
 inline constexpr int kPlacesOfWarp = kThreadsPerWarp / kLanesOfPlace;  // at once
 
 // Whether `columns` elements of a row are not all finite, as far as this one of `lanes` sees.
@@ -85,12 +86,14 @@ struct Place {
   template <class Traits, Wanted kWanted>
   static __device__ __forceinline__ Place at(const CommonParams& params, int64_t number) {
     constexpr bool kOfQueries = kWanted == Wanted::kDq;
-    const int64_t places = places_of<Traits, kWanted>(params);
-    const int heads = kOfQueries ? params.heads_q : params.heads_kv;
-    const auto head_of_all = static_cast<int>(number / places);
-    const int batch = head_of_all / heads;
-    const int first_row = static_cast<int>(number - head_of_all * places) * kRowsOfPlace;
-    return {batch, head_of_all - batch * heads, first_row,
+    // There are at most 2^30 tiles, of two places each. Unsigned, divisions are shorter.
+    const auto of_all = static_cast<uint32_t>(number);
+    const auto places = static_cast<uint32_t>(places_of<Traits, kWanted>(params));
+    const auto heads = static_cast<uint32_t>(kOfQueries ? params.heads_q : params.heads_kv);
+    const uint32_t head_of_all = of_all / places;
+    const uint32_t batch = head_of_all / heads;
+    const int first_row = static_cast<int>(of_all - head_of_all * places) * kRowsOfPlace;
+    return {static_cast<int>(batch), static_cast<int>(head_of_all - batch * heads), first_row,
             min(first_row + kRowsOfPlace, kOfQueries ? params.seq_q : params.seq_k)};
   }
   // How many there are.
@@ -188,18 +191,76 @@ __device__ __forceinline__ bool has_blind(const CommonParams& params, const AnyP
   return is_blind(place.first_row) || is_blind(place.end_row - 1);
 }
 
-// Whether a place may hold what is not finite, as far as this one of kLanesOfPlace lanes sees.
+// What a lane of a place's looks at to know whether the place may hold what is not finite: chunks
+// of its first row, kLanesOfPlace apart.
+struct View {
+  const unsigned char* chunks;
+  int bytes;  // of the row, from this lane's first chunk on; none: there is nothing to be seen
+  bool fp32;
+  bool suspect;  // whatever is there
+};
+
 template <class Traits, Wanted kWanted>
-__device__ __forceinline__ bool is_suspect(const BehindParams<Traits>& params, int64_t number,
-                                           int lane) {
+__device__ __forceinline__ View view_of(const BehindParams<Traits>& params, int64_t number,
+                                        int lane) {
   const Gradient& gradient = attention_backward::gradient_of<kWanted>(params);
-  if (gradient.rows == nullptr) return false;
+  View view = {};
+  if (gradient.rows == nullptr) return view;
   const auto place = PlaceFor<Traits>::template at<Traits, kWanted>(params, number);
-  if (place.first_row >= place.end_row) return false;
-  const int64_t at = offset_of<kWanted>(gradient, place, place.first_row);
-  return has_blind<kWanted>(params, place) ||
-         any_nonfinite<typename Traits::Element>(
-             gradient, at, kWanted == Wanted::kDv ? params.dim_v : params.dim, lane, kLanesOfPlace);
+  if (place.first_row >= place.end_row) return view;
+  const int element_bytes = gradient.fp32 != 0 ? 4 : 2;
+  const int columns = kWanted == Wanted::kDv ? params.dim_v : params.dim;
+  view.chunks = static_cast<const unsigned char*>(gradient.rows) +
+                offset_of<kWanted>(gradient, place, place.first_row) * element_bytes +
+                lane * kBytesOfChunk;
+  view.bytes = columns * element_bytes - lane * kBytesOfChunk;
+  view.fp32 = gradient.fp32 != 0;
+  view.suspect = has_blind<kWanted>(params, place);
+  return view;
+}
+
+// Places of dQ come first, then those of dV and of dK.
+template <class Traits>
+__device__ __forceinline__ View view_of(const BehindParams<Traits>& params, int64_t number,
+                                        int64_t of_dq, int64_t of_keys, int lane) {
+  if (number < of_dq) return view_of<Traits, Wanted::kDq>(params, number, lane);
+  number -= of_dq;
+  if (number < of_keys) return view_of<Traits, Wanted::kDv>(params, number, lane);
+  number -= of_keys;
+  if (number < of_keys) return view_of<Traits, Wanted::kDk>(params, number, lane);
+  return {};
+}
+
+// Whether it is so. All chunks are asked for before one is looked at.
+template <class Traits>
+__device__ __forceinline__ bool is_suspect(const View& view) {
+  using Element = typename Traits::Element;
+  constexpr int kStep = kLanesOfPlace * kBytesOfChunk;
+  constexpr int kMostColumns = Traits::kDim > Traits::kDimV ? Traits::kDim : Traits::kDimV;
+  constexpr int kChunks = kMostColumns * static_cast<int>(sizeof(float)) / kStep;
+  uint4 chunks[kChunks];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    chunks[i] = make_uint4(0, 0, 0, 0);
+    if (i * kStep < view.bytes) {
+      chunks[i] = *reinterpret_cast<const uint4*>(view.chunks + i * kStep);
+    }
+  }
+  bool any = view.suspect;
+  uint32_t gathered = 0;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const uint32_t words[4] = {chunks[i].x, chunks[i].y, chunks[i].z, chunks[i].w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (view.fp32) {
+        any = any || !isfinite(__uint_as_float(words[e]));
+      } else {
+        gathered = numeric::gather_nonfinite<Element>(gathered, words[e]);
+      }
+    }
+  }
+  return any || numeric::any_nonfinite<Element>(gathered);
 }
 
 // Whether `any_in` one of the tiles from `first` to `last` that holds a pair which is not seen:
@@ -310,27 +371,27 @@ __device__ __forceinline__ void repair_place(const BehindParams<Traits>& params,
   }
 }
 
-// Places of dQ come first, then those of dV and of dK. Neighbours go to different warps: what is to
-// be computed again lies together.
+// Neighbours go to different warps: what is to be computed again lies together. What the kernel
+// ahead wrote is waited for behind all that can be known before.
 template <class Traits>
 __device__ __forceinline__ void repair(const BehindParams<Traits>& params, int warp, int warps) {
   static_assert(Traits::kTileQ % kRowsOfPlace == 0 && Traits::kTileK % kRowsOfPlace == 0);
+  // Tables were read before the kernel ahead began.
   const int64_t of_dq = PlaceFor<Traits>::template count<Traits, Wanted::kDq>(params);
   const int64_t of_keys = PlaceFor<Traits>::template count<Traits, Wanted::kDk>(params);
+  const int64_t places = of_dq + 2 * of_keys;
   const int lane = reread::lane_index();
+  const int of_place = lane % kLanesOfPlace;
+  const auto number_of = [&](int64_t first) {
+    return first + int64_t{lane / kLanesOfPlace} * warps;
+  };
+  int64_t first = warp;
+  View view = view_of<Traits>(params, number_of(first), of_dq, of_keys, of_place);
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
 #pragma unroll 1
-  for (int64_t first = warp; first < of_dq + 2 * of_keys; first += int64_t{kPlacesOfWarp} * warps) {
-    const int64_t own = first + int64_t{lane / kLanesOfPlace} * warps;
-    const int of_place = lane % kLanesOfPlace;
-    bool suspect = false;
-    if (own < of_dq) {
-      suspect = is_suspect<Traits, Wanted::kDq>(params, own, of_place);
-    } else if (own < of_dq + of_keys) {
-      suspect = is_suspect<Traits, Wanted::kDv>(params, own - of_dq, of_place);
-    } else if (own < of_dq + 2 * of_keys) {
-      suspect = is_suspect<Traits, Wanted::kDk>(params, own - of_dq - of_keys, of_place);
-    }
-    const uint32_t found = __ballot_sync(kFullWarp, suspect);
+  for (;;) {
+    const uint32_t found = __ballot_sync(kFullWarp, is_suspect<Traits>(view));
 #pragma unroll 1
     for (int i = 0; found != 0 && i < kPlacesOfWarp; ++i) {
       if ((found >> i * kLanesOfPlace & ((1 << kLanesOfPlace) - 1)) == 0) continue;
@@ -343,6 +404,9 @@ __device__ __forceinline__ void repair(const BehindParams<Traits>& params, int w
         repair_place<Traits, Wanted::kDk>(params, place - of_dq - of_keys);
       }
     }
+    first += int64_t{kPlacesOfWarp} * warps;
+    if (first >= places) return;
+    view = view_of<Traits>(params, number_of(first), of_dq, of_keys, of_place);
   }
 }
 
@@ -350,11 +414,11 @@ __device__ __forceinline__ void repair(const BehindParams<Traits>& params, int w
 template <class Traits>
 __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
     attention_backward_behind(const __grid_constant__ BehindParams<Traits> params) {
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
   const int sinks_blocks = params.dsinks != nullptr ? params.heads_q : 0;
   const int block = static_cast<int>(blockIdx.x) - sinks_blocks;
   if (block < 0) {
+    ptx::wait_for_dependencies();
+    ptx::launch_dependents();
     attention_backward::sum_sink_gradient<Traits>(params, static_cast<int>(blockIdx.x));
   } else {
     repair<Traits>(params, block * attention_backward::kSinksWarps + reread::warp_index(),
