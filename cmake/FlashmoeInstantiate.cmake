@@ -14,8 +14,8 @@ set(FLASHMOE_ATTENTION_SM89_FEW_ROWS_KERNELS
   "192,128,8,_r8" "192,128,16,_r16" "256,256,8,_r8")
 # And the fifth whether keys and values are of fp8.
 set(FLASHMOE_ATTENTION_SM89_DECODE_KERNELS
-  "64,64,16,_r16" "128,128,8,_r8" "128,128,16,_r16" "192,128,16,_r16" "256,256,8,_r8"
-  "64,64,16,_r16_fp8,true" "128,128,8,_r8_fp8,true" "128,128,16,_r16_fp8,true"
+  "64,64,8,_r8" "64,64,16,_r16" "128,128,8,_r8" "128,128,16,_r16" "192,128,16,_r16" "256,256,8,_r8"
+  "64,64,8,_r8_fp8,true" "64,64,16,_r16_fp8,true" "128,128,8,_r8_fp8,true" "128,128,16,_r16_fp8,true"
   "192,128,16,_r16_fp8,true" "256,256,8,_r8_fp8,true")
 # Those of split KV are called so.
 set(FLASHMOE_ATTENTION_SM90_KERNELS

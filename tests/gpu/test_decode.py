@@ -71,6 +71,24 @@ def test_a_million_keys_beside_255_short_sequences(split_size: int | None) -> No
         ragged.check(batch, call, DEVICE, kernel=FAMILY, split_size=split_size)
 
 
+@pytest.mark.parametrize("compiled", _kernels(), ids=lambda k: k.table_name.split("decode_")[1])
+@pytest.mark.parametrize("count", [1, 6, 40, 500])
+def test_cuts_beside_tiles_and_within(count: int, compiled: kernels.Kernel) -> None:
+    """Tiles of a step or two: most cuts of equal shares are in front of a tile's keys, some blocks
+    have none, and others many tiles, whose first steps are taken by other warps each time."""
+    lengths = [1 + 7 * b % 97 for b in range(count)]
+    heads = (int(compiled.tuning), 1) if count > 1 else (3 * int(compiled.tuning), 3)
+    batch = ragged.make([1] * count, lengths, dtype=compiled.dtype, dim=compiled.dim,
+                        dim_v=compiled.dim_v, heads=heads, seed=count)  # fmt: skip
+    first = ragged.check(batch, ragged.paginate(batch, 16), DEVICE, kernel=compiled.table_name,
+                         causal="bottom_right")  # fmt: skip
+    for size in (1, 64):
+        got = ragged.check(batch, ragged.paginate(batch, size), DEVICE, kernel=compiled.table_name,
+                           causal="bottom_right")  # fmt: skip
+        for b in range(0, count, 7):
+            assert torch.equal(_bits(got, b)[0], _bits(first, b)[0])
+
+
 def _bits(result: ragged.Result, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     return memory.bits(result.out[b]), memory.bits(result.lse[b])
 

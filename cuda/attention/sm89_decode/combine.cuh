@@ -1,9 +1,9 @@
 // The second kernel: rows of tiles whose keys several blocks have.
 //
-// A block takes one row of the tile that a block of the first kernel has shared, if any. Each of
-// its units of four columns has some threads; each of these adds up every so many-th part, and then
-// their sums are added up. The parts of chunks are added up by one thread in their order, as the
-// first kernel does.
+// A block takes some rows of the tile that a block of the first kernel has shared, if any: of each
+// unit of four columns of each row some threads; each of these adds up every so many-th part, and
+// then their sums are added up. The parts of chunks are added up by one thread in their order, as
+// the first kernel does.
 #pragma once
 
 #include "cuda/attention/sm89_decode/results.cuh"
@@ -38,47 +38,62 @@ __device__ __forceinline__ void for_parts(const Params& params, const CutTile& c
   }
 }
 
-// Grid: blocks of the first kernel, rows of a part.
+static_assert(kCombineThreads == kThreadsPerWarp << kMostCombineRowsLog2);
+
+// Grid: blocks of the first kernel, and the rows of a tile, some for each block.
 template <class Element>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     attention_combine_kernel(const __grid_constant__ Params params) {
   __shared__ float4 outs[kCombineThreads];
   __shared__ float2 statistics[kCombineThreads];
+  __shared__ int again[1 << kMostCombineRowsLog2];
   const int thread = thread_index();
-  const int row = static_cast<int>(blockIdx.y);
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
   const CutTile& cut = params.cut_tiles[blockIdx.x];
-  if (cut.parts == 0 || row >= cut.tile.rows) return;
+  const int first_row = static_cast<int>(blockIdx.y) << params.combine_rows_log2;
+  if (cut.parts == 0 || first_row >= cut.tile.rows) return;
   const int unit = thread & ((1 << params.part_units_log2) - 1);
-  const int worker = thread >> params.part_units_log2;
+  const int index = thread >> params.part_units_log2;
+  const int row_of_block = index & ((1 << params.combine_rows_log2) - 1);
+  const int row = first_row + row_of_block;
+  const int worker = index >> params.combine_rows_log2;
+  const int units_log2 = params.part_units_log2 + params.combine_rows_log2;  // of all rows
   const bool chunks = params.split_keys > 0;
-  const int workers = chunks ? 1 : kCombineThreads >> params.part_units_log2;
+  const int workers = chunks ? 1 : kCombineThreads >> units_log2;
+  const bool there = row < cut.tile.rows;
+  if (thread < 1 << kMostCombineRowsLog2) again[thread] = 0;
   Sum total = Sum::none();
-  if (worker < workers) {
+  if (worker < workers && there) {
     for_parts(params, cut, row, unit, worker, workers,
               [&](const Sum& part) { total = add_sums(total, part); });
   }
-  if (workers > 1) {
-    outs[thread] = total.out;
-    statistics[thread] = make_float2(total.row_max, total.sum);
-    __syncthreads();
-    if (worker == 0) {
+  outs[thread] = total.out;
+  statistics[thread] = make_float2(total.row_max, total.sum);
+  __syncthreads();
+  bool suspect = false;
+  if (worker == 0 && there) {
+    if (workers > 1) {
       total = add_parts(
-          workers, [&](int i) { return statistics[thread + (i << params.part_units_log2)]; },
-          [&](int i) { return outs[thread + (i << params.part_units_log2)]; });
+          workers, [&](int i) { return statistics[thread + (i << units_log2)]; },
+          [&](int i) { return outs[thread + (i << units_log2)]; });
     }
+    suspect = write_unit<Element>(total, params, cut.tile, row, unit);
+    if (suspect) again[row_of_block] = 1;
   }
-  const bool suspect = worker == 0 && write_unit<Element>(total, params, cut.tile, row, unit);
-  if (!__syncthreads_or(suspect) || thread >= kThreadsPerWarp) return;
+  if (!__syncthreads_or(suspect)) return;
+  const int again_row = reread::warp_index();
+  if (again[again_row] == 0) return;
   const SequenceParams& sequences = params.sequences;
   const SequenceRows rows = sequences.keys_of(cut.tile.sequence);
   const KeysOfRow<Element> keys = {
       params, sequences.paged != 0 ? sequences.keys.pages_of(cut.tile.sequence) : nullptr,
       rows.batch, rows.begin, cut.tile.head_kv};
-  compute_row_again<Element, static_cast<int>(kMaxHeadDim)>(params, cut.tile, keys, row);
+  compute_row_again<Element, static_cast<int>(kMaxHeadDim)>(
+      params, cut.tile, keys,
+      (static_cast<int>(blockIdx.y) << params.combine_rows_log2) + again_row);
 }
 
 }  // namespace flashmoe::sm89_decode

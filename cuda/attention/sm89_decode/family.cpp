@@ -111,6 +111,27 @@ int64_t most_blocks(const AttentionProblem& p, const Entry& entry, const DeviceF
   return std::max<int64_t>(times(times(times(p.batch, p.heads_kv), tiles), units), 1);
 }
 
+// Rows of a tile that have parts to add up.
+int64_t rows_of_tile(const AttentionProblem& p, const Entry& entry) {
+  return std::clamp<int64_t>(p.seq_q * group_of(p), 1, entry.tile_q);
+}
+
+// Rows that a block of the second kernel adds up: as few as leave blocks that all run at a time,
+// unless tiles are so few that each has many parts, which then need many threads.
+int combine_rows_log2(const AttentionProblem& p, const Entry& entry, int64_t blocks,
+                      const DeviceFacts& facts) {
+  constexpr int64_t kManyParts = 32;
+  if (p.batch * p.heads_kv * kManyParts <= blocks) return 0;
+  const int64_t rows = rows_of_tile(p, entry);
+  const int64_t most = std::max<int64_t>(kCombineBlocks * facts.multiprocessors / blocks, 1);
+  int log2 = 0;
+  while (((rows - 1) >> log2) + 1 > most && log2 < kMostCombineRowsLog2 &&
+         2 << (log2 + entry.units_log2) <= kCombineThreads) {
+    ++log2;
+  }
+  return log2;
+}
+
 int64_t part_units(const Entry& entry) { return int64_t{entry.tile_q} << entry.units_log2; }
 
 flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
@@ -155,9 +176,9 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const int64_t blocks = most_blocks(problem, *entry, *facts);
   plan_launch(*entry, device_id, "", blocks, plan);
   flashmoe_launch& second = plan_launch(combine, device_id, "", blocks, kCombineThreads, 0, plan);
-  second.grid[1] =
-      static_cast<uint32_t>(std::clamp<int64_t>(problem.seq_q * group, 1, entry->tile_q));
-  second.tile_m = 1;
+  const int rows_log2 = combine_rows_log2(problem, *entry, blocks, *facts);
+  second.grid[1] = static_cast<uint32_t>(((rows_of_tile(problem, *entry) - 1) >> rows_log2) + 1);
+  second.tile_m = 1 << rows_log2;
   const int64_t places = places_of(blocks, split_keys(problem) > 0);
   plan->info.workspace_bytes =
       static_cast<uint64_t>(places * (part_units(*entry) * 16 + entry->tile_q * 8) +
@@ -180,6 +201,7 @@ Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace)
   params.heads_kv = static_cast<int32_t>(p.heads_kv);
   params.split_keys = static_cast<int32_t>(std::min<int64_t>(split_keys(p), kMostTableRows));
   params.blocks = static_cast<int32_t>(plan.info.launches[0].grid[0]);
+  while (1 << params.combine_rows_log2 < plan.info.launches[1].tile_m) ++params.combine_rows_log2;
   params.part_rows = entry.tile_q;
   params.part_units_log2 = entry.units_log2;
   const int64_t places = places_of(params.blocks, params.split_keys > 0);

@@ -39,7 +39,23 @@ struct Ahead {
 // This warp's first step of a segment.
 template <class Traits>
 __device__ __forceinline__ int first_step(const Segment& segment) {
-  return segment.key + warp_index() * Traits::kStepKeys;
+  return segment.key + (warp_index() - segment.first_warp + kWarps) % kWarps * Traits::kStepKeys;
+}
+
+// Loads this warp's first step of a segment, if it has one.
+template <class Traits>
+__device__ __forceinline__ void load_first(const Params& params, const Segment& segment,
+                                           Ahead<Traits>& ahead) {
+  const int key = first_step<Traits>(segment);
+  ahead.loaded = segment.exists != 0 && key < segment.end;
+  ahead.asked = false;
+  if (!ahead.loaded) return;
+  const int page = ask_page<Traits>(params, segment, key);
+  const Step step = find_rows<Traits>(params, segment, key, page);
+  load_k<Traits>(ahead.k, params, step);
+  load_v<Traits>(ahead.v, params, step);
+  ahead.valid = step.valid;
+  ahead.factors = step.factors;
 }
 
 // Asks for the page of the step behind `next`, which is of the same segment or of the next one.
@@ -62,9 +78,11 @@ template <class Traits>
 __device__ __forceinline__ void compute_segment(const Params& params, const Segment& segment,
                                                 const Segment& next_segment,
                                                 const sm89_few_rows::Shared<Traits>& shared,
+                                                const Queries<Traits>& queries,
                                                 const sm89_few_rows::QFragments<Traits>& q,
                                                 Ahead<Traits>& ahead) {
   namespace few = sm89_few_rows;
+  const few::Shared<Traits> shared_queries = {queries.base};
   few::RowStatistics<Traits> statistics;
   statistics.reset();
   ValueScales<Traits> value_scales;
@@ -78,15 +96,9 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
       for (int e = 0; e < 4; ++e) out[n][j][e] = 0.0f;
     }
   }
+  if (!ahead.loaded) load_first(params, segment, ahead);
   int key = first_step<Traits>(segment);
-  if (key < segment.end && !ahead.loaded) {
-    const int page = ask_page<Traits>(params, segment, key);
-    const Step step = find_rows<Traits>(params, segment, key, page);
-    load_k<Traits>(ahead.k, params, step);
-    load_v<Traits>(ahead.v, params, step);
-    ahead.valid = step.valid;
-    ahead.factors = step.factors;
-  }
+  if (key >= segment.end) load_first(params, next_segment, ahead);
   while (key < segment.end) {
     // The next step, of this segment or of the one behind it.
     int next = key + Traits::kRoundKeys;
@@ -110,12 +122,12 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
         load_k<Traits>(next_k, params, step);
         ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
       }
-      multiply_k<Traits>(scores, ahead.k, q, shared);
+      multiply_k<Traits>(scores, ahead.k, q, shared_queries);
       if constexpr (Traits::kValuesEarly) {
         if (loads) load_v<Traits>(next_v, params, step);
       }
     } else {
-      multiply_k<Traits>(scores, ahead.k, q, shared);
+      multiply_k<Traits>(scores, ahead.k, q, shared_queries);
       if (loads) {
         step = find_rows<Traits>(params, *of, next, page);
         load_k<Traits>(ahead.k, params, step);
@@ -156,22 +168,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   const sm89_few_rows::Shared<Traits> shared = {memory};
   const ChunkSum<Traits> chunks = {memory + Traits::kSumOffset};
   BlockState& state = *reinterpret_cast<BlockState*>(memory + Traits::kStateOffset);
+  const auto queries_of = [&](const Segment& segment) {
+    return Queries<Traits>{memory + Traits::kQueriesOffset +
+                           segment.query_buffer * Traits::kQueryTileBytes};
+  };
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
   if (!find_share<Traits>(params, state)) return;
-  if (warp_index() == 0) {
-    next_segment<Traits>(params, state, 0);
-    next_segment<Traits>(params, state, 1);
-  }
+  if (warp_index() == 0) next_segment<Traits>(params, state, 0);
   __syncthreads();
-  share_q<Traits>(params, state.segments[0].tile, shared);
-  if constexpr (!Traits::kQueriesInRegisters) __syncthreads();
-
+  if (state.segments[0].exists == 0) return;
+  send_for_q(params, state.segments[0].tile, queries_of(state.segments[0]));
   Ahead<Traits> ahead;
-  ahead.loaded = false;
-  ahead.asked = false;
+  // By the warp whose first step, if it has one, is waited for last.
+  if (warp_index() == kWarps - 1) next_segment<Traits>(params, state, 1);
+  load_first(params, state.segments[0], ahead);
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+
   sm89_few_rows::QFragments<Traits> q;
   int slot = 0;
   while (true) {
@@ -179,12 +195,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int next = (slot + 1) % kSegments;
     const Segment& next_one = state.segments[next];
     const bool more = next_one.exists != 0;
-    // While its keys are on their way.
-    if (warp_index() == 0 && more) next_segment<Traits>(params, state, (slot + 2) % kSegments);
-    if (segment.new_tile != 0) load_q<Traits>(q, params, segment.tile);
-    compute_segment<Traits>(params, segment, next_one, shared, q, ahead);
+    // While keys are on their way, by the warp that has the fewest.
+    if (more && warp_index() == next_one.first_warp) {
+      next_segment<Traits>(params, state, (slot + 2) % kSegments);
+    }
+    if (more && next_one.new_tile != 0) send_for_q(params, next_one.tile, queries_of(next_one));
+    if (segment.new_tile != 0) load_q(q, queries_of(segment));
+    compute_segment(params, segment, next_one, shared, queries_of(segment), q, ahead);
+    ptx::cp_async_wait<0>();
     __syncthreads();
-    if (more && next_one.new_tile != 0) share_q<Traits>(params, next_one.tile, shared);
     const bool suspect = finish_segment<Traits>(params, segment, shared, chunks);
     if (__syncthreads_or(suspect)) compute_rows_again<Traits>(params, segment);
     if (!more) return;

@@ -8,6 +8,7 @@
 
 #include "cuda/attention/sm89_decode/cache.cuh"
 #include "cuda/attention/sm89_decode/share.cuh"
+#include "cuda/ptx/cp_async.cuh"
 
 namespace flashmoe::sm89_decode {
 
@@ -139,42 +140,46 @@ struct RowOf {
   }
 };
 
-// This lane's chunks of row 8n + g, zeros where there is no such row.
+// Queries of a tile in shared memory, as lanes hold them: [row blocks][chunks][lanes].
 template <class Traits>
-__device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChunks][4],
-                                             const Params& params, const TileRows& tile, int n) {
-  const int lane = lane_index();
-  const int row = 8 * n + lane / 4;
-  const uint16_t* const q = params.tensors.q +
-                            RowOf(params, tile, row).offset(tile, params.tensors.q_strides) +
-                            8 * (lane % 4);
-#pragma unroll
-  for (int c = 0; c < Traits::kKChunks; ++c) {
-    ptx::load_or_zero(fragments[c], q + 32 * c,
-                      row < tile.rows && 32 * c + 8 * (lane % 4) < params.tensors.dim);
+struct Queries {
+  unsigned char* base;
+
+  __device__ __forceinline__ uint4* chunk(int n, int c) const {
+    return reinterpret_cast<uint4*>(base) + (n * Traits::kKChunks + c) * kThreadsPerWarp +
+           lane_index();
   }
+};
+
+// Sends for a tile's queries, zeros where there are no such rows: of row 8n + g chunk c.
+template <class Traits>
+__device__ __forceinline__ void send_for_q(const Params& params, const TileRows& tile,
+                                           const Queries<Traits>& queries) {
+  const int lane = lane_index();
+  for (int i = warp_index(); i < Traits::kRowBlocks * Traits::kKChunks; i += kWarps) {
+    const int n = i / Traits::kKChunks;
+    const int c = i % Traits::kKChunks;
+    const int row = 8 * n + lane / 4;
+    const int column = 32 * c + 8 * (lane % 4);
+    const uint16_t* const q =
+        params.tensors.q + column + RowOf(params, tile, row).offset(tile, params.tensors.q_strides);
+    ptx::cp_async_16_or_zero(static_cast<uint32_t>(__cvta_generic_to_shared(queries.chunk(n, c))),
+                             q, row < tile.rows && column < params.tensors.dim);
+  }
+  ptx::cp_async_commit();
 }
 
-// Q in registers, or a part by each warp in shared memory.
+// Those that a lane keeps in registers.
 template <class Traits>
-__device__ __forceinline__ void load_q(sm89_few_rows::QFragments<Traits>& q, const Params& params,
-                                       const TileRows& tile) {
+__device__ __forceinline__ void load_q(sm89_few_rows::QFragments<Traits>& q,
+                                       const Queries<Traits>& queries) {
   if constexpr (Traits::kQueriesInRegisters) {
 #pragma unroll
-    for (int n = 0; n < Traits::kRowBlocks; ++n) load_q_block<Traits>(q[n], params, tile, n);
-  }
-}
-template <class Traits>
-__device__ __forceinline__ void share_q(const Params& params, const TileRows& tile,
-                                        const sm89_few_rows::Shared<Traits>& shared) {
-  if constexpr (!Traits::kQueriesInRegisters) {
-    for (int n = warp_index(); n < Traits::kRowBlocks; n += kWarps) {
-      uint32_t q[Traits::kKChunks][4];
-      load_q_block<Traits>(q, params, tile, n);
+    for (int n = 0; n < Traits::kRowBlocks; ++n) {
 #pragma unroll
       for (int c = 0; c < Traits::kKChunks; ++c) {
-        shared.queries()[(n * Traits::kKChunks + c) * kThreadsPerWarp + lane_index()] =
-            make_uint4(q[c][0], q[c][1], q[c][2], q[c][3]);
+        const uint4 chunk = *queries.chunk(n, c);
+        q[n][c][0] = chunk.x, q[n][c][1] = chunk.y, q[n][c][2] = chunk.z, q[n][c][3] = chunk.w;
       }
     }
   }

@@ -15,6 +15,9 @@ namespace flashmoe::sm89_decode {
 inline constexpr int kWarps = 8;  // of a block
 inline constexpr int kThreads = 32 * kWarps;
 
+// Rows of a block of the second kernel, at most: a warp for each.
+inline constexpr int kMostCombineRowsLog2 = 3;
+
 // So many chunks a sequence has at most where it is cut by a number of keys: beyond, chunks are a
 // multiple of that number. It bounds the workspace, and depends on nothing but the sequence.
 inline constexpr int kMostChunks = 32;
@@ -73,9 +76,10 @@ struct Params {
   float4* parts;
   float2* statistics;
   CutTile* cut_tiles;
-  int32_t blocks;           // of the first kernel
-  int32_t part_rows;        // rows of a part
-  int32_t part_units_log2;  // units of four columns of a row of a part
+  int32_t blocks;             // of the first kernel
+  int32_t combine_rows_log2;  // rows of a block of the second kernel
+  int32_t part_rows;          // rows of a part
+  int32_t part_units_log2;    // units of four columns of a row of a part
 };
 
 // Places of parts that so many blocks leave. A tile that begins in a block and goes on has its

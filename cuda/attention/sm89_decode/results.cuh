@@ -105,6 +105,19 @@ struct ChunkSum {
   }
 };
 
+// What the warps have of a unit, in the order of their first steps.
+template <class Traits>
+__device__ __forceinline__ Sum add_warps(const sm89_few_rows::Shared<Traits>& shared,
+                                         const Segment& segment, int row, int unit) {
+  const float2* const statistics = shared.warp_statistics() + row;
+  const float4* const parts =
+      shared.warp_parts() + row * Traits::kUnitsPerRow + sm89_few_rows::swizzle(row, unit);
+  const int first = segment.first_warp;
+  return add_parts(
+      kWarps, [&](int i) { return statistics[(first + i) % kWarps * Traits::kRows]; },
+      [&](int i) { return parts[(first + i) % kWarps * Traits::kUnits]; });
+}
+
 // Adds up what the warps have of a segment, and brings it to where it belongs. All warps have
 // stored their parts. Returns whether some unit that was written is suspect.
 template <class Traits>
@@ -116,7 +129,7 @@ __device__ __forceinline__ bool finish_segment(const Params& params, const Segme
   for (int i = thread_index(); i < tile.rows * Traits::kUnitsPerRow; i += kThreads) {
     const int row = i / Traits::kUnitsPerRow;
     const int unit = i % Traits::kUnitsPerRow;
-    Sum total = sm89_few_rows::add_warps(shared, row, unit);
+    Sum total = add_warps(shared, segment, row, unit);
     if (segment.whole == 0) {
       const int64_t place = segment.place;
       params.parts[place * Traits::kUnits + i] = total.out;

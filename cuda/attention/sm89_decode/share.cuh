@@ -18,9 +18,24 @@ using reread::lane_index;
 using reread::thread_index;
 using reread::warp_index;
 
+// Brings what the tables say of a sequence to the L1, all of it at a time: read as it is needed,
+// one number would wait for another.
+__device__ __forceinline__ void touch_tables(const SequenceParams& sequences, int index) {
+  const auto touch = [&](const TableNumbers& table, int i) {
+    return table.given() ? table.at(i) : 0;
+  };
+  const int together =
+      touch(sequences.cu_seqlens_q, index) ^ touch(sequences.cu_seqlens_q, index + 1) ^
+      touch(sequences.seqused_q, index) ^ touch(sequences.cu_seqlens_k, index) ^
+      touch(sequences.cu_seqlens_k, index + 1) ^ touch(sequences.seqused_k, index) ^
+      touch(sequences.k_begin, index) ^ touch(sequences.batch_index, index);
+  asm volatile("" ::"r"(together));
+}
+
 template <class Traits>
 __device__ __forceinline__ Described describe(const Params& params, int index) {
   const SequenceParams& sequences = params.sequences;
+  touch_tables(sequences, index);
   const SequenceRows queries = sequences.queries_of(index);
   const SequenceRows keys = sequences.keys_of(index);
   const int group = params.group.number();
@@ -38,19 +53,30 @@ __device__ __forceinline__ Described describe(const Params& params, int index) {
   known.first = sequence.first_key(params.score, 0);
   known.end = sequence.end_key(params.score, queries.length - 1);
   if (known.first >= known.end) known.first = known.end = 0;
-  known.unit_keys = Traits::kStepKeys;
+  const auto count_from_first = [&](int unit_keys) {
+    known.unit_keys = unit_keys;
+    known.origin = known.first / unit_keys * unit_keys;
+    known.units = max(1, (known.end - known.origin + unit_keys - 1) / unit_keys);
+  };
   if (params.split_keys > 0) {
     const int chunks = (keys.length - 1) / params.split_keys / kMostChunks + 1;
-    known.unit_keys = chunks * params.split_keys;
+    count_from_first(chunks * params.split_keys);
+  } else {
+    count_from_first(Traits::kStepKeys);
   }
-  known.origin = 0;
-  if (known.first > 0) known.origin = known.first / known.unit_keys * known.unit_keys;
-  known.units = max(1, (known.end - known.origin + known.unit_keys - 1) / known.unit_keys);
   return known;
 }
 
+// Units by which a tile counts for more than its keys. A cut among them is one in front of its
+// keys.
+template <class Traits>
+__device__ __forceinline__ int lead_of(const Params& params) {
+  return params.split_keys > 0 ? 0 : Traits::kLeadSteps;
+}
+
+template <class Traits>
 __device__ __forceinline__ int64_t units_of(const Params& params, const Described& known) {
-  return int64_t{known.units} * known.row_tiles * params.heads_kv;
+  return int64_t{lead_of<Traits>(params) + known.units} * known.row_tiles * params.heads_kv;
 }
 
 // Sets the cursor to the block's share. False, for all threads, if it has none. Ends with a
@@ -66,7 +92,7 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
   Described known;  // the last one
   for (int s = first; s < end; ++s) {
     known = describe<Traits>(params, s);
-    mine += units_of(params, known);
+    mine += units_of<Traits>(params, known);
   }
   int64_t upto = mine;  // this thread, in its warp
 #pragma unroll
@@ -78,6 +104,8 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
   if (thread == 0) {
     state.cursor.left = 0;
     state.cursor.window = -1;
+    state.cursor.steps = 0;
+    state.cursor.tiles = 0;
     params.cut_tiles[blockIdx.x].parts = 0;
   }
   __syncthreads();
@@ -97,7 +125,7 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
       int64_t behind = begin - before;  // of the sequence's first unit
       int s = first;
       for (; s + 1 < end; ++s) {
-        const int64_t units = units_of(params, describe<Traits>(params, s));
+        const int64_t units = units_of<Traits>(params, describe<Traits>(params, s));
         if (behind < units) break;
         behind -= units;
       }
@@ -141,7 +169,104 @@ __device__ __forceinline__ void describe_window(const Params& params, BlockState
   __syncwarp();
 }
 
-// Leaves the next segment of the share in a slot; warp 0.
+// Takes a segment from the front of what is left of the share, whose sequence is described.
+template <class Traits>
+__device__ __forceinline__ void take_segment(const Params& params, BlockState& state,
+                                             Segment& segment) {
+  Cursor& cursor = state.cursor;
+  const int lead = lead_of<Traits>(params);
+  const Described& known = state.window[cursor.sequence - cursor.window];
+  const int block = static_cast<int>(blockIdx.x);
+  const bool first_of_share = cursor.owner < 0;
+  if (first_of_share) {
+    const int64_t behind = (int64_t{cursor.tile} << 31) + cursor.unit;
+    const int units = lead + known.units;
+    cursor.tile = static_cast<int>(behind / units);
+    cursor.unit = static_cast<int>(behind - int64_t{cursor.tile} * units) - lead;
+  }
+  if (cursor.unit < 0) {
+    const int passed = static_cast<int>(min(int64_t{-cursor.unit}, cursor.left));
+    cursor.unit += passed;
+    cursor.left -= passed;
+  }
+  segment.exists = cursor.left > 0 ? 1 : 0;
+  if (segment.exists == 0) return;
+  const bool starts = cursor.unit == 0;
+  const bool chunks = params.split_keys > 0;
+  if (starts) {
+    cursor.owner = block;
+  } else if (first_of_share) {
+    // An earlier one; which, matters for the places of chunks alone.
+    cursor.owner = chunks ? owner_of(cursor, cursor.end - cursor.left - cursor.unit) : INT_MAX;
+  }
+  const int of_tile = known.units - cursor.unit;  // units that are left of it
+  const int of_block = static_cast<int>(min(int64_t{of_tile}, cursor.left));
+  const int taken = chunks ? 1 : of_block;
+  const bool goes_on = of_block < of_tile;
+
+  const int head_kv = known.row_tiles > 1 ? cursor.tile / known.row_tiles : cursor.tile;
+  const int group = params.group.number();
+  TileRows& tile = segment.tile;
+  tile.sequence = cursor.sequence;
+  tile.batch = known.batch_q;
+  tile.begin_q = known.begin_q;
+  tile.length_q = known.length_q;
+  tile.length_k = known.length_k;
+  tile.diagonal = known.diagonal;
+  tile.head_kv = head_kv;
+  tile.first_row = (cursor.tile - head_kv * known.row_tiles) * Traits::kRows;
+  tile.rows = min(Traits::kRows, known.length_q * group - tile.first_row);
+  const Sequence sequence = {0, 0, known.length_q, known.length_k, known.diagonal};
+  const int first_query = params.group.quotient(tile.first_row);
+  const int last_query = params.group.quotient(tile.first_row + tile.rows - 1);
+  segment.first = sequence.first_key(params.score, first_query);
+  segment.all_first = sequence.first_key(params.score, last_query);
+  segment.all_end = sequence.end_key(params.score, first_query);
+  const int end = sequence.end_key(params.score, last_query);
+  tile.masked = segment.first < segment.all_first || segment.all_end < end ? 1 : 0;
+
+  segment.key = known.origin + cursor.unit * known.unit_keys;
+  segment.end = min(end, segment.key + taken * known.unit_keys);
+  // Rounds of which no row sees a key; warps keep their places.
+  const int ahead = segment.first - segment.key;
+  if (ahead > 0) segment.key += ahead / Traits::kRoundKeys * Traits::kRoundKeys;
+
+  segment.pages =
+      params.sequences.paged != 0 ? params.sequences.keys.pages_of(cursor.sequence) : nullptr;
+  segment.batch_k = known.batch_k;
+  segment.begin_k = known.begin_k;
+  segment.new_tile = first_of_share || starts ? 1 : 0;
+  segment.last = cursor.unit + taken == known.units ? 1 : 0;
+  segment.only = known.units == taken ? 1 : 0;
+  // Chunks before this one were this block's, and those that follow will be.
+  segment.whole = cursor.owner == block && !goes_on ? 1 : 0;
+  const int places = static_cast<int>(gridDim.x);
+  if (chunks) {
+    segment.place = cursor.owner * kMostChunks + cursor.unit;
+  } else {
+    segment.place = starts ? block : places + block;
+  }
+  if (starts && goes_on) {  // the last tile of the share
+    const int64_t begin = cursor.end - cursor.left;
+    CutTile& cut = params.cut_tiles[block];
+    cut.tile = tile;
+    cut.parts = chunks ? known.units : owner_of(cursor, begin + known.units - 1) - block + 1;
+    cut.first = chunks ? block * kMostChunks : block;
+    cut.second = chunks ? block * kMostChunks : places + block;
+  }
+  cursor.left -= taken;
+  cursor.unit += taken;
+  if (cursor.unit == known.units) {
+    cursor.unit = -lead;
+    ++cursor.tile;
+  }
+  segment.first_warp = cursor.steps % kWarps;
+  cursor.steps += max(0, segment.end - segment.key + Traits::kStepKeys - 1) / Traits::kStepKeys;
+  cursor.tiles += segment.new_tile;
+  segment.query_buffer = cursor.tiles % 2;
+}
+
+// Leaves the next segment of the share in a slot; one warp.
 template <class Traits>
 __device__ __forceinline__ void next_segment(const Params& params, BlockState& state, int slot) {
   Segment& segment = state.segments[slot];
@@ -151,6 +276,7 @@ __device__ __forceinline__ void next_segment(const Params& params, BlockState& s
     __syncwarp();
     return;
   }
+  const int lead = lead_of<Traits>(params);
   while (true) {
     if (cursor.window < 0 || cursor.sequence >= cursor.window + kWindow) {
       describe_window<Traits>(params, state);
@@ -163,90 +289,11 @@ __device__ __forceinline__ void next_segment(const Params& params, BlockState& s
     if (lane_index() == 0) {
       ++cursor.sequence;
       cursor.tile = 0;
-      cursor.unit = 0;
+      cursor.unit = -lead;
     }
     __syncwarp();
   }
-  if (lane_index() == 0) {
-    const Described& known = state.window[cursor.sequence - cursor.window];
-    const int block = static_cast<int>(blockIdx.x);
-    const bool first_of_share = cursor.owner < 0;
-    if (first_of_share) {
-      const int64_t behind = (int64_t{cursor.tile} << 31) + cursor.unit;
-      cursor.tile = static_cast<int>(behind / known.units);
-      cursor.unit = static_cast<int>(behind - int64_t{cursor.tile} * known.units);
-    }
-    const bool starts = cursor.unit == 0;
-    const bool chunks = params.split_keys > 0;
-    if (starts) {
-      cursor.owner = block;
-    } else if (first_of_share) {
-      // An earlier one; which, matters for the places of chunks alone.
-      cursor.owner = chunks ? owner_of(cursor, cursor.end - cursor.left - cursor.unit) : INT_MAX;
-    }
-    const int of_tile = known.units - cursor.unit;  // units that are left of it
-    const int of_block = static_cast<int>(min(int64_t{of_tile}, cursor.left));
-    const int taken = chunks ? 1 : of_block;
-    const bool goes_on = of_block < of_tile;
-
-    const int head_kv = known.row_tiles > 1 ? cursor.tile / known.row_tiles : cursor.tile;
-    const int group = params.group.number();
-    TileRows& tile = segment.tile;
-    tile.sequence = cursor.sequence;
-    tile.batch = known.batch_q;
-    tile.begin_q = known.begin_q;
-    tile.length_q = known.length_q;
-    tile.length_k = known.length_k;
-    tile.diagonal = known.diagonal;
-    tile.head_kv = head_kv;
-    tile.first_row = (cursor.tile - head_kv * known.row_tiles) * Traits::kRows;
-    tile.rows = min(Traits::kRows, known.length_q * group - tile.first_row);
-    const Sequence sequence = {0, 0, known.length_q, known.length_k, known.diagonal};
-    const int first_query = params.group.quotient(tile.first_row);
-    const int last_query = params.group.quotient(tile.first_row + tile.rows - 1);
-    segment.first = sequence.first_key(params.score, first_query);
-    segment.all_first = sequence.first_key(params.score, last_query);
-    segment.all_end = sequence.end_key(params.score, first_query);
-    const int end = sequence.end_key(params.score, last_query);
-    tile.masked = segment.first < segment.all_first || segment.all_end < end ? 1 : 0;
-
-    segment.key = known.origin + cursor.unit * known.unit_keys;
-    segment.end = min(end, segment.key + taken * known.unit_keys);
-    // Rounds of which no row sees a key; warps keep their places.
-    const int ahead = segment.first - segment.key;
-    if (ahead > 0) segment.key += ahead / Traits::kRoundKeys * Traits::kRoundKeys;
-
-    segment.pages =
-        params.sequences.paged != 0 ? params.sequences.keys.pages_of(cursor.sequence) : nullptr;
-    segment.batch_k = known.batch_k;
-    segment.begin_k = known.begin_k;
-    segment.exists = 1;
-    segment.new_tile = first_of_share || starts ? 1 : 0;
-    segment.last = cursor.unit + taken == known.units ? 1 : 0;
-    segment.only = known.units == taken ? 1 : 0;
-    // Chunks before this one were this block's, and those that follow will be.
-    segment.whole = cursor.owner == block && !goes_on ? 1 : 0;
-    const int places = static_cast<int>(gridDim.x);
-    if (chunks) {
-      segment.place = cursor.owner * kMostChunks + cursor.unit;
-    } else {
-      segment.place = starts ? block : places + block;
-    }
-    if (starts && goes_on) {  // the last tile of the share
-      const int64_t begin = cursor.end - cursor.left;
-      CutTile& cut = params.cut_tiles[block];
-      cut.tile = tile;
-      cut.parts = chunks ? known.units : owner_of(cursor, begin + known.units - 1) - block + 1;
-      cut.first = chunks ? block * kMostChunks : block;
-      cut.second = chunks ? block * kMostChunks : places + block;
-    }
-    cursor.left -= taken;
-    cursor.unit += taken;
-    if (cursor.unit == known.units) {
-      cursor.unit = 0;
-      ++cursor.tile;
-    }
-  }
+  if (lane_index() == 0) take_segment<Traits>(params, state, segment);
   __syncwarp();
 }
 

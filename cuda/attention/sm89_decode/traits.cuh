@@ -36,11 +36,13 @@ struct Segment {
   int32_t all_first;  // keys that all rows see
   int32_t all_end;
   int32_t exists;
-  int32_t new_tile;  // the segment before was another tile's
-  int32_t whole;     // the block has all keys of the tile
-  int32_t only;      // the tile is this segment
-  int32_t last;      // it is the tile's last one
-  int32_t place;     // of its part, where the tile is shared
+  int32_t new_tile;      // the segment before was another tile's
+  int32_t whole;         // the block has all keys of the tile
+  int32_t only;          // the tile is this segment
+  int32_t last;          // it is the tile's last one
+  int32_t place;         // of its part, where the tile is shared
+  int32_t first_warp;    // that takes its first step
+  int32_t query_buffer;  // of the tile
 };
 
 // Where a block is in its share.
@@ -50,11 +52,17 @@ struct Cursor {
   int64_t total;  // of all shares
   int32_t sequence;
   int32_t tile;    // of the sequence
-  int32_t unit;    // of the tile
+  int32_t unit;    // of the tile; below 0 in its lead
   int32_t blocks;  // that have a share
   int32_t window;  // the first sequence that is described; -1: none
   int32_t owner;   // the block in which the tile begins
+  int32_t steps;   // of the segments so far
+  int32_t tiles;   // so far
 };
+
+// What a block takes to end a tile and begin the next, in bytes of keys and values that it would
+// have read meanwhile.
+inline constexpr int kLeadBytes = 128 << 10;
 
 inline constexpr int kWindow = 32;  // sequences that are described at a time: one a lane
 // The last one, whose rows some warp may be computing again, this one, the next and the one behind
@@ -79,8 +87,13 @@ struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
   static constexpr bool kValuesEarly = kFp8 && kDim + kDimV <= 256;
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
-  // Behind what the few-row kernels have: the sum of a tile's chunks, and the block's state.
-  static constexpr int kSumOffset = Base::shared_bytes(kWarps, 1);
+  static constexpr int kStepBytes = Base::kStepKeys * (Base::kDim + Base::kDimV) * 2;
+  static constexpr int kLeadSteps = (kLeadBytes + kStepBytes - 1) / kStepBytes;
+  // Queries of a tile and of the next one, and behind what the few-row kernels have the sum of a
+  // tile's chunks and the block's state.
+  static constexpr int kQueryTileBytes = Base::kRowBlocks * Base::kKChunks * kThreadsPerWarp * 16;
+  static constexpr int kQueriesOffset = Base::shared_bytes(kWarps, 1);
+  static constexpr int kSumOffset = kQueriesOffset + 2 * kQueryTileBytes;
   static constexpr int kSumBytes = Base::kUnits * (16 + 8);
   static constexpr int kStateOffset = (kSumOffset + kSumBytes + 15) / 16 * 16;
   static constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));

@@ -516,12 +516,13 @@ void few_queries_share_their_keys() {
     seen_decode.push_back(*static_cast<const sm89_decode::Params*>(params));
   };
   PagedCall call("sm89_decode", 4, 5, 6, 2);
-  const auto run = [&](int64_t blocks, int64_t rows, int64_t places, int64_t rows_to_combine) {
+  const auto run = [&](int64_t blocks, int64_t rows, int64_t places, int64_t blocks_of_rows,
+                       int64_t rows_of_block) {
     const flashmoe_plan plan = plan_of(call);
     CHECK(std::strcmp(plan.family, "sm89_decode") == 0 && plan.launch_count == 2);
     CHECK(plan.microseconds > 0 && plan.launches[0].tile_m == rows);
     CHECK(plan.launches[0].grid[0] == blocks && plan.launches[1].grid[0] == blocks);
-    CHECK(plan.launches[1].grid[1] == rows_to_combine);
+    CHECK(plan.launches[1].grid[1] == blocks_of_rows && plan.launches[1].tile_m == rows_of_block);
     CHECK(plan.workspace_bytes ==
           places * (rows * 64 * 4 + rows * 8) + blocks * sizeof(sm89_decode::CutTile));
     seen_decode.clear();
@@ -532,6 +533,7 @@ void few_queries_share_their_keys() {
     const sm89_decode::Params& seen = seen_decode[0];
     CHECK(std::memcmp(&seen, &seen_decode[1], sizeof seen) == 0);
     CHECK(seen.blocks == blocks && seen.part_rows == rows && seen.part_units_log2 == 4);
+    CHECK(1 << seen.combine_rows_log2 == rows_of_block);
     CHECK(static_cast<void*>(seen.parts) == workspace);
     CHECK(reinterpret_cast<char*>(seen.statistics) ==
           reinterpret_cast<char*>(seen.parts) + places * rows * 64 * 4);
@@ -540,21 +542,22 @@ void few_queries_share_their_keys() {
     return seen;
   };
   // 3 heads of 5 queries at most are 15 rows; 4 sequences, 2 heads, 144 keys in steps of 32.
-  sm89_decode::Params seen = run(40, 16, 80, 15);
+  // At most two blocks of the second kernel run on a multiprocessor at a time: 6 for each of 40.
+  sm89_decode::Params seen = run(40, 16, 80, 4, 4);
   CHECK(seen.group.value == 3 && seen.heads_kv == 2 && seen.split_keys == 0);
   CHECK(seen.k_chunks.page == 16 * 2 * 8 && seen.k_chunks.row == 16 && seen.k_chunks.head == 8);
   CHECK(seen.sequences.most_q == 5 && seen.sequences.most_k == 144);
   // One query each is 3.
   call.sequences.max_seqlen_q = 1;
-  seen = run(40, 8, 80, 3);
+  seen = run(40, 8, 80, 3, 1);
   CHECK(seen.sequences.most_q == 1);
   // By chunks the kernel is that of one query, and the parts are of all chunks.
   call.sequences.max_seqlen_q = 5;
   call.sequences.split_size = 100;
-  seen = run(80, 8, 80 * 32, 8);
+  seen = run(80, 8, 80 * 32, 2, 4);
   CHECK(seen.split_keys == 100);
   call.sequences.split_size = INT64_MAX;
-  CHECK(run(80, 8, 80 * 32, 8).split_keys == 1 << 29);
+  CHECK(run(80, 8, 80 * 32, 2, 4).split_keys == 1 << 29);
   // Keys beyond what an offset of 32 bits reaches.
   flashmoe_plan plan = flashmoe_plan_init();
   call.strides[2][0] = int64_t{1} << 33;
