@@ -63,10 +63,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- offsets ----------------------------------------------------------------------------------
 
 
-def flattened(**given: Any) -> dict[str, Any]:
-    """Three documents in one row, as transformers' collator passes them to flash attentions."""
-    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, **given)
-    documents = [TOKENS[0, :4], TOKENS[0, 4:5], TOKENS[1, :6]]
+def flattened(lengths: tuple[int, ...] = (4, 1, 6)) -> dict[str, Any]:
+    """Documents in one row, as transformers' collator passes them to flash attentions."""
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    documents = TOKENS.flatten()[: sum(lengths)].split(lengths)
     return dict(collate([{"input_ids": x.tolist()} for x in documents]))
 
 
@@ -112,6 +112,27 @@ def test_rows_with_offsets_that_ours_refuses(
         torch.testing.assert_close(made[:, first:last], alone, atol=1e-5, rtol=1e-5)
     assert launches == []
     assert said(caplog) == [f"{STOCK_ATTENTION}tensors are of float64 on cpu"]
+
+
+def test_rows_with_offsets_are_one_graph_for_all_lengths() -> None:
+    """With a cache: without, transformers makes a mask of the positions, which a graph cannot look
+    into."""
+    ours, _, _ = models("llama", "cpu", torch.float32)
+    graphs: list[list[str]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=backend)
+    for lengths in ((4, 1, 6), (3, 9), (2, 2, 2, 2)):
+        batch = flattened(lengths)
+        del batch["labels"]
+        with torch.no_grad():
+            want = ours(**batch, use_cache=True).logits
+            torch.testing.assert_close(compiled(**batch, use_cache=True).logits, want)
+    assert [graph.count("flashmoe.ragged_attention.default") for graph in graphs] == [2]
 
 
 def test_a_mask_of_padding_comes_before_offsets(launches: list[str]) -> None:

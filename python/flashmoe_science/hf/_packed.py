@@ -47,10 +47,10 @@ class Packed(NamedTuple):
 def packed(
     module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, Packed | None]:
-    """What a call's options say of its sequences, and the keys and values, which an older
-    transformers leaves to the attention to write to the cache of continuous batching."""
+    """What a call's options say of the sequences of its one row, and the keys and values, which an
+    older transformers leaves to the attention to write to the cache of continuous batching."""
     starts_q, starts_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
-    if starts_q is None or starts_k is None:
+    if starts_q is None or starts_k is None or key.shape[0] != 1:
         return key, value, None
     most_q, most_k = (options.get(f"max_length_{x}", options.get(f"max_seqlen_{x}")) for x in "qk")
     cache, table = options.pop("cache", None), options.get("block_table")
@@ -105,7 +105,6 @@ def attend(
     ours: Any = operators if torch.compiler.is_compiling() else flashmoe_science
     # What is nobody's is zeros in a batch of continuous batching, which goes on with it.
     zeros = where.served and not recorded and not torch.compiler.is_compiling()
-    q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
     out: torch.Tensor = ours.flash_attention(
         q, k, v, **call, cu_seqlens_q=where.starts_q, cu_seqlens_k=where.starts_k,
         max_seqlen_q=where.most_q, max_seqlen_k=where.most_k,
