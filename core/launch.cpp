@@ -24,10 +24,10 @@ void record_launch(const LaunchRecord& record) {
   LaunchList* const list = PerThread<LaunchList>::existing();
   if (list == nullptr) return;
   if (list->begun) list->count = 0;
-  const bool known =
-      record.index < list->count && record.info.repeats > 1 && record.read != nullptr;
   list->begun = false;
-  if (known) return;
+  // Of what is repeated the first is there already.
+  const bool is_repeated = record.read != nullptr && record.info.repeats > 1;
+  if (is_repeated && record.index < list->count) return;
   if (list->count < FLASHMOE_MAX_LAUNCHES) list->records[list->count++] = record;
 }
 

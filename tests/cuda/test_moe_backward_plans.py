@@ -97,19 +97,57 @@ def test_stages_are_those_that_are_needed(device: capi.Device) -> None:
                                                              "combine"]  # fmt: skip
 
 
+def pieces(*bytes_each: int, pairs: int = T * K) -> int:
+    return sum(-(-pairs * n // 256) * 256 for n in bytes_each)
+
+
 def test_the_workspace() -> None:
-    """Of a pair, with numbers of x's dtype, I, 2I and H; what is computed again costs 2I more."""
-
-    def pieces(*columns: int) -> int:
-        return sum(-(-T * K * n // 256) * 256 for n in columns)
-
+    """Of a pair, with numbers of x's dtype, 2I and then the more of I and H; what is computed again
+    costs 2I beside the I."""
     every = ("dx", "dw_gate_up", "dw_down", "dweights")
     named = {"kernel": b"sm89"}
     saved = plan(layer(*every, saved=True, **named), _H200).workspace_bytes
-    assert saved == pieces(4, 4, 2 * INNER, 4 * INNER, 2 * H)
-    assert plan(layer(*every, **named), _H200).workspace_bytes == saved + pieces(4 * INNER)
+    assert saved == pieces(4, 4, 4 * INNER, 2 * H)
+    again = plan(layer(*every, **named), _H200).workspace_bytes
+    assert again == pieces(4, 4, 4 * INNER, 2 * INNER, 4 * INNER)
     weights = plan(layer("dw_down", saved=True, **named), _H200).workspace_bytes
     assert weights == pieces(4, 2 * INNER)
+
+
+def bounded(family: str, bound: int | None, **wanted: Any) -> Any:
+    return fm.moe_backward_plan_for(
+        tokens=4096, hidden=2048, inner=1024, experts=64, top_k=8, device="h200", kernel=family,
+        max_workspace_bytes=bound, **wanted,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["sm90", "sm89"])
+def test_bounded_workspaces(family: str) -> None:
+    """By chunks of I, then of H, as few as there may be; dz stays whole for dx."""
+    if family not in fm.build_info().kernel_families.split():
+        pytest.skip(f"built without the {family} kernels")
+    free = bounded(family, None)
+    assert {launch.repeats for launch in free.launches} == {1}
+    pairs, dz = 4096 * 8, 4 * 1024
+    with pytest.raises(fm.UnsupportedError, match="max_workspace_bytes: got 1, ") as refusal:
+        bounded(family, 1)
+    least = int(str(refusal.value).rpartition("and from ")[2].partition(" on")[0])
+    assert abs(least - pieces(4, 4, dz, 2 * 256, pairs=pairs)) < 4096
+    with pytest.raises(fm.UnsupportedError, match=f"and from {least} on"):
+        bounded(family, least - 1)
+    for bound, of_inner, of_hidden in (
+        (least, 4, 8), (least + pairs * 2 * 256, 2, 4), (free.workspace_bytes - 1, 1, 2),
+        (free.workspace_bytes, 1, 1),
+    ):  # fmt: skip
+        made = bounded(family, bound)
+        assert made.workspace_bytes <= bound
+        repeats = [launch.repeats for launch in made.launches]
+        first = next(i for i in range(len(repeats)) if "combine" in made.launches[-1 - i].kernel)
+        assert (repeats[0], repeats[-1 - first]) == (of_inner, of_hidden)
+    # Without dx it goes in chunks, too.
+    of_weights = (False, True, False, True, False, False, False, False)
+    thin = bounded(family, pieces(4, 6 * 256, pairs=pairs) + 4096, wanted=of_weights)
+    assert {launch.repeats for launch in thin.launches} == {4}
 
 
 def test_grouped_products() -> None:
