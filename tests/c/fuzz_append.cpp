@@ -625,7 +625,7 @@ const std::vector<Fault>& faults() {
                 }),
       in_tensor("bits",
                 [](Random* random, const Append::Tensor& t) {
-                  t.of()->dtype.bits = random->one_of<uint8_t>({0, 1, 8, 24, 128});
+                  t.of()->dtype.bits = random->one_of<uint8_t>({0, 1, 12, 24, 128});
                   return true;
                 }),
       in_tensor("lanes",
