@@ -219,7 +219,7 @@ def test_few_rows_keys_and_values_go_straight_to_registers(
         for name in ("LDSM", "UTMALDG", "UBLKCP"):
             assert sass.count(opcodes, name) == 0, f"{code}: {name}"
         # 16 bytes each; smaller ones are of masked_row_fallback, an element at a time.
-        loads = {name: n for name, n in opcodes.items() if name.startswith("LDG")}
+        loads = {name: n for name, n in opcodes.items() if name.startswith("LDG.")}
         streamed = sum(n for name, n in loads.items() if ".NA." in name)
         kernel = code.kernel
         keys = sum(n for name, n in loads.items() if name.endswith(".128"))
