@@ -88,9 +88,8 @@ __device__ __forceinline__ void prepare_rows(const CommonParams& params, const O
       };
       if (params.dlse != nullptr) delta -= of_row(params.dlse, params.dlse_strides);
       const float lse = of_row(params.lse, params.lse_strides);
-      // With a mask -inf is the lse of a row that sees no key.
-      params.row_lse[place] = !kIsBiased<Traits> ? lse * kLog2E : lse == -INFINITY ? INFINITY : lse;
-      params.row_delta[place] = kIsBiased<Traits> && lse == -INFINITY ? 0.0f : delta;
+      params.row_lse[place] = kIsBiased<Traits> ? lse : lse * kLog2E;
+      params.row_delta[place] = delta;
     } else {
       params.row_lse[place] = INFINITY;
       params.row_delta[place] = 0.0f;
