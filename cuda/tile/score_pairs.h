@@ -99,9 +99,10 @@ __device__ __forceinline__ void load_biases(const PairRow<Element>& row, int fir
     const auto* const bias = reinterpret_cast<const uint16_t*>(row.bias);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      biases[i] = exists(i) ? numeric::ElementTraits<Element>::to_float(
-                                  bias[key_of(i) * pairs.bias.key_stride])
-                            : ScorePairs::kHidden;
+      biases[i] =
+          exists(i)
+              ? numeric::ElementTraits<Element>::to_float(bias[key_of(i) * pairs.bias.key_stride])
+              : ScorePairs::kHidden;
     }
   }
   if (row.mask == nullptr) return;
