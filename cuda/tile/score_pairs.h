@@ -79,55 +79,37 @@ struct PairRow {
 };
 
 // The same of a lane's keys of a fragment of scores, i of which is first + 8 (i / 2) + i % 2; those
-// outside of `keys` are hidden, and not read. Loads do not wait for one another. Where all of the
-// keys exist and lie side by side, two are read at a time.
+// outside of `keys` are hidden, and not read. Loads do not wait for one another.
 template <class Element, int kCount>
 __device__ __forceinline__ void load_biases(const PairRow<Element>& row, int first,
                                             const KeyRange& keys, float (&biases)[kCount]) {
-  using Numeric = numeric::ElementTraits<Element>;
   const ScorePairs& pairs = row.pairs;
-  const int bytes = pairs.bias_is_fp32 != 0 ? 4 : 2;
-  const int end = first + 4 * kCount - 6;
-  const char* const bias = row.bias + static_cast<int64_t>(first) * bytes;
-  const char* const mask = row.mask + first;
-  const bool whole = first >= keys.first && end <= keys.end;
-  const bool bias_in_pairs =
-      row.bias == nullptr ||
-      (pairs.bias.key_stride == 1 && reinterpret_cast<uintptr_t>(bias) % (2 * bytes) == 0);
-  const bool mask_in_pairs = row.mask == nullptr || (pairs.mask.key_stride == 1 &&
-                                                     reinterpret_cast<uintptr_t>(mask) % 2 == 0);
-  if (whole && bias_in_pairs && mask_in_pairs) {
-    if (row.bias == nullptr) {
+  const auto key_of = [first](int i) { return first + 8 * (i / 2) + i % 2; };
+  const auto exists = [&](int i) { return key_of(i) >= keys.first && key_of(i) < keys.end; };
+  if (row.bias == nullptr) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) biases[i] = 0.0f;
-    } else if (pairs.bias_is_fp32 != 0) {
+    for (int i = 0; i < kCount; ++i) biases[i] = exists(i) ? 0.0f : ScorePairs::kHidden;
+  } else if (pairs.bias_is_fp32 != 0) {
+    const auto* const bias = reinterpret_cast<const float*>(row.bias);
 #pragma unroll
-      for (int i = 0; i < kCount; i += 2) {
-        const float2 pair = *reinterpret_cast<const float2*>(bias + 16 * i);
-        biases[i] = pair.x;
-        biases[i + 1] = pair.y;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; i += 2) {
-        const float2 pair = Numeric::unpack(*reinterpret_cast<const uint32_t*>(bias + 8 * i));
-        biases[i] = pair.x;
-        biases[i + 1] = pair.y;
-      }
+    for (int i = 0; i < kCount; ++i) {
+      biases[i] = exists(i) ? bias[key_of(i) * pairs.bias.key_stride] : ScorePairs::kHidden;
     }
-    if (row.mask == nullptr) return;
+  } else {
+    const auto* const bias = reinterpret_cast<const uint16_t*>(row.bias);
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const uint32_t seen = *reinterpret_cast<const uint16_t*>(mask + 4 * i);
-      if ((seen & 0xffu) == 0) biases[i] = ScorePairs::kHidden;
-      if (seen < 0x100u) biases[i + 1] = ScorePairs::kHidden;
+    for (int i = 0; i < kCount; ++i) {
+      biases[i] =
+          exists(i)
+              ? numeric::ElementTraits<Element>::to_float(bias[key_of(i) * pairs.bias.key_stride])
+              : ScorePairs::kHidden;
     }
-    return;
   }
+  if (row.mask == nullptr) return;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int key = first + 8 * (i / 2) + i % 2;
-    biases[i] = key >= keys.first && key < keys.end ? row.bias_of(key) : ScorePairs::kHidden;
+    const char seen = exists(i) ? row.mask[key_of(i) * pairs.mask.key_stride] : char{0};
+    if (seen == 0) biases[i] = ScorePairs::kHidden;
   }
 }
 

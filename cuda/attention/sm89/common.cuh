@@ -345,23 +345,19 @@ __device__ __forceinline__ void bias_scores(Scores<Traits>& scores, const Biased
       KeyRange keys = sequence.keys(params.score, query);
       if (query >= sequence.length_q) keys = {0, 0};
       const PairRow<typename Traits::Element> row(params.pairs, tile.batch, tile.head, query);
+      bool any = false;
 #pragma unroll
       for (int begin = 0; begin < Traits::kStepKeys / 4; begin += kAtOnce) {
         float biases[kAtOnce];
         load_biases(row, first_key + 4 * begin, keys, biases);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          // Of a hidden key -inf. A NaN there, of a score that is none, leads to the fallback.
           float& score = scores[a][(begin + i) / 2][2 * half + i % 2];
-          score = fmaf(score, factor, biases[i]);
-        }
-        if ((seen >> (2 * a + half) & 1u) == 0) {  // which most rows are done with soon
-          float highest = biases[0];
-#pragma unroll
-          for (int i = 1; i < kAtOnce; ++i) highest = numeric::max_nan(highest, biases[i]);
-          if (highest != ScorePairs::kHidden) seen |= 1u << (2 * a + half);
+          score = biased_logit(score, factor, biases[i]);
+          any = any || biases[i] != ScorePairs::kHidden;
         }
       }
+      if (any) seen |= 1u << (2 * a + half);
     }
   }
 }

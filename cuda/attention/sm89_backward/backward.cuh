@@ -234,9 +234,11 @@ struct Block {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         float& score = scores[a][i / 2][2 * half + i % 2];
-        // Of a hidden key 0. A NaN there, of a score that is none, leads to the fallback.
-        const float logit = fmaf(score, pairs.factor, biases[i]);
-        p[i] = numeric::exp2_approx((logit - row_lse) * scale_log2);
+        const float logit = biased_logit(score, pairs.factor, biases[i]);
+        // The lse of a row that sees no key is -inf.
+        p[i] = biases[i] == ScorePairs::kHidden
+                   ? 0.0f
+                   : numeric::exp2_approx((logit - row_lse) * scale_log2);
         score = !kCapped ? p[i] : p[i] == 0.0f ? 0.0f : p[i] * fmaf(-score, score, 1.0f);
       }
       return [p, to](int n, uint32_t offset) {
