@@ -91,19 +91,12 @@ class RowOfSlot {
 
   // Begins to load them, from element i on; nothing beyond the row.
   __device__ __forceinline__ void load(Pieces& pieces, int i) const {
-    load_pre_activation(pieces, i);
-    load_da(pieces, i);
-  }
-  __device__ __forceinline__ void load_pre_activation(Pieces& pieces, int i) const {
     if (i >= p_.inner || p_.pre_activation == nullptr) return;
     const uint16_t* const before = p_.pre_activation + slot_ * p_.pre_activation_stride + i;
     ptx::load_streaming(pieces.first, before);
     if (p_.gated != 0) ptx::load_streaming(pieces.second, before + p_.pre_activation_up);
-  }
-  // Of a slot without an expert nothing was written there.
-  __device__ __forceinline__ void load_da(Pieces& pieces, int i) const {
     // The compiler sees this access: the row is written anew.
-    if (i < p_.inner && p_.has_da != 0) {
+    if (p_.has_da != 0) {
       pieces.da = *reinterpret_cast<const uint4*>(p_.da + slot_ * p_.inner + i);
     }
   }
@@ -237,7 +230,7 @@ __global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp, 5)
   // Before it is known whether the slot counts.
   const RowOfSlot<Element> row(params, slot);
   typename RowOfSlot<Element>::Pieces pieces;
-  row.load_pre_activation(pieces, lane_index() * kPiece);
+  row.load(pieces, lane_index() * kPiece);
   int token = -1;
   int pair = -1;
   const bool has_expert = slot >= routing.offsets[0] && slot < routing.offsets[routing.experts];
@@ -253,7 +246,6 @@ __global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp, 5)
     row.clear();
     return;
   }
-  row.load_da(pieces, lane_index() * kPiece);
   const float weight = routing.weights[pair];
   float dot = 0.0f;
   if (params.adds_dots != 0) {
