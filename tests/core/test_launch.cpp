@@ -94,8 +94,8 @@ flashmoe_status read_back(const LaunchRecord& record, flashmoe_launch* launch) {
 void a_backend_reads_its_own_back() {
   int32_t registers[] = {32, 168};
   begin_launches();
-  record_launch({named("a"), &registers[0], read_back});
-  record_launch({named("b"), &registers[1], read_back});
+  record_launch({named("a"), &registers[0], read_back, 0});
+  record_launch({named("b"), &registers[1], read_back, 1});
   registers[0] = 40;
   flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
   int32_t count = 0;
@@ -109,6 +109,29 @@ void a_backend_reads_its_own_back() {
   CHECK(count == 77 && launches[0].registers == 40);
 }
 
+// Launches that a plan has repeated are kept once, of each call.
+void what_is_repeated_is_kept_once() {
+  int32_t registers = 32;
+  const auto launch = [&](const char* name, int32_t index, int32_t repeats) {
+    flashmoe_launch info = named(name);
+    info.repeats = repeats;
+    record_launch({info, &registers, read_back, index});
+  };
+  for (int call = 0; call < 2; ++call) {
+    begin_launches();
+    for (int chunk = 0; chunk < 3; ++chunk) {
+      launch("a", 0, 3);
+      launch("b", 1, 3);
+    }
+    launch("c", 2, 0);
+    flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
+    int32_t count = 0;
+    CHECK(flashmoe_last_launches(launches, &count) == FLASHMOE_OK && count == 3);
+    CHECK(std::strcmp(launches[1].kernel, "b") == 0 && launches[1].repeats == 3);
+    CHECK(std::strcmp(launches[2].kernel, "c") == 0 && launches[2].repeats == 0);
+  }
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -118,5 +141,6 @@ int main() {
   flashmoe::threads_have_their_own();
   flashmoe::more_than_fit_are_not_kept();
   flashmoe::a_backend_reads_its_own_back();
+  flashmoe::what_is_repeated_is_kept_once();
   return 0;
 }
