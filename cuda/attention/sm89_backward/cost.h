@@ -12,9 +12,9 @@ namespace flashmoe::sm89_backward {
 inline attention_backward::Speed speed_of(const Entry& entry, const DeviceFacts& facts) {
   const int dim = std::max(entry.dim, entry.dim_v);
   if (facts.compute_capability != 90) return {0.9e6, 4.0};
-  if (dim <= 64) return {1.88e6, 4.0};
-  if (dim <= 128) return {2.06e6, 8.5};
-  return {1.84e6, 10.0};
+  if (dim <= 64) return {2.03e6, 4.0};
+  if (dim <= 128) return {2.25e6, 8.5};
+  return {1.88e6, 10.0};
 }
 
 }  // namespace flashmoe::sm89_backward
