@@ -221,30 +221,35 @@ struct Block {
     const int first_query = step.tile_q * Traits::kTileQ;
     const int first_key = item().tile * Traits::kTileK + score_column() + 2 * (lane_index() % 4);
     const float scale_log2 = params.score.scale_log2;
-    const uint32_t lse = copies.lse(number);
-    const uint32_t to = p();
-    for_pairs([&](int row, int a, int half) {
-      const int query = first_query + row;
-      KeyRange keys = params.score.keys(query, params.seq_k);
-      if (query >= params.seq_q) keys = {0, 0};
-      float biases[kCount];
-      load_biases(PairRow<Element>(pairs, batch, head, query), first_key, keys, biases);
-      const float row_lse = ptx::load_shared_float(lse + 4 * row);
-      float p[kCount];
+    const int first_row = score_row() + lane_index() / 4;
+    const uint32_t lse = copies.lse(number) + 4 * first_row;
+    const uint32_t first = first_pair(p());
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        float& score = scores[a][i / 2][2 * half + i % 2];
-        const float logit = biased_logit(score, pairs.factor, biases[i]);
-        // The lse of a row that sees no key is -inf.
-        p[i] = biases[i] == ScorePairs::kHidden
-                   ? 0.0f
-                   : numeric::exp2_approx((logit - row_lse) * scale_log2);
-        score = !kCapped ? p[i] : p[i] == 0.0f ? 0.0f : p[i] * fmaf(-score, score, 1.0f);
+    for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = first_query + first_row + 16 * a + 8 * half;
+        KeyRange keys = params.score.keys(query, params.seq_k);
+        if (query >= params.seq_q) keys = {0, 0};
+        float biases[kCount];
+        load_biases(PairRow<Element>(pairs, batch, head, query), first_key, keys, biases);
+        const float row_lse = ptx::load_shared_float(lse + 4 * (16 * a + 8 * half));
+        float p[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          float& score = scores[a][i / 2][2 * half + i % 2];
+          const float logit = biased_logit(score, pairs.factor, biases[i]);
+          p[i] = biases[i] == ScorePairs::kHidden
+                     ? 0.0f
+                     : numeric::exp2_approx((logit - row_lse) * scale_log2);
+          score = !kCapped ? p[i] : p[i] == 0.0f ? 0.0f : p[i] * fmaf(-score, score, 1.0f);
+        }
+#pragma unroll
+        for (int n = 0; n < Traits::kScoreColumns / 8; ++n) {
+          ptx::store_shared(pair_at(first, a, half, n), Numeric::pack(p[2 * n], p[2 * n + 1]));
+        }
       }
-      return [p, to](int n, uint32_t offset) {
-        ptx::store_shared(to + offset, Numeric::pack(p[2 * n], p[2 * n + 1]));
-      };
-    });
+    }
   }
 
   // dP begins with -delta of its rows.
