@@ -520,7 +520,7 @@ struct Block {
     if constexpr (Traits::kRagged) {
       attention_backward::copy_item(params, ticket, to);
     } else {
-      const auto taken = attention_backward::Item::template at<Traits>(params, ticket);
+      const Item taken = Item::template at<Traits>(params, ticket);
       to.batch = taken.batch;
       to.head_kv = taken.head_kv;
       to.tile = taken.tile;
@@ -528,13 +528,6 @@ struct Block {
       to.end = taken.end;
       to.ascends = taken.ascends;
     }
-    const auto at = [&](const Rows& rows) {
-      return batch_q_of(to) * rows.strides.batch +
-             to.head_kv * params.heads_per_kv * rows.strides.head +
-             begin_q_of(to) * rows.strides.seq;
-    };
-    to.q_at = at(params.q_rows);
-    to.dout_at = at(params.dout_rows);
   }
   __device__ __forceinline__ int take_ticket() const {
     return static_cast<int>(atomicAdd(params.ticket, 1u));

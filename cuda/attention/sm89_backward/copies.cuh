@@ -116,27 +116,12 @@ struct Copies {
     TileLoader<Layout, kRows, Traits::kThreads>(base, from.strides.seq, tile)
         .load_next(0, from.strides.seq, end_row - first_row, dim);
   }
-  // Rows of a step of a query head that begins at `at`.
-  template <class Layout, class AnyItem>
-  __device__ __forceinline__ void copy_queries(uint32_t tile, const Rows& from, int64_t at,
-                                               const AnyItem& item, const Step& step,
-                                               int dim) const {
-    const int first_row = step.tile_q * Traits::kTileQ;
-    if (params.heads_per_kv > 1) at += step.head_of_group * from.strides.head;
-    TileLoader<Layout, Traits::kTileQ, Traits::kThreads>(
-        from.data + at + first_row * from.strides.seq, from.strides.seq, tile)
-        .load_next(0, from.strides.seq, length_q_of(params, item) - first_row, dim);
-  }
-  // A number for each query of a step, by threads from `first_thread` on.
-  template <int kFirstThread, class AnyItem>
-  __device__ __forceinline__ void copy_row_numbers(uint32_t to, const float* from,
-                                                   const AnyItem& item, const Step& step) const {
+  // A number for each query of a step.
+  static __device__ __forceinline__ void copy_row_numbers(uint32_t to, const float* from,
+                                                          int64_t place) {
     constexpr int kNumbers = kBytesPerChunk / static_cast<int>(sizeof(float));
-    static_assert(kFirstThread >= 0 &&
-                  kFirstThread + Traits::kTileQ / kNumbers <= Traits::kThreads);
-    const int chunk = reread::thread_index() - kFirstThread;
-    if (chunk >= 0 && chunk < Traits::kTileQ / kNumbers) {
-      const int64_t place = step.place(params, item);
+    const int chunk = reread::thread_index();
+    if (chunk < Traits::kTileQ / kNumbers) {
       ptx::cp_async_16(to + chunk * kBytesPerChunk,
                        from + place * Traits::kTileQ + chunk * kNumbers);
     }
@@ -160,23 +145,23 @@ struct Copies {
     ptx::mbarrier_arrive(k_full());
     ptx::mbarrier_arrive(v_full());
   }
-  // Of a step of an item, which is the `number`-th of the block. The last warps copy the numbers of
-  // rows, the first one releases turns.
+  // Of a step of an item, which is the `number`-th of the block.
   template <class AnyItem>
   __device__ __forceinline__ void copy_q(const AnyItem& item, const Step& step,
                                          uint32_t number) const {
-    copy_queries<typename Traits::QLayout>(q(number), params.q_rows, item.q_at, item, step,
-                                           params.dim);
-    copy_row_numbers<Traits::kThreads - kThreadsPerWarp>(lse(number), params.row_lse, item, step);
+    copy<typename Traits::QLayout, Traits::kTileQ>(
+        q(number), params.q_rows, batch_q_of(item), step.head(params, item), begin_q_of(item),
+        step.tile_q * Traits::kTileQ, length_q_of(params, item), params.dim);
+    copy_row_numbers(lse(number), params.row_lse, step.place(params, item));
     ptx::cp_async_arrive(q_full(number));
   }
   template <class AnyItem>
   __device__ __forceinline__ void copy_dout(const AnyItem& item, const Step& step,
                                             uint32_t number) const {
-    copy_queries<typename Traits::DoutLayout>(dout(number), params.dout_rows, item.dout_at, item,
-                                              step, params.dim_v);
-    copy_row_numbers<Traits::kThreads - 2 * kThreadsPerWarp>(delta(number), params.row_delta, item,
-                                                             step);
+    copy<typename Traits::DoutLayout, Traits::kTileQ>(
+        dout(number), params.dout_rows, batch_q_of(item), step.head(params, item), begin_q_of(item),
+        step.tile_q * Traits::kTileQ, length_q_of(params, item), params.dim_v);
+    copy_row_numbers(delta(number), params.row_delta, step.place(params, item));
     ptx::cp_async_arrive(dout_full(number));
   }
 };

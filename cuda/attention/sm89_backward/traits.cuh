@@ -92,14 +92,6 @@ struct BiasedAdaTuning {
   }();
 };
 
-// An item, and where its first query head begins in Q and dO, in elements: 64-bit products that no
-// step has to make again.
-template <class Item>
-struct PlacedItem : Item {
-  int64_t q_at;
-  int64_t dout_at;
-};
-
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
@@ -111,8 +103,8 @@ struct Traits {
   using DenseParams = std::conditional_t<kBiased, attention_backward::BiasedParams,
                                          attention_backward::CommonParams>;
   using Params = std::conditional_t<kRagged, attention_backward::RaggedParams, DenseParams>;
-  using Item = PlacedItem<
-      std::conditional_t<kRagged, attention_backward::RaggedItem, attention_backward::Item>>;
+  using Item =
+      std::conditional_t<kRagged, attention_backward::RaggedItem, attention_backward::Item>;
   static constexpr int kWarps = kTuning.warps;
   static constexpr int kThreads = kWarps * kThreadsPerWarp;
   static constexpr int kTileQ = kTuning.tile_q;
