@@ -73,9 +73,12 @@ def main() -> None:
         suite = load_suite(name)
         if suite.device == "cpu" or suite.operation in _OF_BOTH:
             continue
+        plans = [plan_of(shape, arguments.device, kernel) for shape in suite.shapes]
+        for plan in plans:
+            plan["microseconds"] = round(plan["microseconds"], 3)
         cells = [
-            {"shape": vars(shape), "plan": plan_of(shape, arguments.device, kernel)}
-            for shape in suite.shapes
+            {"shape": vars(shape), "plan": plan}
+            for shape, plan in zip(suite.shapes, plans, strict=True)
         ]
         suites.append(
             {"suite": name, "operation": suite.operation, "kernel": kernel, "cells": cells}

@@ -51,7 +51,8 @@ int64_t fit_chunk(int64_t columns, const Fits& fits) {
 template <class BytesOf>
 GradientChunks fit_chunks(const MoeBackwardProblem& p, uint64_t bound, const BytesOf& bytes_of) {
   const GradientChunks whole = {p.layer.inner, p.layer.hidden};
-  if (bound == 0) return whole;
+  // Chunks of one of the two take a little for partial sums, and may not fit where all does.
+  if (bound == 0 || bytes_of(whole) <= bound) return whole;
   const GradientChunks least = {std::min(whole.inner, kGradientBlock),
                                 std::min(whole.hidden, kGradientBlock)};
   const auto fits = [&](const GradientChunks& chunks) { return bytes_of(chunks) <= bound; };
