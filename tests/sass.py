@@ -213,16 +213,25 @@ def check_roles_divide_the_registers(code: Code[Kernel], opcodes: Counter[str]) 
     assert any("DEALLOC" in name for name in moves), f"{code}: {moves}"
 
 
-def check_launches_wait(code: Code[Kernel], opcodes: Counter[str], waits: int = 1) -> None:
+def check_launches_wait(
+    code: Code[Kernel],
+    opcodes: Counter[str],
+    waits: int = 1,
+    branches: int = 1,
+    *,
+    reads_tables: bool = False,
+) -> None:
     """A launch waits, at so many places, for what is ahead of it before it lets the next one start,
-    and before it touches a tensor; on older architectures there is no such thing."""
+    in so many branches, and before it touches a tensor, or but reads a table; on older
+    architectures there is no such thing."""
     order = list(opcodes)  # by where each comes first
     if not is_hopper(code[0]):
         assert not {"ACQBULK", "PREEXIT"} & set(order), f"{code}: {opcodes}"
         return
-    assert (opcodes["ACQBULK"], opcodes["PREEXIT"]) == (waits, 1), f"{code}: {opcodes}"
+    assert opcodes["ACQBULK"] == waits and opcodes["PREEXIT"] == branches, f"{code}: {opcodes}"
     before = order[: order.index("ACQBULK")]
-    touching = re.compile(r"(PREEXIT|LDG|STG|LD|ST|LDGSTS|UTMALDG|UTMASTG)(\.|$)")
+    loads = "" if reads_tables else "LDG|LD|"
+    touching = re.compile(rf"(PREEXIT|{loads}STG|ST|LDGSTS|UTMALDG|UTMASTG)(\.|$)")
     assert not [name for name in before if touching.match(name)], f"{code}: {before}"
     # ld.global.nc promises that nothing is written from the kernel's start on.
     assert not [name for name in order if "CONSTANT" in name], f"{code}: {opcodes}"

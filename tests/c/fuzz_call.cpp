@@ -23,7 +23,7 @@ double from_half(uint16_t bits) {
 // A random number in about [-2, 2], exact in its format, as bits.
 void store_random(Random* random, unsigned char* at, flashmoe_dtype dtype) {
   const uint32_t bits = static_cast<uint32_t>(random->bits());
-  if (dtype.bits == 8) {
+  if (dtype.bits == 8 && dtype.code != FLASHMOE_DTYPE_FLOAT8_E4M3FN) {  // of a mask
     *at = bits % 3 == 0 ? 0 : static_cast<unsigned char>(1 + (bits >> 8) % 255);
   } else if (dtype.bits == 64) {
     const double value = static_cast<double>(bits) * 0x1p-30 - 2.0;

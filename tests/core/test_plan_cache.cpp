@@ -191,9 +191,9 @@ void every_byte_counts(size_t addresses) {
 }
 
 void every_byte_of_a_problem_counts() {
-  every_byte_counts<AttentionProblem>(15);
-  every_byte_counts<AttentionBackwardProblem>(21);
-  every_byte_counts<KvAppendProblem>(15);
+  every_byte_counts<AttentionProblem>(17);
+  every_byte_counts<AttentionBackwardProblem>(23);
+  every_byte_counts<KvAppendProblem>(17);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);

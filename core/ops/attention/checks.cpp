@@ -76,8 +76,8 @@ flashmoe_status read_pairs(const char* name, const flashmoe_tensor& tensor, size
                            const AttentionProblem& p, PairsView* pairs) {
   if (p.sequences.given) {
     return fail(FLASHMOE_ERROR_UNSUPPORTED,
-                "%s: got one, accepted with lengths, offsets or pages of sequences is a null "
-                "pointer: these batches have no such tensors in this version",
+                "%s: got one, accepted with lengths, offsets or pages of sequences, or with keys "
+                "of fp8 or with scales, is a null pointer: such calls have none in this version",
                 name);
   }
   View view;
