@@ -149,10 +149,6 @@ GradientChunks chunks_of(const Problem& p, const MoeKernel& kernel) {
       [&](const GradientChunks& chunks) { return Workspace(nullptr, p, chunks, kernel, 1).bytes; });
 }
 
-InnerChunk inner_chunk(const Problem& p, const GradientChunks& chunks, int64_t first) {
-  return {first, std::min(chunks.inner, p.layer.inner - first), p.layer.inner, Needs(p).dx_rows};
-}
-
 ProductShape up_shape(const Problem& p, int64_t columns) {
   const MoeForwardProblem& layer = p.layer;
   return {pairs_of(p),         layer.tokens == 1,          layer.experts, layer.hidden, columns,
@@ -514,7 +510,8 @@ void plan_stages(const Problem& p, const MoeKernel& kernel, const GradientChunks
   const int64_t inner_chunks = chunk_count(layer.inner, chunks.inner);
   const int64_t hidden_chunks = chunk_count(layer.hidden, chunks.hidden);
   // The last one's gradients are all that there may be.
-  const InnerChunk last = inner_chunk(p, chunks, (inner_chunks - 1) * chunks.inner);
+  const InnerChunk last =
+      inner_chunk(p, chunks, (inner_chunks - 1) * chunks.inner, Needs(p).dx_rows);
   const WeightGradients gradients = gradients_of(p, Workspace(nullptr, p, chunks, kernel, 1), last);
   const Stages stages(p, chunks);
   for (int i = 0; i < stages.count; ++i) {
@@ -639,7 +636,7 @@ flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, v
   list_rows(&launch);
   const Stages stages(p, chunks);
   for (int64_t first = 0; first < layer.inner && stages.of_inner > 0; first += chunks.inner) {
-    launch.chunk = inner_chunk(p, chunks, first);
+    launch.chunk = inner_chunk(p, chunks, first, Needs(p).dx_rows);
     launch.layer = layer_of(p, launch.chunk);
     point_to_chunk(&launch);
     WeightGradients gradients = gradients_of(p, workspace, launch.chunk);

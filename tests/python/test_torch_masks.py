@@ -142,6 +142,21 @@ def test_not_with_sequences() -> None:
             call(q, k, v, **given)
 
 
+def test_not_beside_scales() -> None:
+    q, k, v = (x.transpose(1, 2) for x in qkv(2, 2))
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match="^attn_mask: got one, .* or with scales"):
+        fm.flash_attention(q, k, v, attn_mask=mask, k_scale=torch.tensor(0.5))
+
+
+def test_not_beside_jagged_tensors() -> None:
+    parts = [torch.randn(2, n, 16).transpose(0, 1) for n in (3, 5)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match="^attn_mask: got one, .* beside jagged tensors"):
+        fmt.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
 def test_compiles_for_every_length() -> None:
     graphs = []
 

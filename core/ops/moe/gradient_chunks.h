@@ -84,6 +84,24 @@ struct InnerChunk {
   int64_t dz_inner() const { return dz_is_whole ? inner : count; }  // to what lies second
 };
 
+// Columns of H.
+struct HiddenChunk {
+  int64_t first;
+  int64_t count;
+  bool is_last;
+};
+
+// The chunk that begins with a column.
+inline InnerChunk inner_chunk(const MoeBackwardProblem& p, const GradientChunks& chunks,
+                              int64_t first, bool dz_is_whole) {
+  return {first, std::min(chunks.inner, p.layer.inner - first), p.layer.inner, dz_is_whole};
+}
+inline HiddenChunk hidden_chunk(const MoeBackwardProblem& p, const GradientChunks& chunks,
+                                int64_t first) {
+  const int64_t rest = p.layer.hidden - first;
+  return {first, std::min(chunks.hidden, rest), chunks.hidden >= rest};
+}
+
 // Where g's and u's gradients begin in a row of dz, which has the order of w_gate_up's rows, and
 // the step from one to the next; without a gate u's at places[1].
 struct DzPlaces {

@@ -291,21 +291,6 @@ GradientChunks chunks_of(const MoeBackwardProblem& p) {
   });
 }
 
-InnerChunk inner_chunk(const MoeBackwardProblem& p, const GradientChunks& chunks, int64_t first) {
-  return {first, std::min(chunks.inner, p.layer.inner - first), p.layer.inner, Needs(p).dx_rows};
-}
-
-// Columns of H.
-struct HiddenChunk {
-  int64_t first;
-  int64_t count;
-  bool is_last;
-};
-HiddenChunk hidden_chunk(const MoeBackwardProblem& p, const GradientChunks& chunks, int64_t first) {
-  const int64_t rest = p.layer.hidden - first;
-  return {first, std::min(chunks.hidden, rest), chunks.hidden >= rest};
-}
-
 Extents extents_of_down(const MoeBackwardProblem& p, const InnerChunk& chunk) {
   const MoeForwardProblem& layer = p.layer;
   return {pairs_of(p), 1, layer.hidden, chunk.count, layer.tokens, p.dout.row_stride, p.dout.dtype};
@@ -406,7 +391,7 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
   }
   plan->chunk[0] = chunks.inner;
   plan->chunk[1] = chunks.hidden;
-  const InnerChunk chunk = inner_chunk(p, chunks, 0);
+  const InnerChunk chunk = inner_chunk(p, chunks, 0, Needs(p).dx_rows);
   const HiddenChunk of_hidden = hidden_chunk(p, chunks, 0);
   const Dtype dtype = layer.x.dtype;
   const auto add_product = [&](bool gated, const ExpertMatrix& matrix, const sm89::Names& names,
@@ -614,7 +599,8 @@ flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, v
   const Workspace w(memory, p, chunks);
   int end = 0;
   for (int64_t first = 0; first < p.layer.inner; first += chunks.inner) {
-    FLASHMOE_TRY(launch_inner(p, inner_chunk(p, chunks, first), w, plan, stream, &end));
+    FLASHMOE_TRY(
+        launch_inner(p, inner_chunk(p, chunks, first, Needs(p).dx_rows), w, plan, stream, &end));
   }
   for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
     FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, stream, end));

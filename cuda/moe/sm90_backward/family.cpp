@@ -279,21 +279,6 @@ GradientChunks chunks_of(const Layer& p, int multiprocessors) {
   });
 }
 
-InnerChunk inner_chunk(const Layer& p, const GradientChunks& chunks, int64_t first) {
-  return {first, std::min(chunks.inner, p.layer.inner - first), p.layer.inner, Needs(p).dx_rows};
-}
-
-// Columns of H.
-struct HiddenChunk {
-  int64_t first;
-  int64_t count;
-  bool is_last;
-};
-HiddenChunk hidden_chunk(const Layer& p, const GradientChunks& chunks, int64_t first) {
-  const int64_t rest = p.layer.hidden - first;
-  return {first, std::min(chunks.hidden, rest), chunks.hidden >= rest};
-}
-
 // Rows by slot in the workspace, from a column on.
 TokenRows<const void> rows_at(const Layer& p, const void* base, int64_t place, int64_t stride,
                               int64_t column = 0) {
@@ -445,7 +430,7 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
   }
   plan->chunk[0] = chunks.inner;
   plan->chunk[1] = chunks.hidden;
-  const InnerChunk chunk = inner_chunk(p, chunks, 0);
+  const InnerChunk chunk = inner_chunk(p, chunks, 0, Needs(p).dx_rows);
   const int64_t inner_chunks = chunk_count(layer.inner, chunks.inner);
   const int64_t hidden_chunks = chunk_count(layer.hidden, chunks.hidden);
   const int64_t pairs = pairs_of(p);
@@ -667,7 +652,8 @@ flashmoe_status launch_layer(const Layer& p, const Plan& plan, void* workspace, 
   char* const base = static_cast<char*>(workspace);
   int end = 0;
   for (int64_t first = 0; first < p.layer.inner; first += chunks.inner) {
-    FLASHMOE_TRY(launch_inner(p, inner_chunk(p, chunks, first), w, plan, base, stream, &end));
+    FLASHMOE_TRY(launch_inner(p, inner_chunk(p, chunks, first, Needs(p).dx_rows), w, plan, base,
+                              stream, &end));
   }
   for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
     FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, base, stream, end));
