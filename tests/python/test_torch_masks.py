@@ -145,7 +145,7 @@ def test_not_with_sequences() -> None:
 def test_not_beside_scales() -> None:
     q, k, v = (x.transpose(1, 2) for x in qkv(2, 2))
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match="^attn_mask: got one, .* or with scales"):
+    with pytest.raises(NotImplementedError, match=r"^attn_mask: got one, .* or with scales"):
         fm.flash_attention(q, k, v, attn_mask=mask, k_scale=torch.tensor(0.5))
 
 
@@ -153,7 +153,7 @@ def test_not_beside_jagged_tensors() -> None:
     parts = [torch.randn(2, n, 16).transpose(0, 1) for n in (3, 5)]
     x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match="^attn_mask: got one, .* beside jagged tensors"):
+    with pytest.raises(NotImplementedError, match=r"^attn_mask: got one, .* beside jagged tensors"):
         fmt.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
 
