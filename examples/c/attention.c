@@ -9,52 +9,11 @@
 #include <stdlib.h>
 
 #include "flashmoe/flashmoe.h"
+#include "host.h"
 
 enum { kBatch = 2, kSeq = 96, kHeadsQ = 4, kHeadsKv = 2, kDim = 64 };
 
 #define COUNT(heads) ((size_t)kBatch * kSeq * (heads) * kDim)
-
-/* Ends the program with the library's own sentence, which names the argument at fault. */
-static void check(flashmoe_status status, const char* call) {
-  if (status == FLASHMOE_OK) return;
-  fprintf(stderr, "%s: %s: %s\n", call, flashmoe_status_name(status), flashmoe_last_error());
-  exit(1);
-}
-
-static void* allocate(size_t bytes) {
-  /* Rows must begin on 16-byte boundaries; malloc on 64-bit systems promises just that. */
-  void* memory = malloc(bytes > 0 ? bytes : 1);
-  if (memory == NULL) {
-    fprintf(stderr, "out of memory\n");
-    exit(1);
-  }
-  return memory;
-}
-
-/* The same pseudo-random numbers in [-1, 1) on every machine. */
-static float* allocate_random(size_t count, uint32_t seed) {
-  float* values = allocate(count * sizeof(float));
-  size_t i;
-  for (i = 0; i < count; ++i) {
-    seed = seed * 1664525u + 1013904223u;
-    values[i] = (float)(seed >> 8) / 8388608.0f - 1.0f;
-  }
-  return values;
-}
-
-/* A contiguous [batch, seq, heads, dim] view of fp32 numbers. The shape must outlive the view. */
-static flashmoe_tensor view(float* data, const int64_t shape[4]) {
-  flashmoe_tensor tensor;
-  memset(&tensor, 0, sizeof tensor);
-  tensor.data = data;
-  tensor.device.device_type = FLASHMOE_DEVICE_CPU;
-  tensor.ndim = 4;
-  tensor.dtype.code = FLASHMOE_DTYPE_FLOAT;
-  tensor.dtype.bits = 32;
-  tensor.dtype.lanes = 1;
-  tensor.shape = shape; /* strides NULL: contiguous */
-  return tensor;
-}
 
 static size_t row(int64_t batch, int64_t position, int64_t head, int64_t heads) {
   return (size_t)(((batch * kSeq + position) * heads + head) * kDim);
@@ -111,14 +70,14 @@ int main(void) {
   const double tolerance = 1e-5;
   const int64_t q_shape[4] = {kBatch, kSeq, kHeadsQ, kDim};
   const int64_t kv_shape[4] = {kBatch, kSeq, kHeadsKv, kDim};
-  float* q = allocate_random(COUNT(kHeadsQ), 1);
-  float* k = allocate_random(COUNT(kHeadsKv), 2);
-  float* v = allocate_random(COUNT(kHeadsKv), 3);
+  float* q = allocate_random(COUNT(kHeadsQ), 1, 1.0f);
+  float* k = allocate_random(COUNT(kHeadsKv), 2, 1.0f);
+  float* v = allocate_random(COUNT(kHeadsKv), 3, 1.0f);
   float* out = allocate(COUNT(kHeadsQ) * sizeof(float));
-  const flashmoe_tensor q_view = view(q, q_shape);
-  const flashmoe_tensor k_view = view(k, kv_shape);
-  const flashmoe_tensor v_view = view(v, kv_shape);
-  const flashmoe_tensor out_view = view(out, q_shape);
+  const flashmoe_tensor q_view = view(q, FLASHMOE_DTYPE_FLOAT, 4, q_shape);
+  const flashmoe_tensor k_view = view(k, FLASHMOE_DTYPE_FLOAT, 4, kv_shape);
+  const flashmoe_tensor v_view = view(v, FLASHMOE_DTYPE_FLOAT, 4, kv_shape);
+  const flashmoe_tensor out_view = view(out, FLASHMOE_DTYPE_FLOAT, 4, q_shape);
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
   flashmoe_launch launches[FLASHMOE_MAX_LAUNCHES];
   int32_t launched = 0;

@@ -20,6 +20,7 @@
 #include <time.h>
 
 #include "flashmoe/flashmoe.h"
+#include "host.h"
 
 enum {
   kVocabulary = 101,
@@ -61,13 +62,6 @@ static int32_t page_table[kSlots][kMostPages];
 static int free_pages[kPages], free_count = kPages;
 static int slots[kSlots]; /* the request in each, or -1 */
 
-/* Ends the program with the library's own sentence, which names the argument at fault. */
-static void check(flashmoe_status status, const char* call) {
-  if (status == FLASHMOE_OK) return;
-  fprintf(stderr, "%s: %s: %s\n", call, flashmoe_status_name(status), flashmoe_last_error());
-  exit(1);
-}
-
 static uint32_t random_bits(void) { /* the same on every machine */
   static uint32_t seed = 1;
   seed = seed * 1664525u + 1013904223u;
@@ -76,21 +70,6 @@ static uint32_t random_bits(void) { /* the same on every machine */
 
 static void fill_random(float* values, size_t count) {
   while (count-- > 0) *values++ = (float)random_bits() / 8388608.0f - 1.0f;
-}
-
-/* A contiguous view of numbers of 32 bits. The shape must outlive the view. */
-static flashmoe_tensor view(void* data, flashmoe_dtype_code code, int32_t rank,
-                            const int64_t* shape) {
-  flashmoe_tensor tensor;
-  memset(&tensor, 0, sizeof tensor);
-  tensor.data = data;
-  tensor.device.device_type = FLASHMOE_DEVICE_CPU;
-  tensor.ndim = rank;
-  tensor.dtype.code = (uint8_t)code;
-  tensor.dtype.bits = 32;
-  tensor.dtype.lanes = 1;
-  tensor.shape = shape; /* strides NULL: contiguous */
-  return tensor;
 }
 
 static void make_model_and_requests(void) {
