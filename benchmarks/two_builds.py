@@ -164,9 +164,10 @@ class Build:
     """A folder that pip has installed the package into, and its process."""
 
     def __init__(self, folder: Path, gpu: bool) -> None:
+        path = os.pathsep.join([str(folder.resolve()), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve", "--gpu" if gpu else "--cpu"],
-            env={**os.environ, "FLASHMOE_NUM_THREADS": "1", "PYTHONPATH": str(folder.resolve())},
+            env={**os.environ, "FLASHMOE_NUM_THREADS": "1", "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
