@@ -12,7 +12,6 @@
 #include "cuda/moe/backward/params.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
-#include "cuda/ptx/store.cuh"
 #include "cuda/tile/activation_gradient.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/thread.cuh"
@@ -57,12 +56,10 @@ __device__ __forceinline__ void load_own_piece(float (&values)[kPiece], const ui
 }
 template <class Element>
 __device__ __forceinline__ void store_piece(uint16_t* to, const float (&values)[kPiece]) {
-  uint32_t words[kPiece / 2];
-#pragma unroll
-  for (int i = 0; i < kPiece / 2; ++i) {
-    words[i] = numeric::ElementTraits<Element>::pack(values[2 * i], values[2 * i + 1]);
-  }
-  ptx::store_words(to, words);
+  using Numeric = numeric::ElementTraits<Element>;
+  *reinterpret_cast<uint4*>(to) =
+      make_uint4(Numeric::pack(values[0], values[1]), Numeric::pack(values[2], values[3]),
+                 Numeric::pack(values[4], values[5]), Numeric::pack(values[6], values[7]));
 }
 
 // The expert of a slot, one of the experts' by the warp's lanes; the last whose rows begin at or
