@@ -20,6 +20,12 @@ int64_t parse_top_k(nb::handle top_k) {
   return parse_integer("top_k", top_k, 1, kMaxTopK, "are 1 to 32, and no more than experts");
 }
 
+uint64_t parse_max_workspace_bytes(nb::handle bytes) {
+  if (bytes.is_none()) return 0;
+  return static_cast<uint64_t>(parse_integer("max_workspace_bytes", bytes, 1, INT64_MAX,
+                                             "are positive, or None, for no bound"));
+}
+
 // Outputs of a routing are parts of `out`, as far as the caller can be wrong about them.
 const Renames& RouteCall::renames() const {
   static const Renames of_logits = {

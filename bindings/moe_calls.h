@@ -22,6 +22,7 @@ inline constexpr int64_t kMaxExperts = 1024;
 inline constexpr int64_t kMaxPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
 
 int64_t parse_top_k(nb::handle top_k);
+uint64_t parse_max_workspace_bytes(nb::handle bytes);  // None: 0, for no bound
 
 // ---- options, of which calls make their lists ---------------------------------------------------
 
@@ -102,9 +103,7 @@ constexpr Option<Params> weight_on_input_option() {
 template <class Params>
 constexpr Option<Params> max_workspace_bytes_option() {
   return {"max_workspace_bytes", [](nb::handle given, Params* p) {
-            if (given.is_none()) return;
-            p->max_workspace_bytes = static_cast<uint64_t>(parse_integer(
-                "max_workspace_bytes", given, 1, INT64_MAX, "are positive, or None, for no bound"));
+            p->max_workspace_bytes = parse_max_workspace_bytes(given);
           }};
 }
 

@@ -180,7 +180,7 @@ def _layer_gradients(
     call: Any, kept: _Arrays, cotangents: Sequence[Any], wanted: dict[str, Any]
 ) -> _Arrays:
     flags = tuple(name in wanted for name in calls.LAYER_GRADIENTS)
-    options = _options(call, _LAYER_OPTIONS) | {"wanted": flags}
+    options = _options(call, (*_LAYER_OPTIONS, "max_workspace_bytes")) | {"wanted": flags}
     made = calls.run("moe_backward", {"dout": cotangents[0]} | kept, options)
     return {name: made[f"d{name}"] for name in wanted}
 
@@ -361,7 +361,8 @@ def _in_parts(call: Any, named: _Arrays) -> Any:
     routing = _call("moe_route", given, **_options(call, _ROUTE_OPTIONS), return_lse=False)
     order = {name: routing[name] for name in ("weights", "offsets", "pairs", "slots")}
     layer = {"x": tokens} | _options_of(named, calls.LAYER_GRADIENTS) | order
-    options = _options(call, (*_LAYER_OPTIONS, "kernel")) | {"return_pre_activation": False}
+    names = (*_LAYER_OPTIONS, "max_workspace_bytes", "kernel")
+    options = _options(call, names) | {"return_pre_activation": False}
     return _call("moe_forward", layer, **options)["out"]
 
 

@@ -14,6 +14,8 @@ import torch
 
 from flashmoe_science import _core
 from flashmoe_science._autograd import autocast, is_recorded
+from flashmoe_science._dispatch import NO_DERIVATIVE
+from flashmoe_science._moe import WORDS
 from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
 from flashmoe_science.moe import MoeRouting
 
@@ -27,8 +29,11 @@ _TWICE = (
 
 
 class Steps(NamedTuple):
-    """How a call is computed, and differentiated."""
+    """How a call is computed, and differentiated. What a transform of torch.func has wrapped is
+    among the tensors: functions know options alone."""
 
+    names: tuple[str, ...]
+    """Of the tensors."""
     compute: Callable[..., tuple[Any, ...]]
     """Outputs, of tensors."""
     differentiate: Callable[..., Sequence[Any]]
@@ -38,17 +43,32 @@ class Steps(NamedTuple):
     """Which of the outputs have gradients."""
 
 
+def _each(call: Callable[..., Any], info: Any, in_dims: Any, *arguments: Any) -> Any:
+    """call(*arguments) under torch.func.vmap: entry by entry."""
+    from flashmoe_science.torch import operators
+
+    return operators.batching_rule(call, None)(info, in_dims, *arguments)
+
+
+def _refuse_tangents(names: Sequence[str], tangents: Sequence[Any]) -> NoReturn:
+    having = (name for name, x in zip(names, tangents, strict=False) if x is not None)
+    raise InvalidArgumentError(NO_DERIVATIVE.format(next(having, names[0]), WORDS.name))
+
+
 class _Recorded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, steps: Steps, *tensors: Any) -> Any:
+    def forward(steps: Steps, *tensors: Any) -> Any:
+        return steps.compute(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        steps, *tensors = inputs
         ctx.set_materialize_grads(False)
-        made = steps.compute(*tensors)
         ctx.mark_non_differentiable(
-            *(x for i, x in enumerate(made) if i not in steps.differentiable)
+            *(x for i, x in enumerate(output) if i not in steps.differentiable)
         )
-        ctx.save_for_backward(*tensors, *made)
+        ctx.save_for_backward(*tensors, *output)
         ctx.steps, ctx.count = steps, len(tensors)
-        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -58,6 +78,14 @@ class _Recorded(torch.autograd.Function):
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         return None, *steps.differentiate(grads, saved[:count], saved[count:], wanted)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _each(_Recorded.apply, info, in_dims, *arguments)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_tangents(ctx.steps.names, tangents[1:])
 
 
 def recorded(steps: Steps, *tensors: Any) -> tuple[Any, ...]:
@@ -69,11 +97,23 @@ def recorded(steps: Steps, *tensors: Any) -> tuple[Any, ...]:
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Any], *tensors: Any) -> Any:
+    def forward(compute: Callable[..., Any], *tensors: Any) -> Any:
         return compute(*tensors)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
     def backward(ctx: Any, *unused: Any) -> NoReturn:
+        raise UnsupportedError(_TWICE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _each(_Once.apply, info, in_dims, *arguments)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         raise UnsupportedError(_TWICE)
 
 
@@ -139,8 +179,8 @@ def moe_route_given(
 def moe_forward(
     x: Any, w_gate_up: Any, w_down: Any, routing: Any, w_up: Any, gate: Any, activation: Any,
     b_gate_up: Any, b_up: Any, b_down: Any, alpha: Any, limit: Any, up_offset: Any,
-    weight_on_input: Any, out: Any, pre_activation: Any, return_pre_activation: Any, kernel: Any,
-    stream: Any,
+    weight_on_input: Any, out: Any, pre_activation: Any, return_pre_activation: Any,
+    max_workspace_bytes: Any, kernel: Any, stream: Any,
 ) -> Any:  # fmt: skip
     from flashmoe_science.torch import operators
 
@@ -149,12 +189,12 @@ def moe_forward(
         return _below_autocast(
             _core.moe_forward, x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
             b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
-            return_pre_activation, kernel, stream,
+            return_pre_activation, max_workspace_bytes, kernel, stream,
         )  # fmt: skip
     _refuse(out=out, pre_activation=pre_activation, stream=stream)
     return operators.traced_moe_forward(
         x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
-        b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
+        b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes, kernel,
     )  # fmt: skip
 
 
@@ -175,12 +215,12 @@ def grouped_product(
 def fused_moe(*arguments: Any) -> Any:
     from flashmoe_science.torch import operators
 
-    *layer, out, kernel, stream = arguments
+    *layer, out, max_workspace_bytes, kernel, stream = arguments
     layer = cast_layer(layer)
     if not _is_recorded(*layer):
-        return _below_autocast(_core.fused_moe, *layer, out, kernel, stream)
+        return _below_autocast(_core.fused_moe, *layer, out, max_workspace_bytes, kernel, stream)
     _refuse(out=out, stream=stream)
-    return operators.traced_fused_moe(*layer, kernel)
+    return operators.traced_fused_moe(*layer, max_workspace_bytes, kernel)
 
 
 _FUSED_MATRICES = (0, 1, 2, 3, 13)  # tokens, router_weights, w_gate_up, w_down, w_up

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from flashmoe_science import _core
 from flashmoe_science._tracing import is_traced, operators
+from flashmoe_science.errors import _TransformedError
 
 _T = TypeVar("_T")
 
@@ -90,17 +91,20 @@ def moe_route(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
     """
-    if is_traced():
-        traced: MoeRouting = operators().moe_route(
-            logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
-            num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
-            out=out, stream=stream,
-        )  # fmt: skip
-        return traced
-    return _core.moe_route(  # type: ignore[return-value]
-        logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
-        return_lse, out, stream,
+    if not is_traced():
+        try:
+            return _core.moe_route(  # type: ignore[return-value]
+                logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
+                return_lse, out, stream,
+            )  # fmt: skip
+        except _TransformedError:  # which torch's operators take
+            pass
+    traced: MoeRouting = operators().moe_route(
+        logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+        num_groups=num_groups, top_groups=top_groups, scale=scale, return_lse=return_lse,
+        out=out, stream=stream,
     )  # fmt: skip
+    return traced
 
 
 def moe_route_given(
@@ -136,15 +140,18 @@ def moe_route_given(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `out`.
     """
-    if is_traced():
-        traced: MoeRouting = operators().moe_route_given(
-            ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
-            expert_map=expert_map, out=out, stream=stream,
-        )  # fmt: skip
-        return traced
-    return _core.moe_route_given(  # type: ignore[return-value]
-        ids, weights, num_experts, renormalize, scale, expert_map, out, stream
-    )
+    if not is_traced():
+        try:
+            return _core.moe_route_given(  # type: ignore[return-value]
+                ids, weights, num_experts, renormalize, scale, expert_map, out, stream
+            )
+        except _TransformedError:  # as above
+            pass
+    traced: MoeRouting = operators().moe_route_given(
+        ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
+        expert_map=expert_map, out=out, stream=stream,
+    )  # fmt: skip
+    return traced
 
 
 @overload
@@ -167,6 +174,7 @@ def moe_forward(
     out: _T | None = None,
     pre_activation: _T | None = None,
     return_pre_activation: Literal[False] = False,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> _T: ...
@@ -192,6 +200,7 @@ def moe_forward(
     out: _T | None = None,
     pre_activation: _T | None = None,
     return_pre_activation: Literal[True],
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> tuple[_T, _T]: ...
@@ -216,6 +225,7 @@ def moe_forward(
     out: Any = None,
     pre_activation: Any = None,
     return_pre_activation: bool = False,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
@@ -261,6 +271,8 @@ def moe_forward(
             write, by slot, what the activation is applied to, before `limit`. Rows without a pair
             are not written. May overlap no other tensor. Not for JAX.
         return_pre_activation: Also return it, in a new tensor if none was given.
+        max_workspace_bytes: Of the gradients, where torch or JAX differentiates this call: as in
+            moe_backward. The forward itself takes no notice of it.
         kernel: Kernel family to use ("cpu", "sm89_few_tokens", "sm89", "sm90"): that one runs, or
             the call fails. None is the best.
         stream: As in flash_attention.
@@ -270,18 +282,21 @@ def moe_forward(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
     """
-    if is_traced():
-        return operators().moe_forward(
-            x, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
-            b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
-            up_offset=up_offset, weight_on_input=weight_on_input, out=out,
-            pre_activation=pre_activation, return_pre_activation=return_pre_activation,
-            kernel=kernel, stream=stream,
-        )  # fmt: skip
-    return _core.moe_forward(
-        x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down, alpha,
-        limit, up_offset, weight_on_input, out, pre_activation, return_pre_activation, kernel,
-        stream,
+    if not is_traced():
+        try:
+            return _core.moe_forward(
+                x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down,
+                alpha, limit, up_offset, weight_on_input, out, pre_activation,
+                return_pre_activation, max_workspace_bytes, kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:  # as above
+            pass
+    return operators().moe_forward(
+        x, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
+        b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
+        up_offset=up_offset, weight_on_input=weight_on_input, out=out,
+        pre_activation=pre_activation, return_pre_activation=return_pre_activation,
+        max_workspace_bytes=max_workspace_bytes, kernel=kernel, stream=stream,
     )  # fmt: skip
 
 
@@ -318,14 +333,17 @@ def grouped_product(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    if is_traced():
-        traced: _T = operators().grouped_product(
-            x, w, offsets=offsets, counts=counts, bias=bias, out=out, kernel=kernel, stream=stream
-        )
-        return traced
-    return _core.grouped_product(  # type: ignore[return-value]
-        x, w, offsets, counts, bias, out, kernel, stream
+    if not is_traced():
+        try:
+            return _core.grouped_product(  # type: ignore[return-value]
+                x, w, offsets, counts, bias, out, kernel, stream
+            )
+        except _TransformedError:  # as above
+            pass
+    traced: _T = operators().grouped_product(
+        x, w, offsets=offsets, counts=counts, bias=bias, out=out, kernel=kernel, stream=stream
     )
+    return traced
 
 
 def fused_moe(
@@ -354,6 +372,7 @@ def fused_moe(
     up_offset: float = 0.0,
     weight_on_input: bool = False,
     out: _T | None = None,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> _T:
@@ -375,6 +394,7 @@ def fused_moe(
             As in moe_forward.
         out: Of the shape and dtype of tokens: where to write. May overlap no other tensor. Not for
             JAX.
+        max_workspace_bytes: As in moe_forward.
         kernel: As in moe_forward, for the experts' products.
         stream: As in flash_attention.
 
@@ -383,19 +403,22 @@ def fused_moe(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    if is_traced():
-        traced: _T = operators().fused_moe(
-            tokens, router_weights, w_gate_up, w_down, top_k, logits=logits,
-            router_bias=router_bias, scoring=scoring, renormalize=renormalize,
-            selection_bias=selection_bias, num_groups=num_groups, top_groups=top_groups,
-            scale=scale, w_up=w_up, gate=gate, activation=activation, b_gate_up=b_gate_up,
-            b_up=b_up, b_down=b_down, alpha=alpha, limit=limit, up_offset=up_offset,
-            weight_on_input=weight_on_input, out=out, kernel=kernel, stream=stream,
-        )  # fmt: skip
-        return traced
-    return _core.fused_moe(  # type: ignore[return-value]
-        tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
-        renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
-        b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out, kernel,
-        stream,
+    if not is_traced():
+        try:
+            return _core.fused_moe(  # type: ignore[return-value]
+                tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
+                renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
+                b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out,
+                max_workspace_bytes, kernel, stream,
+            )  # fmt: skip
+        except _TransformedError:  # as above
+            pass
+    traced: _T = operators().fused_moe(
+        tokens, router_weights, w_gate_up, w_down, top_k, logits=logits, router_bias=router_bias,
+        scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+        num_groups=num_groups, top_groups=top_groups, scale=scale, w_up=w_up, gate=gate,
+        activation=activation, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha,
+        limit=limit, up_offset=up_offset, weight_on_input=weight_on_input, out=out,
+        max_workspace_bytes=max_workspace_bytes, kernel=kernel, stream=stream,
     )  # fmt: skip
+    return traced

@@ -300,7 +300,8 @@ def fused_moe_backward(
             b_up=b_up, b_down=b_down, scoring=scoring, renormalize=renormalize,
             selection_bias=selection_bias, num_groups=num_groups, top_groups=top_groups,
             scale=scale, gate=gate, activation=activation, alpha=alpha, limit=limit,
-            up_offset=up_offset, weight_on_input=weight_on_input, kernel=kernel, stream=stream,
+            up_offset=up_offset, weight_on_input=weight_on_input,
+            max_workspace_bytes=max_workspace_bytes, kernel=kernel, stream=stream,
         )  # fmt: skip
     rows = router = None
     made = logits

@@ -21,7 +21,7 @@ from flashmoe_science.cli.bench_table import BenchTable
 from flashmoe_science.cli.output import Output
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.stats import compare
-from flashmoe_science.cli.suites import load_suite, suite_names
+from flashmoe_science.cli.suites import load_suite, shape_of, suite_names
 from flashmoe_science.cli.timing import Sampling
 
 SMALL = ["--seq", "32", "--heads", "2", "--dim", "64", "--device", "cpu", "--seconds", "0.01"]
@@ -442,6 +442,52 @@ def test_a_terminal_shows_progress(tmp_path: Path) -> None:
     assert "5/6" in drawn
     assert "fp16 B1 S32 H1 D64" in drawn
     assert len(json.loads(done.stdout)["cells"]) == 6
+
+
+def test_a_log_says_which_shape_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "--suite", "seeds", "--device", "cpu", "--seconds", "0.01", "--json"]
+    assert main([*command, "--peer", "none"]) == 0
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    shapes = [shape_of(cell["shape"]) for cell in json.loads(said.out)["cells"]]
+    assert lines == [f"{i}/6 {shape}" for i, shape in enumerate(shapes)]
+
+
+def test_a_suites_shapes_can_be_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = Suite(tmp_path / "r.json", monkeypatch)
+    first = suite.run("--peer", "none", "--only", "S64", "--only", "S512")
+    of_suite = load_suite("seeds").shapes
+    chosen = [s for s in of_suite if "S64" in str(s) or "S512" in str(s)]
+    assert 0 < len(chosen) < len(of_suite)
+    assert suite.measured == chosen
+    assert first["complete"] is False
+    assert first["command"][-4:] == ["--only", "S64", "--only", "S512"]
+    # The record takes the others in, in the suite's order.
+    rest = suite.run("--peer", "none", "--only", "S", "--resume")
+    assert suite.measured == [s for s in of_suite if s not in chosen]
+    assert rest["complete"] is True
+    assert [shape_of(c["shape"]) for c in rest["cells"]] == list(of_suite)
+    # Rows of an earlier record stay, though they are not asked for.
+    again = suite.run("--peer", "none", "--only", "S64", "--resume")
+    assert suite.measured == []
+    assert again["cells"] == rest["cells"]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--suite", "seeds", "--only", "olmoe"], "--only: got olmoe, which none of"),
+        (["--seq", "8", "--heads", "1", "--dim", "8", "--only", "S"], "--only: it chooses among"),
+    ],
+)
+def test_a_choice_among_no_shapes_is_refused(
+    capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["bench", "--device", "cpu", *options]) != 0
+    assert said in "".join(capsys.readouterr())
 
 
 def test_a_row_that_cannot_be_measured_leaves_the_others(

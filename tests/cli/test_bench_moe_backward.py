@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from flashmoe_science.cli.moe_shapes import (
     moe_shape_from_options,
 )
 from flashmoe_science.cli.output import CommandError
-from flashmoe_science.cli.peers import choose_peers, moe_gradients, peer_names
+from flashmoe_science.cli.peers import choose_peers, moe_gradients, peer_names, quack_ahead
 from flashmoe_science.cli.plotting import charts, record, theme
 from flashmoe_science.cli.suites import load_suite, operation_of, shape_of
 
@@ -691,6 +692,99 @@ def test_sonicmoe_is_differentiated(modules: Path, shape: MoeShape, operation: s
     )
     (folder / "__init__.py").write_text(SONIC)
     assert differentiated("sonicmoe", operation, shape) == ""
+
+
+TUNER = """
+import os
+
+class Autotuner:
+    def __init__(self, fn, count):
+        self.fn, self.configs, self.cache_results = fn, list(range(count)), True
+        self.early_config_prune = lambda configs, named, **options: [c for c in configs if c % 2]
+        self.do_bench = None
+
+    def __call__(self, x):
+        for config in self.early_config_prune(self.configs, {"A": x}, dynamic_scheduler=False):
+            assert not self.cache_results, "what is not timed must not be kept"
+            assert os.environ["QUACK_COMPILE_WORKERS"] == "1"
+            self.do_bench(lambda: self.fn(config), quantiles=(0.5, 0.2, 0.8))
+"""
+TUNED = """
+import os
+from quack.autotuner import Autotuner
+
+def compile(config):
+    with open(f"{os.environ['COMPILED']}/{os.getpid()}", "a") as file:
+        file.write(f"{config} ")
+
+gemm_tuned = Autotuner(compile, 22)
+gemm_gated_tuned = Autotuner(lambda config: compile(100 + config), 6)
+"""
+
+
+def test_what_quack_tunes_is_compiled_once_by_processes_together(
+    modules: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    for folder in ("sonicmoe/functional", "quack", "compiled"):
+        (modules / folder).mkdir(parents=True)
+    for file, text in {
+        "sonicmoe/__init__.py": "",
+        "sonicmoe/enums.py": "import enum\nActivationType = enum.Enum('A', ['SWIGLU'])\n",
+        "sonicmoe/functional/__init__.py": SONIC.replace(
+            "assert not inference and",
+            "gemm_tuned(x), gemm_gated_tuned(x)\n        assert not inference and",
+        ).replace("import torch\n", "import torch\nfrom quack.gemm_interface import *\n", 1),
+        "quack/__init__.py": "",
+        "quack/autotuner.py": TUNER,
+        "quack/gemm_interface.py": TUNED,
+    }.items():
+        (modules / file).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{modules}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("COMPILED", str(modules / "compiled"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
+    monkeypatch.delenv(quack_ahead.WORKERS, raising=False)
+    quack_ahead.compile_ahead.cache_clear()
+    try:
+        quack_ahead.compile_ahead("cpu")
+        said = capfd.readouterr().err
+        quack_ahead.compile_ahead("cpu")  # of no effect: once is enough
+        assert capfd.readouterr().err == ""
+        assert os.environ.pop(quack_ahead.WORKERS) == "1"  # the tuner itself starts none
+    finally:
+        quack_ahead.compile_ahead.cache_clear()
+    assert "3 processes compile" in said
+    assert "failed" not in said
+    shares = [
+        sorted(map(int, file.read_text().split())) for file in (modules / "compiled").iterdir()
+    ]
+    of_both = [*range(1, 22, 2), 101, 103, 105]
+    assert sorted(config for share in shares for config in share) == of_both
+    assert sorted(map(len, shares)) == [4, 5, 5]
+
+
+@pytest.mark.parametrize("tuner", [True, False])
+def test_compiling_is_left_to_who_asked_for_it(
+    modules: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tuner: bool
+) -> None:
+    if tuner:
+        (modules / "quack").mkdir()
+        (modules / "quack" / "autotuner.py").write_text(TUNER)
+        monkeypatch.setenv(quack_ahead.WORKERS, "4")
+    else:
+        monkeypatch.delenv(quack_ahead.WORKERS, raising=False)
+    quack_ahead.compile_ahead.cache_clear()
+    try:
+        quack_ahead.compile_ahead("cpu")
+    finally:
+        quack_ahead.compile_ahead.cache_clear()
+    assert capfd.readouterr().err == ""
+    assert os.environ.get(quack_ahead.WORKERS) == ("4" if tuner else None)
+
+
+def test_a_share_is_never_empty() -> None:
+    assert quack_ahead.share_of(None, 5, 8, [1, 2, 3]) == [1]
+    assert quack_ahead.share_of(None, 1, 2, [1, 2, 3, 4]) == [2, 4]
 
 
 @pytest.mark.parametrize("way", WAYS)

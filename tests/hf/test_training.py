@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+import flashmoe_science  # noqa: E402
 from flashmoe_science import hf  # noqa: E402
 from hf_models import SIZES, STOCK_ATTENTION, TOKENS, make, said, with_ours  # noqa: E402
 from torch_calls import refuse_gradients  # noqa: E402
@@ -297,3 +298,21 @@ def test_experts_follow_the_stock_loss(kind: str, caplog: pytest.LogCaptureFixtu
     assert hf.report().stock == 0
     assert hf.report().ours >= STEPS
     assert said(caplog) == []
+
+
+def test_the_workspace_of_experts_gradients_is_bounded() -> None:
+    """One that is too low is told of; one that is not gives the same bits."""
+    model = make("mixtral")
+    model.set_experts_implementation(hf.NAME)
+    want = gradients(model)
+    try:
+        hf.register(max_workspace_bytes=1)
+        with pytest.raises(flashmoe_science.UnsupportedError, match="max_workspace_bytes: got 1, "):
+            gradients(model)
+        hf.register(max_workspace_bytes=1 << 30)
+        for name, gradient in gradients(model).items():
+            assert torch.equal(gradient, want[name]), name
+        with pytest.raises(ValueError, match=r"^max_workspace_bytes: got 0, accepted are positive"):
+            hf.register(max_workspace_bytes=0)
+    finally:
+        hf.register()

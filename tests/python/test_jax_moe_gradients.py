@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -462,6 +463,34 @@ def test_what_the_activation_is_applied_to_has_no_gradient() -> None:
     assert not np.asarray(jax.grad(lambda x: both(x)[1].sum())(a["tokens"])).any()
     alone = jax.grad(lambda x: fm.moe_forward(x, a["w_gate_up"], a["w_down"], routing).sum())
     assert_equal(jax.grad(lambda x: both(x)[0].sum())(a["tokens"]), alone(a["tokens"]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_workspace_of_gradients_is_bounded(compiled: bool) -> None:
+    """To the same bits, of the functional call, too; one that is too low is told of."""
+    a = {"tokens": normal(20, 264), "router_weights": normal(8, 264),
+         "w_gate_up": normal(8, 1040, 264), "w_down": normal(8, 264, 520)}  # fmt: skip
+    dout = normal(20, 264, seed=3)
+
+    def gradients(bound: int | None) -> Any:
+        def pulled(a: Any) -> Any:
+            return jax.vjp(lambda a: call(a, 2, max_workspace_bytes=bound), a)[1](dout)[0]
+
+        return (jax.jit(pulled) if compiled else pulled)(a)
+
+    want = gradients(None)
+    with pytest.raises(Exception, match="max_workspace_bytes: got 1, acc") as refusal:
+        jax.block_until_ready(gradients(1))
+    told = re.search(r"and from (\d+) on", str(refusal.value))
+    assert told is not None
+    bound = int(told[1])
+    assert_equal(gradients(bound), want)
+    made = fm.fused_moe_backward(dout, **a, top_k=2, max_workspace_bytes=bound)
+    assert_equal({name: getattr(made, name) for name in a}, want)
+    with pytest.raises(Exception, match="max_workspace_bytes: got 1, acc"):
+        jax.block_until_ready(fm.fused_moe_backward(dout, **a, top_k=2, max_workspace_bytes=1))
+    with pytest.raises(ValueError, match=r"^max_workspace_bytes: got 0, accepted are positive"):
+        call(a, 2, max_workspace_bytes=0)
 
 
 def test_no_tokens_and_empty_experts() -> None:

@@ -3,6 +3,7 @@ float64."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import flashmoe_science as fm  # noqa: E402
 import flashmoe_science.torch as fmt  # noqa: E402
 import moe_gradients  # noqa: E402
 import numpy as np  # noqa: E402
+from flashmoe_science import UnsupportedError  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 T, H, INNER, E, K = 45, 64, 40, 8, 3
@@ -243,7 +245,7 @@ def test_operators_are_sound() -> None:
     torch.library.opcheck(
         ops.moe_backward.default,
         (torch.randn(T, H), tokens, w_gate_up, w_down, *parts, None, None, None, None, None,
-         *layer, every),
+         *layer, every, 1 << 30),
     )  # fmt: skip
     torch.library.opcheck(
         ops.moe_route_backward.default,
@@ -282,6 +284,72 @@ def test_a_module_learns() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+# ---- the workspace of gradients ----
+
+
+def wide_leaves() -> dict[str, Any]:
+    """Of more columns than one block of chunks has."""
+    g = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Any:
+        return (torch.randn(shape, generator=g) * shape[-1] ** -0.5).requires_grad_()
+
+    return {"tokens": normal(20, 264), "router_weights": normal(8, 264),
+            "w_gate_up": normal(8, 1040, 264), "w_down": normal(8, 264, 520)}  # fmt: skip
+
+
+def by_parts(fm: Any, given: dict[str, Any], max_workspace_bytes: int | None) -> Any:
+    logits = given["tokens"] @ given["router_weights"].T
+    return fm.moe_forward(
+        given["tokens"],
+        given["w_gate_up"],
+        given["w_down"],
+        fm.moe_route(logits, 2),
+        max_workspace_bytes=max_workspace_bytes,
+    )
+
+
+def at_once(fm: Any, given: dict[str, Any], max_workspace_bytes: int | None) -> Any:
+    return fm.fused_moe(**given, top_k=2, max_workspace_bytes=max_workspace_bytes)
+
+
+def by_module(fm: Any, given: dict[str, Any], max_workspace_bytes: int | None) -> Any:
+    layer = fmt.FlashMoELayer(264, 520, 8, 2, renormalize=False,
+                              max_workspace_bytes=max_workspace_bytes)  # fmt: skip
+    state = {"gate.weight": given["router_weights"], "experts.gate_up_proj": given["w_gate_up"],
+             "experts.down_proj": given["w_down"]}  # fmt: skip
+    return torch.func.functional_call(layer, state, (given["tokens"],))
+
+
+@MODULES
+@pytest.mark.parametrize(
+    ("layer", "backend"),
+    [(by_parts, None), (at_once, None), (by_module, None), (by_parts, "aot_eager"),
+     (at_once, "aot_eager")],
+)  # fmt: skip
+def test_the_workspace_of_gradients_is_bounded(fm: Any, layer: Any, backend: str | None) -> None:
+    """To the same bits; one that is too low is told of when gradients are computed."""
+    torch._dynamo.reset()
+    given = wide_leaves()
+    call = torch.compile(layer, backend=backend, fullgraph=True) if backend else layer
+    dout = torch.randn(20, 264)
+
+    def gradients(bound: int | None) -> Any:
+        return torch.autograd.grad(call(fm, given, bound), list(given.values()), dout)
+
+    want = gradients(None)
+    with pytest.raises(UnsupportedError, match="max_workspace_bytes: got 1, acc") as refusal:
+        gradients(1)
+    told = re.search(r"and from (\d+) on", str(refusal.value))
+    assert told is not None
+    for made, gradient in zip(gradients(int(told[1])), want, strict=True):
+        assert torch.equal(made, gradient)
+    with torch.no_grad():  # which computes none
+        assert torch.equal(layer(fm, given, 1), layer(fm, given, None))
+    with pytest.raises(ValueError, match=r"^max_workspace_bytes: got 0, accepted are positive"):
+        layer(fm, given, 0)
 
 
 def test_no_tokens() -> None:

@@ -34,7 +34,7 @@ class Gradients(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.flashmoe.moe_backward.default:
-            self.wanted.append(list(args[-1]))
+            self.wanted.append(list(args[-2]))
         return func(*args, **kwargs or {})
 
 
@@ -316,14 +316,148 @@ def test_a_training_step_is_one_graph() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_transforms_are_refused_but_for_vmap() -> None:
+def test_vmap_of_a_frozen_layer() -> None:
     layer, x = layer_of().requires_grad_(False), normal(3, T, H)
     assert torch.equal(torch.func.vmap(layer)(x), layer(x))
-    refused = r"got a tensor that a transform of torch\.func differentiates, accepted are others"
-    with pytest.raises(ValueError, match=refused):
-        torch.func.grad(lambda x: step(layer, x))(x)
-    with pytest.raises(ValueError, match=refused):
-        torch.func.vjp(layer, x)
+
+
+# ---- transforms of torch.func ----
+
+SCORING = {"scoring": "sigmoid", "num_groups": 2, "top_groups": 1, "scale": 2.5}
+
+
+def functional(fm: Any, parameters: dict[str, Any], x: Any) -> Any:
+    """A layer of functions, with what each of them may be given."""
+    p = parameters
+    every = torch.tensor([0, x.shape[0]], dtype=torch.int32)
+    logits = fm.grouped_product(x, p["router"][None], offsets=every, bias=p["router_bias"][None])
+    routing = fm.moe_route(
+        logits, K, selection_bias=p["selection_bias"], return_lse=True, **SCORING
+    )
+    again = fm.moe_route_given(routing.ids, routing.weights, num_experts=E)
+    out = fm.moe_forward(x, p["w_gate_up"], p["w_down"], again, b_gate_up=p["b_gate_up"])
+    return out + routing.lse[:, None]
+
+
+def at_once(fm: Any, parameters: dict[str, Any], x: Any) -> Any:
+    p = parameters
+    return fm.fused_moe(
+        x, p["router"], p["w_gate_up"], p["w_down"], K, router_bias=p["router_bias"],
+        selection_bias=p["selection_bias"], b_gate_up=p["b_gate_up"], **SCORING,
+    )  # fmt: skip
+
+
+def parameters_of() -> dict[str, Any]:
+    return {
+        "router": normal(E, H), "router_bias": normal(E), "selection_bias": 0.1 * normal(E),
+        "w_gate_up": normal(E, 2 * INNER, H) / 8, "w_down": normal(E, H, INNER) / 8,
+        "b_gate_up": normal(E, 2 * INNER),
+    }  # fmt: skip
+
+
+FUNCTIONS = pytest.mark.parametrize("layer", [functional, at_once])
+MODULES = pytest.mark.parametrize("fm", [fm, fmt], ids=["package", "torch"])
+
+
+def of_autograd(layer: Any, parameters: dict[str, Any], x: Any, dout: Any) -> Any:
+    """The gradients of parameters and x, None of what has none."""
+    leaves = {n: p.clone().requires_grad_() for n, p in parameters.items()}
+    x = x.clone().requires_grad_()
+    out = layer(fm, leaves, x)
+    *made, dx = torch.autograd.grad(out, [*leaves.values(), x], dout, allow_unused=True)
+    return dict(zip(leaves, made, strict=True)), dx
+
+
+def assert_gradients(made: Any, want: Any, equal: bool = True) -> None:
+    for name, gradient in made.items():
+        expected = want[name] if want[name] is not None else torch.zeros_like(gradient)
+        if equal:
+            assert torch.equal(gradient, expected), name
+        else:
+            torch.testing.assert_close(gradient, expected, msg=name)
+
+
+@MODULES
+@FUNCTIONS
+def test_grad_and_vjp_of_functions(fm: Any, layer: Any) -> None:
+    """To the bits of Tensor.backward; a selection bias has a gradient of 0."""
+    parameters, x, dout = parameters_of(), normal(T, H), normal(T, H)
+    want, dx = of_autograd(layer, parameters, x, dout)
+
+    def loss(parameters: Any, x: Any) -> Any:
+        return (layer(fm, parameters, x) * dout).sum()
+
+    made, by_x = torch.func.grad(loss, (0, 1))(parameters, x)
+    assert_gradients(made, want)
+    assert torch.equal(by_x, dx)
+    out, pull = torch.func.vjp(lambda *given: layer(fm, *given), parameters, x)
+    assert torch.equal(out, layer(fm, parameters, x))
+    made, by_x = pull(dout)
+    assert_gradients(made, want)
+    assert torch.equal(by_x, dx)
+
+
+@MODULES
+@FUNCTIONS
+def test_vmap_of_grad_is_a_gradient_for_each_sample(fm: Any, layer: Any) -> None:
+    parameters, x, dout = parameters_of(), normal(3, T, H), normal(T, H)
+
+    def loss(parameters: Any, x: Any) -> Any:
+        return (layer(fm, parameters, x) * dout).sum()
+
+    made, by_x = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, 0))(parameters, x)
+    for i in range(3):
+        want, dx = of_autograd(layer, parameters, x[i], dout)
+        assert_gradients({name: gradient[i] for name, gradient in made.items()}, want, equal=False)
+        torch.testing.assert_close(by_x[i], dx)
+
+
+@MODULES
+@FUNCTIONS
+def test_grad_of_vmap_is_their_sum(fm: Any, layer: Any) -> None:
+    parameters, x, dout = parameters_of(), normal(3, T, H), normal(T, H)
+
+    def loss(parameters: Any) -> Any:
+        return (torch.func.vmap(lambda x: layer(fm, parameters, x))(x) * dout).sum()
+
+    made = torch.func.grad(loss)(parameters)
+    each = [of_autograd(layer, parameters, one, dout)[0] for one in x]
+    want = {n: None if each[0][n] is None else sum(g[n] for g in each) for n in parameters}
+    assert_gradients(made, want, equal=False)
+
+
+def test_functional_call_of_a_module() -> None:
+    layer, x, dout = layer_of(), normal(T, H), normal(T, H)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters: Any) -> Any:
+        return (torch.func.functional_call(layer, parameters, (x,)) * dout).sum()
+
+    made = torch.func.grad(loss)(parameters)
+    layer(x).backward(dout)
+    assert_gradients(made, {name: p.grad for name, p in layer.named_parameters()})
+
+
+def test_jacobians() -> None:
+    parameters, x = parameters_of(), normal(4, H)
+    made = torch.func.jacrev(lambda x: at_once(fmt, parameters, x).sum(-1))(x)
+    for t in range(4):
+        dout = torch.zeros(4, H)
+        dout[t] = 1
+        torch.testing.assert_close(made[t], of_autograd(at_once, parameters, x, dout)[1])
+
+
+@FUNCTIONS
+def test_second_derivatives_by_transforms_are_refused(layer: Any) -> None:
+    parameters, x = parameters_of(), normal(T, H)
+
+    def loss(x: Any) -> Any:
+        return layer(fmt, parameters, x).square().sum()
+
+    with pytest.raises(NotImplementedError, match="its gradients are differentiated again"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x)
+    with pytest.raises((ValueError, NotImplementedError), match="no derivative yet"):
+        torch.func.hessian(loss)(x)
 
 
 # ---- processes ----

@@ -104,6 +104,13 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--suite", metavar="NAME", help=f"one of {', '.join(suite_names())}")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="with --suite: measure those shapes alone whose model or name as it is printed holds "
+        'this, such as qwen3 or "zipf 1"; may be repeated, for any of them',
+    )
     add_shape_options(parser, required=False)
     add_pass_options(parser, training=True)
     add_moe_shape_options(parser)
@@ -227,6 +234,22 @@ def _shapes(
             f"{', '.join(sorted({s.dtype for s in suite.shapes}))}"
         )
     return shapes
+
+
+def _only(arguments: argparse.Namespace, shapes: Sequence[AnyShape]) -> frozenset[AnyShape]:
+    """Those of a suite's shapes that are to be measured."""
+    if arguments.only is None:
+        return frozenset(shapes)
+    if arguments.suite is None:
+        raise CommandError("--only: it chooses among the shapes of a suite; give --suite")
+    names = {shape: f"{getattr(shape, 'model', '')} {shape}".strip() for shape in shapes}
+    for text in arguments.only:
+        if not any(text in name for name in names.values()):
+            raise CommandError(
+                f"--only: got {text}, which none of the suite's shapes holds: "
+                f"{', '.join(names.values())}"
+            )
+    return frozenset(s for s, name in names.items() if any(t in name for t in arguments.only))
 
 
 def _skip_emulated(
@@ -384,6 +407,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(arguments.json)
     _set_threads(flashmoe, arrays, arguments.threads)
     shapes, skipped = _skip_emulated(shapes, native_dtypes(arrays.device, arrays.dtypes), arguments)
+    wanted = _only(arguments, shapes)
     output = Output(silent=arguments.json == "-")
     title = suite.title if suite else _TITLES[operation_of(shapes[0])]
     output.heading(f"{title}, on {device} ({flashmoe.device_info(device).name})")
@@ -433,11 +457,14 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.monotonic()
     code = EXIT_OK
     cells = [kept.rows.get(shape) for shape in shapes]
+    # Rows that --only leaves out and no earlier record has are not in this one.
+    rows = [i for i, shape in enumerate(shapes) if shape in wanted or cells[i] is not None]
+    done = 0
     try:
-        with output.progress(len(shapes)) as show:
-            for i, shape in enumerate(shapes):
-                show(i, str(shape))
-                cell = cells[i]
+        with output.progress(len(rows)) as show:
+            for done, i in enumerate(rows):
+                shape, cell = shapes[i], cells[i]
+                show(done, str(shape))
                 if cell is None:
                     ceiling = document["ceilings"]["matmul_flops_per_s"][shape.dtype]
                     cell = cells[i] = _measure(
@@ -450,9 +477,9 @@ def run(arguments: argparse.Namespace) -> int:
                 table.cell(str(shape), cell)
                 if cell["status"] != "ok":
                     code = EXIT_FAILED
-        document["complete"] = True
+        document["complete"] = None not in cells
     except KeyboardInterrupt:
-        output.line(f"interrupted after {len(shapes) - cells.count(None)} of {len(shapes)} shapes")
+        output.line(f"interrupted after {done} of {len(rows)} shapes")
         code = EXIT_INTERRUPTED
     document["cells"] = [cell for cell in cells if cell is not None]
     document["summary"] = summarise(document["cells"])

@@ -130,11 +130,15 @@ class Output:
         """Gives a function to call with how many of `total` are done, and what is next.
 
         It draws a bar on a terminal, that of standard error where standard output is none; where
-        there is no terminal, or no rich, it does nothing: the lines printed are progress enough.
+        there is no terminal, or no rich, a line on standard error says what begins: a log tells
+        what it was that took long, or was killed.
         """
         console = self._console or _terminal(sys.stderr)
-        if console is None or total < 2:
+        if total < 2:
             yield lambda done, text: None
+            return
+        if console is None:
+            yield lambda done, text: print(f"{done}/{total} {text}", file=sys.stderr, flush=True)
             return
         rich = importlib.import_module("rich.progress")
         columns = (

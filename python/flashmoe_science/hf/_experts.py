@@ -9,12 +9,26 @@ from transformers.activations import ACT2CLS
 from transformers.integrations import moe as hf_moe
 
 import flashmoe_science
-from flashmoe_science.errors import _without_addresses
+from flashmoe_science.errors import InvalidArgumentError, _without_addresses
 from flashmoe_science.hf import _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
 from flashmoe_science.torch import operators
 
 _MOST_EXPERTS, _MOST_TOP_K = 1024, 32
+
+_max_workspace_bytes: int | None = None
+
+
+def bound_workspace(max_workspace_bytes: int | None) -> None:
+    """Of the gradients of every call from now on."""
+    global _max_workspace_bytes
+    if max_workspace_bytes is not None and max_workspace_bytes < 1:
+        raise InvalidArgumentError(
+            f"max_workspace_bytes: got {max_workspace_bytes}, accepted are positive, or None, for "
+            "no bound"
+        )
+    _max_workspace_bytes = max_workspace_bytes
+
 
 # transformers' activations and torch's by our names; exactly those whose formula is ours.
 _ACTIVATIONS = {
@@ -97,6 +111,7 @@ def experts(
         reason = reason or f"the hidden size is {hidden}, that of an expert {inner}"
     if not reason:
         assert isinstance(options, dict)
+        options["max_workspace_bytes"] = _max_workspace_bytes
         if module.is_transposed:
             w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
         if module.has_bias:

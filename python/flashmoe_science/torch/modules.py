@@ -179,7 +179,8 @@ class FlashMoELayer(nn.Module):
         transposed: Whether experts' matrices are stored turned round, as gpt-oss and Llama 4 do.
         router_bias, expert_bias, selection_bias: Whether there are such parameters.
         scoring, renormalize, num_groups, top_groups, scale: As in moe_route.
-        activation, alpha, limit, up_offset, weight_on_input, kernel: As in moe_forward.
+        activation, alpha, limit, up_offset, weight_on_input: As in moe_forward.
+        max_workspace_bytes, kernel: Likewise.
         device, dtype: Of the parameters.
     """
 
@@ -205,6 +206,7 @@ class FlashMoELayer(nn.Module):
         limit: float | None = None,
         up_offset: float = 0.0,
         weight_on_input: bool = False,
+        max_workspace_bytes: int | None = None,
         kernel: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -222,7 +224,8 @@ class FlashMoELayer(nn.Module):
             "scoring": scoring, "renormalize": renormalize, "num_groups": num_groups,
             "top_groups": top_groups, "scale": scale, "gate": gate, "activation": activation,
             "alpha": alpha, "limit": limit, "up_offset": up_offset,
-            "weight_on_input": weight_on_input, "kernel": kernel,
+            "weight_on_input": weight_on_input, "max_workspace_bytes": max_workspace_bytes,
+            "kernel": kernel,
         }  # fmt: skip
         self.gate = _Router(num_experts, hidden_size, router_bias, selection_bias, **where)
         self.experts = _Experts(

@@ -56,8 +56,10 @@ _IN_TRANSFORM = (
     "torch.ops.flashmoe.{0}: got a tensor that a transform of torch.func differentiates, accepted "
     "are others; "
 )
-_BY_ATTENTION = "outside of torch.compile, call flashmoe_science.flash_attention"
-_BY_BACKWARD = "call Tensor.backward or torch.autograd.grad in its place"
+_BY_FUNCTIONS = "outside of torch.compile, call the function of flashmoe_science of that name"
+
+
+_RECORDS: dict[Any, Callable[..., Any]] = {}  # by overload
 
 
 def _define(
@@ -103,8 +105,7 @@ def _define(
 
         if record is not None and _autograd.is_recorded(*tensors):
             if any(map(is_transformed, tensors)):
-                way = _BY_ATTENTION if words is ATTENTION else _BY_BACKWARD
-                raise _TransformedError(_IN_TRANSFORM.format(name) + way)
+                raise _TransformedError(_IN_TRANSFORM.format(name) + _BY_FUNCTIONS)
             return record(below, *arguments)
         return below(overload, *arguments)
 
@@ -117,8 +118,10 @@ def _define(
                 raise InvalidArgumentError(NEGATED.format(argument))
 
     _LIBRARY.impl(name, refuse_negated, "Negative")
-    rule = _batching_rule(overload, fold)
+    rule = batching_rule(overload, fold)
     torch.library.register_vmap(f"flashmoe::{name}", rule, lib=_LIBRARY)
+    if record is not None:
+        _RECORDS[overload] = record
     return overload
 
 
@@ -173,7 +176,17 @@ def _anywhere(overload: Any, inside: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _batching_rule(call: Callable[..., Any], fold: Callable[..., Any] | None) -> Callable[..., Any]:
+def _call(overload: Any, *arguments: Any) -> Any:
+    """The same of one that is defined with `record`, which says what its gradients are."""
+    if torch.compiler.is_dynamo_compiling():
+        return overload(*arguments)
+    try:
+        return overload(*arguments)
+    except _TransformedError:
+        return _RECORDS[overload](_call, *arguments)
+
+
+def batching_rule(call: Callable[..., Any], fold: Callable[..., Any] | None) -> Callable[..., Any]:
     """What torch.func.vmap does: one call where `fold` makes one of the arguments, else one for
     each entry."""
 
@@ -577,7 +590,7 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        return _batching_rule(_call_attention_with_lse, _attention_fold)(info, in_dims, *arguments)
+        return batching_rule(_call_attention_with_lse, _attention_fold)(info, in_dims, *arguments)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -798,7 +811,7 @@ class _TransformedBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        return _batching_rule(_call_attention_backward, _backward_fold)(info, in_dims, *arguments)
+        return batching_rule(_call_attention_backward, _backward_fold)(info, in_dims, *arguments)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -970,12 +983,13 @@ def _layer_gradients(arguments: _Arguments) -> tuple[dict[str, Any], dict[str, A
     count = len(_LAYER_TENSORS)
     tensors = {"dout": dout, **dict(zip(_LAYER_TENSORS, rest[:count], strict=True))}
     tensors["pre_activation"] = rest[count]
-    *options, wanted = rest[count + 1 :]
+    *options, wanted, max_workspace_bytes = rest[count + 1 :]
     made = [
         _gradient_like(tensors[name], want, dout)
         for name, want in zip(_LAYER_GRADIENTS, wanted, strict=True)
     ]
-    return tensors, dict(zip(_LAYER_OPTIONS, options, strict=True)), made
+    named = dict(zip(_LAYER_OPTIONS, options, strict=True))
+    return tensors, named | {"max_workspace_bytes": max_workspace_bytes}, made
 
 
 def _moe_backward_fake(*arguments: Any) -> Any:
@@ -984,7 +998,7 @@ def _moe_backward_fake(*arguments: Any) -> Any:
 
 def _moe_backward_kernel(*arguments: Any) -> Any:
     tensors, options, made = _layer_gradients(arguments)
-    wanted = arguments[-1]
+    wanted = arguments[-2]
     outputs = {
         _OUTPUTS_OF[name]: x
         for name, x, want in zip(_LAYER_GRADIENTS, made, wanted, strict=True)
@@ -1006,9 +1020,9 @@ _moe_backward: Any = _define(
     "(Tensor dout, Tensor x, Tensor w_gate_up, Tensor w_down, Tensor weights, Tensor offsets, "
     "Tensor pairs, Tensor slots, Tensor? w_up, Tensor? b_gate_up, Tensor? b_up, Tensor? b_down, "
     "Tensor? pre_activation, str gate, str activation, float alpha, float? limit, "
-    "float up_offset, bool weight_on_input, bool[] wanted) -> (Tensor dx, Tensor dw_gate_up, "
-    "Tensor dw_up, Tensor dw_down, Tensor db_gate_up, Tensor db_up, Tensor db_down, "
-    "Tensor dweights)",
+    "float up_offset, bool weight_on_input, bool[] wanted, int? max_workspace_bytes) -> "
+    "(Tensor dx, Tensor dw_gate_up, Tensor dw_up, Tensor dw_down, Tensor db_gate_up, Tensor db_up, "
+    "Tensor db_down, Tensor dweights)",
     _moe_backward_kernel, _moe_backward_fake,
     record=_record_once(lambda: _moe_backward, len(_LAYER_TENSORS) + 2),
 )  # fmt: skip
@@ -1143,7 +1157,9 @@ def _routing_gradient(
     if dweights is None:
         dweights = torch.zeros_like(like)
     dlse = None if dlse is None else dlse.resolve_neg()
-    return _route_backward(dweights.resolve_neg(), ids, logits, weights, dlse, *options)
+    return _call(
+        _route_backward, dweights.resolve_neg(), ids, logits, weights, dlse, *options
+    )  # fmt: skip
 
 
 def _route_record(return_lse: bool) -> Callable[..., Any]:
@@ -1151,7 +1167,7 @@ def _route_record(return_lse: bool) -> Callable[..., Any]:
         scoring, renormalize, bias, num_groups, top_groups, scale = options
         overload = _route_with_lse if return_lse else _route
 
-        def compute(logits: Any) -> tuple[Any, ...]:
+        def compute(logits: Any, bias: Any) -> tuple[Any, ...]:
             return tuple(
                 below(overload, logits, top_k, scoring, renormalize, bias, num_groups, top_groups,
                       scale)
@@ -1162,10 +1178,13 @@ def _route_record(return_lse: bool) -> Callable[..., Any]:
                 _routing_gradient(
                     grads, made[0], tensors[0], None, made[1], scoring, renormalize, scale
                 ),
+                None,
             )
 
-        steps = _moe_autograd.Steps(compute, differentiate, (1, 5) if return_lse else (1,))
-        return _moe_autograd.recorded(steps, logits)
+        names = ("logits", "selection_bias")
+        differentiable = (1, 5) if return_lse else (1,)
+        steps = _moe_autograd.Steps(names, compute, differentiate, differentiable)
+        return _moe_autograd.recorded(steps, logits, bias)
 
     return record
 
@@ -1204,17 +1223,18 @@ def _route_given_record(
     below: Callable[..., Any], ids: Any, weights: Any, num_experts: int, renormalize: bool,
     scale: float, expert_map: Any,
 ) -> Any:  # fmt: skip
-    def compute(weights: Any) -> tuple[Any, ...]:
+    def compute(ids: Any, weights: Any, expert_map: Any) -> tuple[Any, ...]:
         return tuple(below(_route_given, ids, weights, num_experts, renormalize, scale, expert_map))
 
     def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
-        return (
-            _routing_gradient(
-                grads, made[0], None, tensors[0], made[1], "softmax", renormalize, scale
-            ),
+        made_of_weights = _routing_gradient(
+            grads, made[0], None, tensors[1], made[1], "softmax", renormalize, scale
         )
+        return None, made_of_weights, None
 
-    return _moe_autograd.recorded(_moe_autograd.Steps(compute, differentiate, (1,)), weights)
+    names = ("ids", "weights", "expert_map")
+    steps = _moe_autograd.Steps(names, compute, differentiate, (1,))
+    return _moe_autograd.recorded(steps, ids, weights, expert_map)
 
 
 _route_given = _define(
@@ -1257,7 +1277,7 @@ def moe_route(
 def traced_moe_route(logits: torch.Tensor, top_k: int, *options: Any) -> MoeRouting:
     """moe_route by its operator; return_lse comes last."""
     operator = _route_with_lse if options[-1] else _route
-    return MoeRouting(*operator(logits, top_k, *options[:-1]))
+    return MoeRouting(*_call(operator, logits, top_k, *options[:-1]))
 
 
 def moe_route_given(
@@ -1284,25 +1304,27 @@ def moe_route_given(
 
 def traced_moe_route_given(*arguments: Any) -> MoeRouting:
     """moe_route_given by its operator."""
-    return MoeRouting(*_route_given(*arguments))
+    return MoeRouting(*_call(_route_given, *arguments))
 
 
 # ---- the layer -------------------------------------------------------------------------------
 
 _LAYER_SCHEMA = (
     "Tensor? w_up, str gate, str activation, Tensor? b_gate_up, Tensor? b_up, Tensor? b_down, "
-    "float alpha, float? limit, float up_offset, bool weight_on_input, str? kernel)"
+    "float alpha, float? limit, float up_offset, bool weight_on_input, int? max_workspace_bytes, "
+    "str? kernel)"
 )
 
 
 def _layer_options(
     w_up: Any, gate: Any, activation: Any, b_gate_up: Any, b_up: Any, b_down: Any, alpha: Any,
-    limit: Any, up_offset: Any, weight_on_input: Any, kernel: Any,
+    limit: Any, up_offset: Any, weight_on_input: Any, max_workspace_bytes: Any, kernel: Any,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "w_up": w_up, "gate": gate, "activation": activation, "b_gate_up": b_gate_up, "b_up": b_up,
         "b_down": b_down, "alpha": alpha, "limit": limit, "up_offset": up_offset,
-        "weight_on_input": weight_on_input, "kernel": kernel,
+        "weight_on_input": weight_on_input, "max_workspace_bytes": max_workspace_bytes,
+        "kernel": kernel,
     }  # fmt: skip
 
 
@@ -1330,11 +1352,12 @@ def _forward_kernel(return_pre_activation: bool) -> Callable[..., Any]:
         *options: Any,
     ) -> Any:  # fmt: skip
         routing = MoeRouting(None, weights, offsets, pairs, slots)
-        *layer, kernel = options
+        *layer, max_workspace_bytes, kernel = options
         call: Any = _core.moe_forward
         return call(
-            x, w_gate_up, w_down, routing, *layer, None, None, return_pre_activation, kernel, None
-        )
+            x, w_gate_up, w_down, routing, *layer, None, None, return_pre_activation,
+            max_workspace_bytes, kernel, None,
+        )  # fmt: skip
 
     return kernel_of
 
@@ -1348,6 +1371,7 @@ def _forward_check(
         name: _described(value) if isinstance(value, torch.Tensor) else value
         for name, value in _layer_options(*options).items()
     }
+    del named["max_workspace_bytes"]  # of the gradients
     fm.moe_plan(_described(x), _described(w_gate_up), _described(w_down), routing, **named)
 
 
@@ -1364,15 +1388,15 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
 
         def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
             flags = dict(zip(_LAYER_TENSORS, wanted, strict=True))
-            gradients = _moe_backward(
-                grads[0].resolve_neg(), *tensors, made[1],
+            gradients = _call(
+                _moe_backward, grads[0].resolve_neg(), *tensors, made[1],
                 *(options[name] for name in _LAYER_OPTIONS),
-                [flags[name] for name in _LAYER_GRADIENTS],
+                [flags[name] for name in _LAYER_GRADIENTS], options["max_workspace_bytes"],
             )  # fmt: skip
             by_name = dict(zip(_LAYER_GRADIENTS, gradients, strict=True))
             return tuple(by_name[name] if flags[name] else None for name in _LAYER_TENSORS)
 
-        steps = _moe_autograd.Steps(compute, differentiate, (0,))
+        steps = _moe_autograd.Steps(_LAYER_TENSORS, compute, differentiate, (0,))
         out, pre_activation = _moe_autograd.recorded(steps, *tensors)
         return (out, pre_activation) if return_pre_activation else out
 
@@ -1413,6 +1437,7 @@ def moe_forward(
     out: torch.Tensor | None = None,
     pre_activation: torch.Tensor | None = None,
     return_pre_activation: bool = False,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
@@ -1423,13 +1448,13 @@ def moe_forward(
             return _core.moe_forward(
                 x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down,
                 alpha, limit, up_offset, weight_on_input, out, pre_activation,
-                return_pre_activation, kernel, stream,
+                return_pre_activation, max_workspace_bytes, kernel, stream,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
     return traced_moe_forward(
         x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
-        b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
+        b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes, kernel,
     )  # fmt: skip
 
 
@@ -1442,7 +1467,7 @@ def traced_moe_forward(
     _, weights, offsets, pairs, slots, _ = routing
     w_up, *others = options
     x, w_gate_up, w_down, w_up = _moe_autograd.cast(x, w_gate_up, w_down, w_up)
-    return operator(x, w_gate_up, w_down, weights, offsets, pairs, slots, w_up, *others)
+    return _call(operator, x, w_gate_up, w_down, weights, offsets, pairs, slots, w_up, *others)
 
 
 # ---- products, and all in one ----------------------------------------------------------------
@@ -1473,10 +1498,12 @@ def _product_record(
 
     def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
         flags = [wanted[0], wanted[1], wanted[4]]
-        dx, dw, dbias = _chosen(_product_backward(grads[0].resolve_neg(), *tensors, flags), flags)
+        made = _call(_product_backward, grads[0].resolve_neg(), *tensors, flags)
+        dx, dw, dbias = _chosen(made, flags)
         return dx, dw, None, None, dbias
 
-    steps = _moe_autograd.Steps(compute, differentiate, (0,))
+    names = ("x", "w", "offsets", "counts", "bias")
+    steps = _moe_autograd.Steps(names, compute, differentiate, (0,))
     return _moe_autograd.recorded(steps, x, w, offsets, counts, bias)[0]
 
 
@@ -1512,7 +1539,7 @@ def grouped_product(
 def traced_grouped_product(*arguments: Any) -> torch.Tensor:
     """grouped_product by its operator."""
     x, w, *others = arguments
-    made: torch.Tensor = _product(*_moe_autograd.cast(x, w), *others)
+    made: torch.Tensor = _call(_product, *_moe_autograd.cast(x, w), *others)
     return made
 
 
@@ -1521,9 +1548,9 @@ def _fused_fake(tokens: Any, *arguments: Any) -> Any:
 
 
 def _fused_kernel(*arguments: Any) -> Any:
-    *layer, kernel = arguments
+    *layer, max_workspace_bytes, kernel = arguments
     call: Any = _core.fused_moe
-    return call(*layer, None, kernel, None)
+    return call(*layer, None, max_workspace_bytes, kernel, None)
 
 
 def _fused_fold(
@@ -1547,8 +1574,8 @@ def _router_logits(rows: torch.Tensor, router: torch.Tensor, bias: Any) -> torch
         logits = rows @ router.T
         return logits if bias is None else logits + bias
     every = torch.arange(2, dtype=torch.int32, device=rows.device) * torch.iinfo(torch.int32).max
-    made: torch.Tensor = _product(
-        rows, router[None], every, None, None if bias is None else bias[None], None
+    made: torch.Tensor = _call(
+        _product, rows, router[None], every, None, None if bias is None else bias[None], None
     )
     return made
 
@@ -1567,8 +1594,8 @@ def _fused_record(
         logits = _router_logits(rows, router_weights, router_bias)
     else:
         logits = logits.reshape(-1, logits.shape[-1])
-    _, weights, *order = _route(logits, top_k, *routing_options)
-    made = _forward(rows, w_gate_up, w_down, weights, *order, *layer)
+    _, weights, *order = _call(_route, logits, top_k, *routing_options)
+    made = _call(_forward, rows, w_gate_up, w_down, weights, *order, *layer)
     return made.view(tokens.shape)
 
 
@@ -1607,6 +1634,7 @@ def fused_moe(
     up_offset: float = 0.0,
     weight_on_input: bool = False,
     out: torch.Tensor | None = None,
+    max_workspace_bytes: int | None = None,
     kernel: str | None = None,
     stream: object = None,
 ) -> torch.Tensor:
@@ -1616,19 +1644,20 @@ def fused_moe(
             return _core.fused_moe(  # type: ignore[return-value]
                 tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
                 renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
-                b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out, kernel,
-                stream,
+                b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out,
+                max_workspace_bytes, kernel, stream,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
     return traced_fused_moe(
         tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
-        b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, kernel,
+        b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes,
+        kernel,
     )  # fmt: skip
 
 
 def traced_fused_moe(*arguments: Any) -> torch.Tensor:
     """fused_moe by its operator."""
-    made: torch.Tensor = _fused(*_moe_autograd.cast_layer(arguments))
+    made: torch.Tensor = _call(_fused, *_moe_autograd.cast_layer(arguments))
     return made

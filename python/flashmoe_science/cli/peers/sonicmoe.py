@@ -11,6 +11,7 @@ from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.moe_inputs import MoeInputs
 from flashmoe_science.cli.moe_shapes import MoeShape
 from flashmoe_science.cli.peers.peer import Peer, Refused
+from flashmoe_science.cli.peers.quack_ahead import compile_ahead
 from flashmoe_science.cli.suites import MOE
 from flashmoe_science.cli.timing import Contender
 
@@ -21,6 +22,7 @@ def _layer(
     """Its layer of one logits. Inference saves nothing for a backward."""
     if shape.dtype != "bf16":
         raise Refused("SonicMoE is tested in bf16 only")
+    compile_ahead(str(inputs.x.device))
     torch = arrays.xp
     functional = importlib.import_module("sonicmoe.functional")
     swiglu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
@@ -61,7 +63,7 @@ def _prepare(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
     return Contender("", inputs.rotation(without_gradients))
 
 
-def _prepare_to_differentiate(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
+def prepare_to_differentiate(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
     return Contender("", inputs.rotation(_layer(arrays, shape, inputs, inference=False)))
 
 
@@ -77,4 +79,4 @@ PEERS = (
     ),
 )
 # Its forward as peers/moe_gradients.py differentiates it.
-TO_DIFFERENTIATE = (dataclasses.replace(PEERS[0], prepare=_prepare_to_differentiate),)
+TO_DIFFERENTIATE = (dataclasses.replace(PEERS[0], prepare=prepare_to_differentiate),)

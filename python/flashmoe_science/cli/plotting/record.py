@@ -231,7 +231,7 @@ def provenance(document: dict[str, Any], outdated: bool = False) -> str:
     words = [machine(document), document["date"][:10], at]
     words += filter(None, [versions(document)])
     if not document.get("complete", True):
-        words.append("interrupted: not every shape was measured")
+        words.append("not every shape was measured")
     return ", ".join(words)
 
 
