@@ -3,6 +3,7 @@
 
 #include "bindings/attention.h"
 #include "bindings/kv_append.h"
+#include "bindings/kv_gather.h"
 #include "bindings/library.h"
 #include "bindings/merge_states.h"
 #include "bindings/moe.h"
@@ -13,6 +14,7 @@ NB_MODULE(_core, module) {
   flashmoe::define_library(module);
   flashmoe::define_attention(module);
   flashmoe::define_kv_append(module);
+  flashmoe::define_kv_gather(module);
   flashmoe::define_merge_states(module);
   flashmoe::define_moe(module);
   flashmoe::define_operations(module);

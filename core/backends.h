@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/ops/attention/append_problem.h"
+#include "core/ops/attention/gather_problem.h"
 #include "core/ops/attention/problem.h"
 #include "core/ops/merge_states/problem.h"
 #include "core/ops/moe/problem.h"
@@ -13,6 +14,7 @@ namespace flashmoe {
 using AttentionFamily = Family<AttentionProblem>;
 using AttentionBackwardFamily = Family<AttentionBackwardProblem>;
 using KvAppendFamily = Family<KvAppendProblem>;
+using KvGatherFamily = Family<KvGatherProblem>;
 using MergeStatesFamily = Family<MergeStatesProblem>;
 using MoeRouteFamily = Family<MoeRouteProblem>;
 using MoeForwardFamily = Family<MoeForwardProblem>;
@@ -35,6 +37,7 @@ inline constexpr char kFamilyNames[] =
 extern const AttentionFamily kCpuAttention;
 extern const AttentionBackwardFamily kCpuAttentionBackward;
 extern const KvAppendFamily kCpuKvAppend;
+extern const KvGatherFamily kCpuKvGather;
 extern const MergeStatesFamily kCpuMergeStates;
 extern const MoeRouteFamily kCpuMoeRoute;
 extern const MoeForwardFamily kCpuMoeForward;
@@ -53,6 +56,7 @@ extern const AttentionFamily kSm89DecodeAttention;
 extern const AttentionFamily kSm89Attention;
 extern const AttentionBackwardFamily kSm89AttentionBackward;
 extern const KvAppendFamily kCudaKvAppend;  // for every GPU
+extern const KvGatherFamily kCudaKvGather;  // for every GPU
 extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
 extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
         UnsupportedError,
     )
+    from flashmoe_science.gather import kv_gather, kv_gather_plan
     from flashmoe_science.info import (
         BuildInfo,
         DeviceInfo,
@@ -126,6 +127,8 @@ __all__ = [
     "grouped_product_plan",
     "kv_append",
     "kv_append_plan",
+    "kv_gather",
+    "kv_gather_plan",
     "last_launch",
     "last_launches",
     "merge_states",
@@ -174,6 +177,7 @@ _MODULES = {
         "set_log",
     ),
     "flashmoe_science.append": ("kv_append", "kv_append_plan"),
+    "flashmoe_science.gather": ("kv_gather", "kv_gather_plan"),
     "flashmoe_science.merge": ("merge_states", "merge_states_plan"),
     "flashmoe_science.moe": (
         "MoeRouting",

@@ -14,6 +14,7 @@ one by itself. Attention has gradients; of the mixture of experts they are refus
 """
 
 from flashmoe_science.torch.append import kv_append
+from flashmoe_science.torch.gather import kv_gather
 from flashmoe_science.torch.merge import merge_states
 from flashmoe_science.torch.modules import FlashMoELayer, MultiheadAttention
 from flashmoe_science.torch.operators import (
@@ -36,6 +37,7 @@ __all__ = [
     "fused_moe",
     "grouped_product",
     "kv_append",
+    "kv_gather",
     "merge_states",
     "moe_forward",
     "moe_route",
