@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bindings/attention.h"
+#include "bindings/check_sequences.h"
 #include "bindings/kv_append.h"
 #include "bindings/kv_gather.h"
 #include "bindings/library.h"
@@ -13,6 +14,7 @@ NB_MODULE(_core, module) {
   module.attr("__doc__") = "The native half of flashmoe_science: see that package.";
   flashmoe::define_library(module);
   flashmoe::define_attention(module);
+  flashmoe::define_check_sequences(module);
   flashmoe::define_kv_append(module);
   flashmoe::define_kv_gather(module);
   flashmoe::define_merge_states(module);

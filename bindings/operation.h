@@ -33,6 +33,7 @@ struct Operation {
 
 extern const Operation kAttention;
 extern const Operation kAttentionBackward;
+extern const Operation kCheckSequences;
 extern const Operation kKvAppend;
 extern const Operation kKvGather;
 extern const Operation kMergeStates;
@@ -169,6 +170,9 @@ inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
   return p.q_scale == nullptr && p.sequences == nullptr;
 }
 inline bool points_nowhere(const flashmoe_attention_backward_params& p) {
+  return p.sequences == nullptr;
+}
+inline bool points_nowhere(const flashmoe_check_sequences_params& p) {
   return p.sequences == nullptr;
 }
 inline bool points_nowhere(const flashmoe_kv_append_params&) { return true; }

@@ -7,18 +7,11 @@
 namespace flashmoe {
 namespace {
 
-const Operation* const kOperations[] = {&kAttention,
-                                        &kAttentionBackward,
-                                        &kKvAppend,
-                                        &kKvGather,
-                                        &kMergeStates,
-                                        &kMoeRoute,
-                                        &kMoeForward,
-                                        &kGroupedProduct,
-                                        &kFusedMoe,
-                                        &kMoeBackward,
-                                        &kGroupedProductBackward,
-                                        &kMoeRouteBackward};
+const Operation* const kOperations[] = {
+    &kAttention,       &kAttentionBackward, &kCheckSequences, &kKvAppend,
+    &kKvGather,        &kMergeStates,       &kMoeRoute,       &kMoeForward,
+    &kGroupedProduct,  &kFusedMoe,          &kMoeBackward,    &kGroupedProductBackward,
+    &kMoeRouteBackward};
 
 const Operation& operation(const std::string& name) {
   std::string accepted;

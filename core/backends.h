@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/ops/attention/append_problem.h"
+#include "core/ops/attention/check_problem.h"
 #include "core/ops/attention/gather_problem.h"
 #include "core/ops/attention/problem.h"
 #include "core/ops/merge_states/problem.h"
@@ -13,6 +14,7 @@ namespace flashmoe {
 
 using AttentionFamily = Family<AttentionProblem>;
 using AttentionBackwardFamily = Family<AttentionBackwardProblem>;
+using CheckSequencesFamily = Family<CheckSequencesProblem>;
 using KvAppendFamily = Family<KvAppendProblem>;
 using KvGatherFamily = Family<KvGatherProblem>;
 using MergeStatesFamily = Family<MergeStatesProblem>;
@@ -36,6 +38,7 @@ inline constexpr char kFamilyNames[] =
 // cpu/
 extern const AttentionFamily kCpuAttention;
 extern const AttentionBackwardFamily kCpuAttentionBackward;
+extern const CheckSequencesFamily kCpuCheckSequences;
 extern const KvAppendFamily kCpuKvAppend;
 extern const KvGatherFamily kCpuKvGather;
 extern const MergeStatesFamily kCpuMergeStates;
@@ -55,9 +58,10 @@ extern const AttentionFamily kSm89FewRowsAttention;
 extern const AttentionFamily kSm89DecodeAttention;
 extern const AttentionFamily kSm89Attention;
 extern const AttentionBackwardFamily kSm89AttentionBackward;
-extern const KvAppendFamily kCudaKvAppend;  // for every GPU
-extern const KvGatherFamily kCudaKvGather;  // for every GPU
-extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
+extern const CheckSequencesFamily kCudaCheckSequences;  // for every GPU
+extern const KvAppendFamily kCudaKvAppend;              // for every GPU
+extern const KvGatherFamily kCudaKvGather;              // for every GPU
+extern const MoeRouteFamily kCudaMoeRoute;              // for every GPU
 extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;
 extern const GroupedProductFamily kSm89GroupedProduct;

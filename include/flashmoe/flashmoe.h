@@ -389,7 +389,7 @@ typedef enum flashmoe_window {
  * tensors have room for. Loose bounds cost little, and the bits do not depend on them.
  *
  * Tables are read on the tensors' device, when the call computes: a GPU's plans and captured graphs
- * serve any lengths.
+ * serve any lengths. What is out of range in them, flashmoe_check_sequences tells.
  *
  * split_size says how a GPU may share the keys of a sequence among blocks: 0, as suits the lengths
  * of all sequences. Else by chunks of so many keys, counted from the sequence's first (of a
@@ -670,6 +670,71 @@ flashmoe_merge_states_workspace_size(const flashmoe_merge_states_params* params,
 FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_params* params,
                                                    void* workspace, size_t workspace_size,
                                                    void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * The check of the tables of sequences
+ *
+ * Attention counts what is out of range in a table as no query and no key, and says nothing:
+ * lengths are on the device, where nobody waits for them. This call finds it, beside attention or
+ * in its place: it reads the tables alone, and what it finds stays on the device until it is asked
+ * for.
+ *
+ *   q, k      as of the attention call, of any dtype: their extents alone are looked at
+ *   sequences the tables of that call, and its bounds
+ *   status    [batch] int32, of any stride: of each sequence bits of flashmoe_sequence_fault, 0
+ * where nothing is wrong
+ *
+ * Of a length that is wrong no more is counted: those after it are held to what attention makes of
+ * it. A page number counts if the sequence has a key in that page.
+ * ---------------------------------------------------------------------------------------------- */
+
+/* What is wrong with the tables of a sequence, as bits: each of the argument of its name. */
+typedef enum flashmoe_sequence_fault {
+  FLASHMOE_FAULT_CU_SEQLENS_Q = 1,   /* its offsets decrease, or leave q */
+  FLASHMOE_FAULT_SEQUSED_Q = 2,      /* below 0, or more than there are rows */
+  FLASHMOE_FAULT_CU_SEQLENS_K = 4,   /* its offsets decrease, or leave k */
+  FLASHMOE_FAULT_SEQUSED_K = 8,      /* below 0, or more than there are rows */
+  FLASHMOE_FAULT_K_BEGIN = 16,       /* below 0, or more than there are keys */
+  FLASHMOE_FAULT_BATCH_INDEX = 32,   /* no row of k's batch */
+  FLASHMOE_FAULT_PAGE_TABLE = 64,    /* a page that there is none of */
+  FLASHMOE_FAULT_MAX_SEQLEN_Q = 128, /* more queries than that: attention leaves them out */
+  FLASHMOE_FAULT_MAX_SEQLEN_K = 256  /* more keys than that */
+} flashmoe_sequence_fault;
+
+typedef struct flashmoe_check_sequences_params {
+  size_t struct_size;
+  const flashmoe_tensor* q;
+  const flashmoe_tensor* k;
+  const flashmoe_attention_sequences* sequences;
+  const flashmoe_tensor* status;
+  const char* kernel; /* as of flashmoe_attention_forward */
+  int32_t layout;     /* flashmoe_layout */
+  uint32_t reserved;  /* 0 */
+} flashmoe_check_sequences_params;
+
+static inline flashmoe_check_sequences_params flashmoe_check_sequences_params_init(void) {
+  flashmoe_check_sequences_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_check_sequences would do with these arguments; launches nothing,
+ * reads no tensor data. Errors: those of flashmoe_check_sequences, but for its memory. */
+FLASHMOE_API flashmoe_status
+flashmoe_check_sequences_plan(const flashmoe_check_sequences_params* params, flashmoe_plan* plan);
+
+/* Bytes of workspace the call needs: none in this version. */
+FLASHMOE_API flashmoe_status flashmoe_check_sequences_workspace_size(
+    const flashmoe_check_sequences_params* params, size_t* bytes);
+
+/* Writes to status: on a GPU by one launch, which reads the tables when all that is ahead of it on
+ * the stream has ended. workspace and stream: as of flashmoe_attention_forward.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL. */
+FLASHMOE_API flashmoe_status flashmoe_check_sequences(const flashmoe_check_sequences_params* params,
+                                                      void* workspace, size_t workspace_size,
+                                                      void* stream);
 
 /* ------------------------------------------------------------------------------------------------
  * Appending to a cache of keys and values

@@ -539,6 +539,16 @@ struct KvAppend {
   ConstTensorView v_scale;
 };
 
+// What is wrong with the tables of an attention call: flashmoe_check_sequences.
+struct CheckSequences {
+  ConstTensorView q;  // as of the attention call: the extents alone are looked at
+  ConstTensorView k;
+  AttentionSequences sequences;
+  TensorView status;  // [batch] int32: bits of flashmoe_sequence_fault
+  Layout layout = Layout::bshd;
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
 // Keys and values out of a cache, one behind the other: flashmoe_kv_gather.
 struct KvGather {
   ConstTensorView k_cache;       // [batch or pages, rows, heads_kv, dim], in layout bshd
@@ -924,6 +934,27 @@ struct Bound<KvAppend> {
     params.q_out = q_out;
     params.rotary = static_cast<int32_t>(call.rotary);
     params.q_stays = call.q_stays ? 1 : 0;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<CheckSequences> {
+  static constexpr auto plan = flashmoe_check_sequences_plan;
+  static constexpr auto workspace_size = flashmoe_check_sequences_workspace_size;
+  static constexpr auto run = flashmoe_check_sequences;
+
+  Argument q, k, status;
+  BoundSequences sequences;
+  flashmoe_check_sequences_params params = flashmoe_check_sequences_params_init();
+
+  explicit Bound(const CheckSequences& call) noexcept
+      : q(call.q), k(call.k), status(call.status), sequences(call.sequences) {
+    params.q = q;
+    params.k = k;
+    params.sequences = &sequences.params;
+    params.status = status;
     params.layout = static_cast<int32_t>(call.layout);
     params.kernel = call.kernel;
   }

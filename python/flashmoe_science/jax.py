@@ -69,6 +69,8 @@ _REFUSALS = {
     "pass jax.lax.stop_gradient of its arguments",
     "gathering from a cache": "a derivative of gathering from a cache is asked for, but it has "
     "none; pass jax.lax.stop_gradient of its arguments",
+    "the check of sequences": "a derivative of the check of sequences is asked for, but it has "
+    "none; pass jax.lax.stop_gradient of its arguments",
     "the backward of the mixture of experts": "a second derivative of the mixture of experts is "
     "asked for, accepted are first ones; pass jax.lax.stop_gradient of the gradient",
 }
@@ -354,6 +356,10 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
         return made if q is None else made | {"q_out": (q.shape, q.dtype)}
     if call.operation == "kv_gather":
         return _gathered(tensors, options)
+    if call.operation == "check_sequences":
+        offsets = tensors.get("cu_seqlens_q")
+        count = tensors["q"].shape[0] if offsets is None else offsets.shape[0] - 1
+        return {"status": ((count,), _INT32)}
     if call.operation == "merge_states":
         outs = tensors["outs"]
         batch, seq, heads, dim = outs.shape[-4:]
@@ -453,6 +459,8 @@ def _words(operation: str) -> str:
         return "appending to a cache"
     if operation == "kv_gather":
         return "gathering from a cache"
+    if operation == "check_sequences":
+        return "the check of sequences"
     if operation in ("moe_backward", "moe_route_backward"):
         return "the backward of the mixture of experts"
     return _WORDS.get(operation, "the mixture of experts")
@@ -737,6 +745,15 @@ def kv_gather(
     _refuse_outputs(outputs, stream)
     made = run("kv_gather", tensors, options)
     return (made["k"], made["v"]) if "v" in made else made["k"]
+
+
+def check_sequences(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> Any:
+    """check_sequences, with everything by its name. Of q and k the extents alone are looked at."""
+    _refuse_outputs(outputs, stream)
+    tensors = tensors | {name: jax.lax.stop_gradient(tensors[name]) for name in ("q", "k")}
+    return run("check_sequences", tensors, options)["status"]
 
 
 def flash_attention_backward(

@@ -701,6 +701,22 @@ void merge_states() {
         [&] { return fm::run(call, workspace); });
 }
 
+void check_sequences() {
+  const std::vector<float> q(2 * 16), k(4 * 4 * 16);
+  const int32_t used[] = {9, 5}, table[] = {2, 1, 3, 4};
+  int32_t status[] = {-1, -1};
+  fm::CheckSequences call;
+  call.q = fm::ConstTensorView(q.data(), {2, 1, 1, 16});
+  call.k = fm::ConstTensorView(k.data(), {4, 4, 1, 16});
+  call.sequences.page_table = fm::ConstTensorView(table, {2, 2});
+  call.sequences.seqused_k = fm::ConstTensorView(used, {2});
+  call.status = fm::TensorView(status, {2});
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  CHECK(std::strcmp(get(fm::plan(call)).launches[0].kernel, "check_sequences_cpu") == 0);
+  CHECK(status[0] == FLASHMOE_FAULT_SEQUSED_K && status[1] == FLASHMOE_FAULT_PAGE_TABLE);
+}
+
 void kv_gather() {
   const std::vector<float> k_cache = random(4 * 4 * 16, 30), v_cache = random(4 * 4 * 8, 31);
   const int32_t used[] = {6, 1}, begin[] = {1, 0}, table[] = {2, 1, 3, 9}, starts[] = {0, 5, 6};
@@ -823,6 +839,7 @@ void FLASHMOE_HPP_CHECKS() {
   given_experts_and_grouped_product();
   merge_states();
   kv_append();
+  check_sequences();
   kv_gather();
   library();
 }

@@ -193,6 +193,7 @@ void every_byte_counts(size_t addresses) {
 void every_byte_of_a_problem_counts() {
   every_byte_counts<AttentionProblem>(17);
   every_byte_counts<AttentionBackwardProblem>(23);
+  every_byte_counts<CheckSequencesProblem>(8);
   every_byte_counts<KvAppendProblem>(17);
   every_byte_counts<KvGatherProblem>(11);
   every_byte_counts<MoeRouteProblem>(11);
@@ -225,6 +226,7 @@ thread_local Launched launched;
 
 int64_t size_of(const AttentionProblem& p) { return p.seq_q + p.q.strides.seq; }
 int64_t size_of(const AttentionBackwardProblem& p) { return p.seq_q + p.q.strides.seq; }
+int64_t size_of(const CheckSequencesProblem& p) { return p.batch; }
 int64_t size_of(const KvAppendProblem& p) { return p.seq; }
 int64_t size_of(const KvGatherProblem& p) { return p.seq; }
 int64_t size_of(const MergeStatesProblem& p) { return p.seq; }
@@ -300,6 +302,9 @@ const AttentionBackwardFamily kSm89AttentionBackward =
     family<AttentionBackwardProblem, kSm89, Kind::kMany>();
 const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
+const CheckSequencesFamily kCudaCheckSequences =
+    family<CheckSequencesProblem, kSm89, Kind::kMany>();
+const CheckSequencesFamily kCpuCheckSequences = family<CheckSequencesProblem, kCpu, Kind::kHost>();
 const KvAppendFamily kCudaKvAppend = family<KvAppendProblem, kSm89, Kind::kMany>();
 const KvAppendFamily kCpuKvAppend = family<KvAppendProblem, kCpu, Kind::kHost>();
 const KvGatherFamily kCudaKvGather = family<KvGatherProblem, kSm89, Kind::kMany>();
