@@ -3,7 +3,13 @@
     python benchmarks/serving.py --fa3 _vllm_fa3_C.abi3.so --json serving.json
 
 The library of vLLM's FlashAttention-3 lies in its wheel, in vllm/vllm_flash_attn; torch must be of
-the version that it was built for. Without --fa3 there is no peer.
+the version that it was built for. Without --fa3 it is no peer.
+
+FlashInfer is one where it can be imported, by its wrappers for ragged and paged batches. These are
+planned on the host before they run, from lengths that are copied there: a plan serves all layers of
+a step, so that it is timed by itself, as plan_s, and not in the calls. No record has it yet: its
+wheel is 62 MB of sources, needs 16 packages beside torch, and is compiled by nvcc when it is first
+used.
 
 Calls are replayed from CUDA graphs, whose calls take turns through copies of the keys that exceed
 the L2 cache together. Graphs of all contenders alternate in random order. What is compared is the
@@ -18,9 +24,12 @@ import dataclasses
 import datetime
 import functools
 import importlib
+import importlib.util
 import json
 import math
 import random
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +45,8 @@ _BEYOND_L2 = 160 << 20  # bytes of keys and values that calls take turns through
 _MOST_COPIES = 8
 _GRAPH_S = 0.002  # what a graph takes, about
 _CHECKED = 6  # sequences of a case
+_FLASHINFER_BYTES = 128 << 20  # of a wrapper's workspace
+_PLANS = 7  # timed
 _ROOM = 24 << 30  # bytes of keys and values at most
 
 
@@ -214,6 +225,65 @@ def contenders(case: Case, inputs: Inputs, fa3: bool) -> Calls:
     return made
 
 
+class FlashInfer:
+    """Its wrapper for the batch of one copy, planned; and how long a plan takes."""
+
+    def __init__(self, case: Case, inputs: Inputs, copy: int) -> None:
+        flashinfer = importlib.import_module("flashinfer")
+        self._cache = (inputs.k[copy], inputs.v[copy])
+        workspace = torch.empty(_FLASHINFER_BYTES, dtype=torch.uint8, device=inputs.q.device)
+        heads = (case.heads_q, case.heads_kv, case.dim)
+        dtypes = {"q_data_type": inputs.q.dtype, "kv_data_type": inputs.q.dtype}
+        self._plan: Callable[[], Any]
+        if case.page is None:
+            self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+            tables: tuple[Any, ...] = (inputs.begins_q, inputs.begins_k)
+            self._plan = functools.partial(
+                self._wrapper.plan, *tables, *heads, causal=True, **dtypes
+            )
+            return
+        # The pages of all sequences one behind the other, and how full each one's last is.
+        counts = (inputs.used + case.page - 1) // case.page
+        table = inputs.tables[copy]
+        taken = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        tables = (starts, table[taken], inputs.used - (counts - 1) * case.page)
+        if max(case.queries) == 1:
+            # Groups of query heads share what is read by its tensor cores.
+            self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=case.heads_q != case.heads_kv
+            )
+            self._plan = functools.partial(self._wrapper.plan, *tables, *heads, case.page, **dtypes)
+            return
+        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self._plan = functools.partial(
+            self._wrapper.plan, inputs.begins_q, *tables, *heads, case.page, causal=True, **dtypes
+        )
+
+    def plan(self) -> float:
+        """Seconds, until the host and the device have done it."""
+        begin = time.perf_counter()
+        self._plan()
+        if self._cache[0].is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def run(self, q: Any, out: Any) -> None:
+        if self._cache[0].dim() == 3:  # packed rows
+            self._wrapper.run(q, *self._cache, out=out)
+        else:
+            self._wrapper.run(q, self._cache, out=out)
+
+
+def flashinfer_call(case: Case, inputs: Inputs) -> tuple[Callable[[int, Any], Any], float]:
+    """Calls of a planned wrapper for each copy, and the median time of a plan."""
+    wrappers = [FlashInfer(case, inputs, copy) for copy in range(len(inputs.k))]
+    for wrapper in wrappers:
+        wrapper.plan()
+    planned = statistics.median(wrappers[0].plan() for _ in range(_PLANS))
+    return lambda copy, out: wrappers[copy].run(inputs.q, out), planned
+
+
 def _rounded(x: Any) -> Any:
     return x.to(torch.bfloat16).float()
 
@@ -295,6 +365,9 @@ def capture(call: Callable[[int, Any], Any], inputs: Inputs) -> tuple[Any, int]:
 def measure(case: Case, fa3: bool, samples: int, seed: int) -> dict[str, Any]:
     inputs = make_inputs(case, seed)
     calls = contenders(case, inputs, fa3)
+    planned: dict[str, float] = {}
+    if importlib.util.find_spec("flashinfer") is not None:
+        calls["flashinfer"], planned["flashinfer"] = flashinfer_call(case, inputs)
     accuracy = check(case, inputs, calls)
     launches = []
     our_call(case, inputs, 0, torch.empty_like(inputs.q))
@@ -322,6 +395,8 @@ def measure(case: Case, fa3: bool, samples: int, seed: int) -> dict[str, Any]:
             times[name].append(start.elapsed_time(end) * 1e-3 / count)
     for name in calls:
         entry: dict[str, Any] = {"accuracy": accuracy[name]}
+        if name in planned:
+            entry["plan_s"] = planned[name]
         if name in times:
             entry |= summary(times[name])
             entry["tb_per_s"] = case.bytes / entry["median_s"] * 1e-12
@@ -380,6 +455,8 @@ def main(argv: list[str] | None = None) -> int:
                 else f"{entry['tb_per_s']:.2f} TB/s"
             )
             ratio = f" ({entry['against']['ratio']:.3f})" if "against" in entry else ""
+            if "plan_s" in entry:
+                ratio += f" beside a plan of {entry['plan_s'] * 1e6:.0f} us"
             words.append(f"{name} {entry['median_s'] * 1e6:.1f} us {rate}{ratio}")
         print("  ".join(words), flush=True)
         if options.json is not None:

@@ -61,16 +61,6 @@ constexpr Option<Params> softcap_option() {
 // Whether some kernel of attention takes tensors of this dtype.
 bool is_served(flashmoe_dtype dtype) { return is_float(dtype) || is_fp64(dtype); }
 
-// Of what flash_attention and its backward are passed: None, or a tuple of all.
-void borrow_sequences(nb::handle given, Caller* caller, std::optional<Sequences>* sequences,
-                      nb::handle (&scales)[Sequences::kScales]) {
-  nb::handle each[Sequences::kCount];
-  if (!Sequences::find(given, each, scales)) return;
-  sequences->emplace().read(each, [caller](const char* name, nb::handle tensor, TensorView* view) {
-    caller->borrow(name, tensor, view);
-  });
-}
-
 struct AttentionCall {
   using Params = flashmoe_attention_forward_params;
   static constexpr char kName[] = "attention_forward";

@@ -1,5 +1,6 @@
 #include "bindings/calls.h"
 
+#include <cstring>
 #include <iterator>
 
 #include "bindings/errors.h"
@@ -17,6 +18,22 @@ bool is_float(flashmoe_dtype dtype) {
   const bool half = dtype.bits == 16 &&
                     (dtype.code == FLASHMOE_DTYPE_FLOAT || dtype.code == FLASHMOE_DTYPE_BFLOAT);
   return (half || (dtype.bits == 32 && dtype.code == FLASHMOE_DTYPE_FLOAT)) && dtype.lanes == 1;
+}
+
+const char* name_of_dtype(flashmoe_dtype dtype) {
+  if (dtype.code == dlpack::kInt) return "int32";
+  if (dtype.code == FLASHMOE_DTYPE_BFLOAT) return "bfloat16";
+  return dtype.bits == 16 ? "float16" : dtype.bits == 32 ? "float32" : "float64";
+}
+
+bool parse_float_dtype(nb::handle given, flashmoe_dtype* dtype) {
+  if (given.is_none()) return false;
+  const nb::str name(given);
+  for (const flashmoe_dtype each : {flashmoe_dtype{FLASHMOE_DTYPE_FLOAT, 16, 1},
+                                    flashmoe_dtype{FLASHMOE_DTYPE_BFLOAT, 16, 1}, kFloat32}) {
+    if (std::strcmp(name.c_str(), name_of_dtype(each)) == 0) return *dtype = each, true;
+  }
+  return false;
 }
 
 std::string renamed(std::string sentence, const Renames& renames) {

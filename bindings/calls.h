@@ -45,6 +45,12 @@ inline bool is_fp64(flashmoe_dtype dtype) {
   return dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64 && dtype.lanes == 1;
 }
 
+// "float32" and so on, of what outputs are made of.
+const char* name_of_dtype(flashmoe_dtype dtype);
+
+// Of a new output: what Python calls its dtype by; false of None. Python passes no other.
+bool parse_float_dtype(nb::handle given, flashmoe_dtype* dtype);
+
 // One tensor of a call: what Python and messages call it, and where it goes.
 template <class Call>
 struct Field {

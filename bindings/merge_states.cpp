@@ -6,7 +6,6 @@
 #include "bindings/merge_states.h"
 
 #include <cstdint>
-#include <cstring>
 
 #include "bindings/calls.h"
 #include "bindings/operation.h"
@@ -19,17 +18,6 @@ constexpr int kRank = 4;  // of one partial
 constexpr OperationWords kWords = {"the merge of attention states", "all tensors of a call",
                                    "out, and lse with return_lse", "has no backward pass yet",
                                    false};
-
-// Of a new out: what Python calls it by, or None.
-bool parse_dtype(nb::handle given, flashmoe_dtype* dtype) {
-  if (given.is_none()) return false;
-  const nb::str name(given);
-  for (const flashmoe_dtype each : {flashmoe_dtype{FLASHMOE_DTYPE_FLOAT, 16, 1},
-                                    flashmoe_dtype{FLASHMOE_DTYPE_BFLOAT, 16, 1}, kFloat32}) {
-    if (std::strcmp(name.c_str(), name_of_dtype(each)) == 0) return *dtype = each, true;
-  }
-  return false;  // Python passes no other
-}
 
 struct MergeStatesCall {
   using Params = flashmoe_merge_states_params;
@@ -73,7 +61,7 @@ struct MergeStatesCall {
     const int lead = outs.rank() - kRank;
     if (lead < 0 || lead > 1) return;
     flashmoe_dtype of_out = (prior_out.get() != nullptr ? prior_out : outs).tensor().dtype;
-    parse_dtype(dtype, &of_out);
+    parse_float_dtype(dtype, &of_out);
     const bool wide = is_fp64(outs.tensor().dtype);
     if (!is_float(of_out) && !is_fp64(of_out)) return;
     int64_t shape[kRank];

@@ -33,7 +33,9 @@ struct Operation {
 
 extern const Operation kAttention;
 extern const Operation kAttentionBackward;
+extern const Operation kCheckSequences;
 extern const Operation kKvAppend;
+extern const Operation kKvGather;
 extern const Operation kMergeStates;
 extern const Operation kMoeRoute;
 extern const Operation kMoeForward;
@@ -81,9 +83,6 @@ void view_arguments(const nb::dict& tensors, const nb::dict& options, Call* call
   };
   with_sequences(call, read, 0);
 }
-
-// "float32" and so on, of what outputs are made of.
-const char* name_of_dtype(flashmoe_dtype dtype);
 
 template <class Call>
 void call_by_name(const nb::dict& tensors, const nb::dict& options, nb::handle allocate,
@@ -173,7 +172,11 @@ inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
 inline bool points_nowhere(const flashmoe_attention_backward_params& p) {
   return p.sequences == nullptr;
 }
+inline bool points_nowhere(const flashmoe_check_sequences_params& p) {
+  return p.sequences == nullptr;
+}
 inline bool points_nowhere(const flashmoe_kv_append_params&) { return true; }
+inline bool points_nowhere(const flashmoe_kv_gather_params&) { return true; }
 inline bool points_nowhere(const flashmoe_merge_states_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_route_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_forward_params& p) {

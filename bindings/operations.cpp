@@ -8,8 +8,9 @@ namespace flashmoe {
 namespace {
 
 const Operation* const kOperations[] = {
-    &kAttention,       &kAttentionBackward, &kKvAppend, &kMergeStates, &kMoeRoute,
-    &kMoeForward,      &kGroupedProduct,    &kFusedMoe, &kMoeBackward, &kGroupedProductBackward,
+    &kAttention,       &kAttentionBackward, &kCheckSequences, &kKvAppend,
+    &kKvGather,        &kMergeStates,       &kMoeRoute,       &kMoeForward,
+    &kGroupedProduct,  &kFusedMoe,          &kMoeBackward,    &kGroupedProductBackward,
     &kMoeRouteBackward};
 
 const Operation& operation(const std::string& name) {
@@ -74,12 +75,6 @@ void view_argument(const char* name, nb::handle object, Access access, TensorVie
   if (!given.is_none()) integers(given, strides);
   view->describe(shape, rank, {nb::cast<uint8_t>(dtype[0]), nb::cast<uint8_t>(dtype[1]), 1},
                  device_of(object[2]), given.is_none() ? nullptr : strides);
-}
-
-const char* name_of_dtype(flashmoe_dtype dtype) {
-  if (dtype.code == dlpack::kInt) return "int32";
-  if (dtype.code == FLASHMOE_DTYPE_BFLOAT) return "bfloat16";
-  return dtype.bits == 16 ? "float16" : dtype.bits == 32 ? "float32" : "float64";
 }
 
 std::string to_hex(const void* bytes, size_t count) {

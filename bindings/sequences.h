@@ -6,8 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
+#include "bindings/caller.h"
 #include "bindings/tensor.h"
 #include "flashmoe/flashmoe.h"
 
@@ -81,6 +83,16 @@ struct Sequences {
  private:
   void set_bound(const Bound& bound, nb::handle given);
 };
+
+// Of what flash_attention and its kin are passed: None, or a tuple of all.
+inline void borrow_sequences(nb::handle given, Caller* caller, std::optional<Sequences>* sequences,
+                             nb::handle (&scales)[Sequences::kScales]) {
+  nb::handle each[Sequences::kCount];
+  if (!Sequences::find(given, each, scales)) return;
+  sequences->emplace().read(each, [caller](const char* name, nb::handle tensor, TensorView* view) {
+    caller->borrow(name, tensor, view);
+  });
+}
 
 // Of a call that takes none: backward.
 void refuse_scales(nb::handle k_scale, nb::handle v_scale);

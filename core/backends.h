@@ -3,6 +3,8 @@
 #pragma once
 
 #include "core/ops/attention/append_problem.h"
+#include "core/ops/attention/check_problem.h"
+#include "core/ops/attention/gather_problem.h"
 #include "core/ops/attention/problem.h"
 #include "core/ops/merge_states/problem.h"
 #include "core/ops/moe/problem.h"
@@ -12,7 +14,9 @@ namespace flashmoe {
 
 using AttentionFamily = Family<AttentionProblem>;
 using AttentionBackwardFamily = Family<AttentionBackwardProblem>;
+using CheckSequencesFamily = Family<CheckSequencesProblem>;
 using KvAppendFamily = Family<KvAppendProblem>;
+using KvGatherFamily = Family<KvGatherProblem>;
 using MergeStatesFamily = Family<MergeStatesProblem>;
 using MoeRouteFamily = Family<MoeRouteProblem>;
 using MoeForwardFamily = Family<MoeForwardProblem>;
@@ -34,7 +38,9 @@ inline constexpr char kFamilyNames[] =
 // cpu/
 extern const AttentionFamily kCpuAttention;
 extern const AttentionBackwardFamily kCpuAttentionBackward;
+extern const CheckSequencesFamily kCpuCheckSequences;
 extern const KvAppendFamily kCpuKvAppend;
+extern const KvGatherFamily kCpuKvGather;
 extern const MergeStatesFamily kCpuMergeStates;
 extern const MoeRouteFamily kCpuMoeRoute;
 extern const MoeForwardFamily kCpuMoeForward;
@@ -52,8 +58,10 @@ extern const AttentionFamily kSm89FewRowsAttention;
 extern const AttentionFamily kSm89DecodeAttention;
 extern const AttentionFamily kSm89Attention;
 extern const AttentionBackwardFamily kSm89AttentionBackward;
-extern const KvAppendFamily kCudaKvAppend;  // for every GPU
-extern const MoeRouteFamily kCudaMoeRoute;  // for every GPU
+extern const CheckSequencesFamily kCudaCheckSequences;  // for every GPU
+extern const KvAppendFamily kCudaKvAppend;              // for every GPU
+extern const KvGatherFamily kCudaKvGather;              // for every GPU
+extern const MoeRouteFamily kCudaMoeRoute;              // for every GPU
 extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;
 extern const GroupedProductFamily kSm89GroupedProduct;

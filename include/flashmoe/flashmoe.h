@@ -389,7 +389,7 @@ typedef enum flashmoe_window {
  * tensors have room for. Loose bounds cost little, and the bits do not depend on them.
  *
  * Tables are read on the tensors' device, when the call computes: a GPU's plans and captured graphs
- * serve any lengths.
+ * serve any lengths. What is out of range in them, flashmoe_check_sequences tells.
  *
  * split_size says how a GPU may share the keys of a sequence among blocks: 0, as suits the lengths
  * of all sequences. Else by chunks of so many keys, counted from the sequence's first (of a
@@ -672,6 +672,71 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_p
                                                    void* stream);
 
 /* ------------------------------------------------------------------------------------------------
+ * The check of the tables of sequences
+ *
+ * Attention counts what is out of range in a table as no query and no key, and says nothing:
+ * lengths are on the device, where nobody waits for them. This call finds it, beside attention or
+ * in its place: it reads the tables alone, and what it finds stays on the device until it is asked
+ * for.
+ *
+ *   q, k      as of the attention call, of any dtype: their extents alone are looked at
+ *   sequences the tables of that call, and its bounds
+ *   status    [batch] int32, of any stride: of each sequence bits of flashmoe_sequence_fault, 0
+ * where nothing is wrong
+ *
+ * Of a length that is wrong no more is counted: those after it are held to what attention makes of
+ * it. A page number counts if the sequence has a key in that page.
+ * ---------------------------------------------------------------------------------------------- */
+
+/* What is wrong with the tables of a sequence, as bits: each of the argument of its name. */
+typedef enum flashmoe_sequence_fault {
+  FLASHMOE_FAULT_CU_SEQLENS_Q = 1,   /* its offsets decrease, or leave q */
+  FLASHMOE_FAULT_SEQUSED_Q = 2,      /* below 0, or more than there are rows */
+  FLASHMOE_FAULT_CU_SEQLENS_K = 4,   /* its offsets decrease, or leave k */
+  FLASHMOE_FAULT_SEQUSED_K = 8,      /* below 0, or more than there are rows */
+  FLASHMOE_FAULT_K_BEGIN = 16,       /* below 0, or more than there are keys */
+  FLASHMOE_FAULT_BATCH_INDEX = 32,   /* no row of k's batch */
+  FLASHMOE_FAULT_PAGE_TABLE = 64,    /* a page that there is none of */
+  FLASHMOE_FAULT_MAX_SEQLEN_Q = 128, /* more queries than that: attention leaves them out */
+  FLASHMOE_FAULT_MAX_SEQLEN_K = 256  /* more keys than that */
+} flashmoe_sequence_fault;
+
+typedef struct flashmoe_check_sequences_params {
+  size_t struct_size;
+  const flashmoe_tensor* q;
+  const flashmoe_tensor* k;
+  const flashmoe_attention_sequences* sequences;
+  const flashmoe_tensor* status;
+  const char* kernel; /* as of flashmoe_attention_forward */
+  int32_t layout;     /* flashmoe_layout */
+  uint32_t reserved;  /* 0 */
+} flashmoe_check_sequences_params;
+
+static inline flashmoe_check_sequences_params flashmoe_check_sequences_params_init(void) {
+  flashmoe_check_sequences_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_check_sequences would do with these arguments; launches nothing,
+ * reads no tensor data. Errors: those of flashmoe_check_sequences, but for its memory. */
+FLASHMOE_API flashmoe_status
+flashmoe_check_sequences_plan(const flashmoe_check_sequences_params* params, flashmoe_plan* plan);
+
+/* Bytes of workspace the call needs: none in this version. */
+FLASHMOE_API flashmoe_status flashmoe_check_sequences_workspace_size(
+    const flashmoe_check_sequences_params* params, size_t* bytes);
+
+/* Writes to status: on a GPU by one launch, which reads the tables when all that is ahead of it on
+ * the stream has ended. workspace and stream: as of flashmoe_attention_forward.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL. */
+FLASHMOE_API flashmoe_status flashmoe_check_sequences(const flashmoe_check_sequences_params* params,
+                                                      void* workspace, size_t workspace_size,
+                                                      void* stream);
+
+/* ------------------------------------------------------------------------------------------------
  * Appending to a cache of keys and values
  *
  * Writes new keys and values to rows of a cache, which attention reads by its sequences, and
@@ -789,6 +854,90 @@ flashmoe_kv_append_workspace_size(const flashmoe_kv_append_params* params, size_
  * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
  * OUT_OF_MEMORY. */
 FLASHMOE_API flashmoe_status flashmoe_kv_append(const flashmoe_kv_append_params* params,
+                                                void* workspace, size_t workspace_size,
+                                                void* stream);
+
+/* ------------------------------------------------------------------------------------------------
+ * Gathering keys and values of a cache
+ *
+ * Copies the keys and values of each sequence out of a cache, to where they are one behind the
+ * other: what flashmoe_attention_forward reads by the same tables.
+ *
+ *   k_cache  [rows of a batch, rows, heads_kv, dim], or with page_table [pages, page_size,
+ * heads_kv, dim]; of k's dtype, or beside one of at most 32 bits fp8 (e4m3) v_cache  as k_cache
+ * with dim_v; NULL with a v of NULL: keys alone k        [batch, seq, heads_kv, dim]       fp16,
+ * bf16, fp32; on the CPU fp64 v        [batch, seq, heads_kv, dim_v]     of k's dtype
+ *
+ * in layout BSHD; in layout BHSD the second and third extents are exchanged, in pages too. dim and
+ * dim_v are multiples of 8 up to 1024, and every other extent may be 0. The last stride is 1 and
+ * every row begins on a 16-byte boundary. Sequence b has the keys
+ *
+ *   without the others    rows of k_cache[b]
+ *   batch_index [batch]   rows of k_cache[batch_index[b]]
+ *   page_table [batch, pages of a sequence]
+ *                         rows of the pages that page_table[b] names, one behind the other
+ *   seqused_k [batch]     of those the first seqused_k[b], as far as they are there
+ *   k_begin [batch]       without the first k_begin[b] of what is left
+ *
+ * The i-th of them becomes row i of k[b], or with
+ *
+ *   cu_seqlens_k [batch + 1]   row cu_seqlens_k[b] + i of k[0], before row cu_seqlens_k[b + 1]; k
+ * is then [1, total, heads_kv, dim]. A row that several sequences have, as of offsets that
+ * decrease, is the first one's alone.
+ *
+ * Keys that k has no room for are left out. Rows of k and v that no key goes to are neither read
+ * nor written, nor are rows of the cache that are no sequence's read.
+ *
+ * Numbers of fp8 are widened to k's dtype, of which each holds every number of e4m3, and with a
+ * scale multiplied by it in fp32 and rounded once: k_scale and v_scale are as of
+ * flashmoe_attention_forward; NULL is 1. Scales of rows that are not read may be NaN.
+ *
+ * Tables are int32, of any stride. They are read when the call computes, and no number leads
+ * outside of a tensor. They count as attention counts them: what is out of range is no key, and a
+ * row of a page that there is none of keeps its place and is zeros.
+ * ---------------------------------------------------------------------------------------------- */
+
+typedef struct flashmoe_kv_gather_params {
+  size_t struct_size;
+  const flashmoe_tensor* k_cache;
+  const flashmoe_tensor* v_cache; /* NULL, as all below but k: without */
+  const flashmoe_tensor* cu_seqlens_k;
+  const flashmoe_tensor* seqused_k;
+  const flashmoe_tensor* k_begin;
+  const flashmoe_tensor* batch_index;
+  const flashmoe_tensor* page_table;
+  const flashmoe_tensor* k_scale; /* of caches of fp8 alone; NULL: 1 */
+  const flashmoe_tensor* v_scale;
+  const flashmoe_tensor* k;
+  const flashmoe_tensor* v;
+  const char* kernel; /* as of flashmoe_attention_forward */
+  int32_t layout;     /* flashmoe_layout */
+  uint32_t reserved;  /* 0 */
+} flashmoe_kv_gather_params;
+
+static inline flashmoe_kv_gather_params flashmoe_kv_gather_params_init(void) {
+  flashmoe_kv_gather_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  return params;
+}
+
+/* Fills *plan with what flashmoe_kv_gather would do with these arguments; launches nothing, reads
+ * no tensor data. Errors: those of flashmoe_kv_gather, but for its memory. */
+FLASHMOE_API flashmoe_status flashmoe_kv_gather_plan(const flashmoe_kv_gather_params* params,
+                                                     flashmoe_plan* plan);
+
+/* Bytes of workspace the call needs: none in this version. */
+FLASHMOE_API flashmoe_status
+flashmoe_kv_gather_workspace_size(const flashmoe_kv_gather_params* params, size_t* bytes);
+
+/* Writes to k and, if given, v: on a GPU by one launch, which reads the tables when all that is
+ * ahead of it on the stream has ended, of fp16, bf16 and fp32. workspace and stream: as of
+ * flashmoe_attention_forward.
+ *
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
+ * OUT_OF_MEMORY. */
+FLASHMOE_API flashmoe_status flashmoe_kv_gather(const flashmoe_kv_gather_params* params,
                                                 void* workspace, size_t workspace_size,
                                                 void* stream);
 

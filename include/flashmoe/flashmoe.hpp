@@ -539,6 +539,33 @@ struct KvAppend {
   ConstTensorView v_scale;
 };
 
+// What is wrong with the tables of an attention call: flashmoe_check_sequences.
+struct CheckSequences {
+  ConstTensorView q;  // as of the attention call: the extents alone are looked at
+  ConstTensorView k;
+  AttentionSequences sequences;
+  TensorView status;  // [batch] int32: bits of flashmoe_sequence_fault
+  Layout layout = Layout::bshd;
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
+// Keys and values out of a cache, one behind the other: flashmoe_kv_gather.
+struct KvGather {
+  ConstTensorView k_cache;       // [batch or pages, rows, heads_kv, dim], in layout bshd
+  ConstTensorView v_cache;       // [batch or pages, rows, heads_kv, dim_v]; absent without v
+  ConstTensorView cu_seqlens_k;  // [batch + 1] int32; absent, as all below but k: without
+  ConstTensorView seqused_k;     // [batch] int32
+  ConstTensorView k_begin;       // [batch] int32
+  ConstTensorView batch_index;   // [batch] int32
+  ConstTensorView page_table;    // [batch, pages of a sequence] int32
+  TensorView k;                  // [batch, seq, heads_kv, dim]
+  TensorView v;                  // [batch, seq, heads_kv, dim_v]
+  ConstTensorView k_scale;       // fp32, of caches of fp8, see flashmoe.h; absent: 1
+  ConstTensorView v_scale;
+  Layout layout = Layout::bshd;
+  const char* kernel = nullptr;  // nullptr: the best here
+};
+
 // Routing of T tokens to K of E experts each: flashmoe_moe_route.
 struct MoeRoute {
   ConstTensorView logits;          // [T, E]; absent with given_ids
@@ -907,6 +934,65 @@ struct Bound<KvAppend> {
     params.q_out = q_out;
     params.rotary = static_cast<int32_t>(call.rotary);
     params.q_stays = call.q_stays ? 1 : 0;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<CheckSequences> {
+  static constexpr auto plan = flashmoe_check_sequences_plan;
+  static constexpr auto workspace_size = flashmoe_check_sequences_workspace_size;
+  static constexpr auto run = flashmoe_check_sequences;
+
+  Argument q, k, status;
+  BoundSequences sequences;
+  flashmoe_check_sequences_params params = flashmoe_check_sequences_params_init();
+
+  explicit Bound(const CheckSequences& call) noexcept
+      : q(call.q), k(call.k), status(call.status), sequences(call.sequences) {
+    params.q = q;
+    params.k = k;
+    params.sequences = &sequences.params;
+    params.status = status;
+    params.layout = static_cast<int32_t>(call.layout);
+    params.kernel = call.kernel;
+  }
+};
+
+template <>
+struct Bound<KvGather> {
+  static constexpr auto plan = flashmoe_kv_gather_plan;
+  static constexpr auto workspace_size = flashmoe_kv_gather_workspace_size;
+  static constexpr auto run = flashmoe_kv_gather;
+
+  Argument k_cache, v_cache, cu_seqlens_k, seqused_k, k_begin, batch_index, page_table, k, v;
+  Argument k_scale, v_scale;
+  flashmoe_kv_gather_params params = flashmoe_kv_gather_params_init();
+
+  explicit Bound(const KvGather& call) noexcept
+      : k_cache(call.k_cache),
+        v_cache(call.v_cache),
+        cu_seqlens_k(call.cu_seqlens_k),
+        seqused_k(call.seqused_k),
+        k_begin(call.k_begin),
+        batch_index(call.batch_index),
+        page_table(call.page_table),
+        k(call.k),
+        v(call.v),
+        k_scale(call.k_scale),
+        v_scale(call.v_scale) {
+    params.k_cache = k_cache;
+    params.v_cache = v_cache;
+    params.cu_seqlens_k = cu_seqlens_k;
+    params.seqused_k = seqused_k;
+    params.k_begin = k_begin;
+    params.batch_index = batch_index;
+    params.page_table = page_table;
+    params.k = k;
+    params.v = v;
+    params.k_scale = k_scale;
+    params.v_scale = v_scale;
     params.layout = static_cast<int32_t>(call.layout);
     params.kernel = call.kernel;
   }

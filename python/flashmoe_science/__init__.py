@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         flash_attention,
         flash_attention_backward,
     )
+    from flashmoe_science.check import SequenceFault, check_sequences, check_sequences_plan
     from flashmoe_science.compat import flash_attention_forward, flash_attention_warp_specialized
     from flashmoe_science.errors import (
         ArgumentTypeError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
         UnsupportedError,
     )
+    from flashmoe_science.gather import kv_gather, kv_gather_plan
     from flashmoe_science.info import (
         BuildInfo,
         DeviceInfo,
@@ -104,6 +106,7 @@ __all__ = [
     "OutOfMemoryError",
     "Plan",
     "ProductGradients",
+    "SequenceFault",
     "UnsupportedError",
     "__version__",
     "attention_backward_plan",
@@ -111,6 +114,8 @@ __all__ = [
     "attention_plan",
     "attention_plan_for",
     "build_info",
+    "check_sequences",
+    "check_sequences_plan",
     "cuda_device_count",
     "device_info",
     "flash_attention",
@@ -126,6 +131,8 @@ __all__ = [
     "grouped_product_plan",
     "kv_append",
     "kv_append_plan",
+    "kv_gather",
+    "kv_gather_plan",
     "last_launch",
     "last_launches",
     "merge_states",
@@ -174,6 +181,8 @@ _MODULES = {
         "set_log",
     ),
     "flashmoe_science.append": ("kv_append", "kv_append_plan"),
+    "flashmoe_science.check": ("SequenceFault", "check_sequences", "check_sequences_plan"),
+    "flashmoe_science.gather": ("kv_gather", "kv_gather_plan"),
     "flashmoe_science.merge": ("merge_states", "merge_states_plan"),
     "flashmoe_science.moe": (
         "MoeRouting",

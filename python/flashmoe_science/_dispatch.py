@@ -469,7 +469,7 @@ def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
     return made if made.flags.writeable else numpy.asarray(_Unlocked(made))
 
 
-def _tables_and_bounds(sequences: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def tables_and_bounds(sequences: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of ragged, padded and paged batches that are given, by their names."""
     from flashmoe_science.attention import BOUNDS, NO_SEQUENCES, SEQUENCES
 
@@ -491,7 +491,7 @@ def flash_attention(
 ) -> Any:
     """flash_attention, called by the native one: everything by its name, of outputs and of optional
     tensors those that are given; but for `sequences`, which may be None."""
-    tables, bounds = _tables_and_bounds(sequences)
+    tables, bounds = tables_and_bounds(sequences)
     given = tensors | tables | outputs
     framework = common_framework(given)
     for name, tensor in outputs.items():
@@ -543,7 +543,7 @@ def flash_attention_backward(
     sequences: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """The same of flash_attention_backward, with `wanted` among the options."""
-    tables, bounds = _tables_and_bounds(sequences)
+    tables, bounds = tables_and_bounds(sequences)
     given = tensors | tables | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)
     if framework is JAX:

@@ -54,7 +54,9 @@ def merge_states(
     given = tensors | outputs
 
     def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
-        given[name] = framework.empty(_of_dtype(dtype, framework, like, tensors), shape, dtype)
+        given[name] = framework.empty(
+            like_of_dtype(dtype, framework, like, tensors, "out"), shape, dtype
+        )
         return framework.view(given[name], handle)
 
     views = {name: framework.view(tensor, handle) for name, tensor in given.items()}
@@ -63,7 +65,9 @@ def merge_states(
     return (given["out"], given["lse"]) if return_lse else given["out"]
 
 
-def _of_dtype(dtype: str, framework: Framework, like: Any, tensors: dict[str, Any]) -> Any:
+def like_of_dtype(
+    dtype: str, framework: Framework, like: Any, tensors: dict[str, Any], outputs: str
+) -> Any:
     """The tensor beside which one of this dtype can be made: NumPy has no bfloat16 of its own."""
     if framework is not NUMPY or dtype != "bfloat16":
         return like
@@ -72,5 +76,5 @@ def _of_dtype(dtype: str, framework: Framework, like: Any, tensors: dict[str, An
             return tensor
     raise ArgumentTypeError(
         "dtype: got bfloat16, which NumPy has in the arrays of others alone, and here is none; "
-        "pass out"
+        f"pass {outputs}"
     )

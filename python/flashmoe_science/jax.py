@@ -67,6 +67,10 @@ _REFUSALS = {
     "but it has no backward pass yet; pass jax.lax.stop_gradient of its arguments",
     "appending to a cache": "a derivative of appending to a cache is asked for, but it has none; "
     "pass jax.lax.stop_gradient of its arguments",
+    "gathering from a cache": "a derivative of gathering from a cache is asked for, but it has "
+    "none; pass jax.lax.stop_gradient of its arguments",
+    "the check of sequences": "a derivative of the check of sequences is asked for, but it has "
+    "none; pass jax.lax.stop_gradient of its arguments",
     "the backward of the mixture of experts": "a second derivative of the mixture of experts is "
     "asked for, accepted are first ones; pass jax.lax.stop_gradient of the gradient",
 }
@@ -350,6 +354,12 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
         made = {name: (tensors[name].shape, tensors[name].dtype) for name in _APPENDED[2:]}
         q = tensors.get("q")
         return made if q is None else made | {"q_out": (q.shape, q.dtype)}
+    if call.operation == "kv_gather":
+        return _gathered(tensors, options)
+    if call.operation == "check_sequences":
+        offsets = tensors.get("cu_seqlens_q")
+        count = tensors["q"].shape[0] if offsets is None else offsets.shape[0] - 1
+        return {"status": ((count,), _INT32)}
     if call.operation == "merge_states":
         outs = tensors["outs"]
         batch, seq, heads, dim = outs.shape[-4:]
@@ -382,6 +392,24 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
         t, k = tensors["slots"].shape
         rows = tensors["w_gate_up"].shape[1] * (2 if options["gate"] == "separate" else 1)
         made["pre_activation"] = ((t * k, rows), x.dtype)
+    return made
+
+
+def _gathered(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """k, and v where there is a v_cache."""
+    caches = {"k": tensors["k_cache"]} | ({"v": tensors["v_cache"]} if "v_cache" in tensors else {})
+    shape = tensors["k_cache"].shape
+    axis = 2 if options["layout"] == "bhsd" else 1
+    table, rows = tensors.get("page_table"), options["rows"]
+    if rows is None:
+        rows = shape[axis] * (1 if table is None else table.shape[1])
+    of = tensors.get("batch_index", tensors["k_cache"]) if table is None else table
+    batch = 1 if "cu_seqlens_k" in tensors else of.shape[0]
+    made = {}
+    for name, cache in caches.items():
+        extents = [batch, *cache.shape[1:]]
+        extents[axis] = rows
+        made[name] = (tuple(extents), jnp.dtype(options["dtype"] or cache.dtype))
     return made
 
 
@@ -429,6 +457,10 @@ def _words(operation: str) -> str:
         return "the merge of attention states"
     if operation == "kv_append":
         return "appending to a cache"
+    if operation == "kv_gather":
+        return "gathering from a cache"
+    if operation == "check_sequences":
+        return "the check of sequences"
     if operation in ("moe_backward", "moe_route_backward"):
         return "the backward of the mixture of experts"
     return _WORDS.get(operation, "the mixture of experts")
@@ -443,7 +475,8 @@ _CALLS = {
         target,
         _words(operation),
         _kept_plan,
-        takes_fp32_on_gpu=operation in ("moe_route", "moe_route_backward", "kv_append"),
+        takes_fp32_on_gpu=operation
+        in ("moe_route", "moe_route_backward", "kv_append", "kv_gather"),
         in_place=_CACHES_IN_PLACE if operation == "kv_append" else None,
     )
     for operation, (target, _) in _core.xla_ffi_handlers().items()
@@ -703,6 +736,24 @@ def kv_append(
     ordered = {name: given.pop(name) for name in _APPENDED}
     made = run("kv_append", ordered | given, options)
     return tuple(made[name] for name in ("k_cache", "v_cache", "q_out") if name in made)
+
+
+def kv_gather(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> Any:
+    """kv_gather, with everything by its name."""
+    _refuse_outputs(outputs, stream)
+    made = run("kv_gather", tensors, options)
+    return (made["k"], made["v"]) if "v" in made else made["k"]
+
+
+def check_sequences(
+    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
+) -> Any:
+    """check_sequences, with everything by its name. Of q and k the extents alone are looked at."""
+    _refuse_outputs(outputs, stream)
+    tensors = tensors | {name: jax.lax.stop_gradient(tensors[name]) for name in ("q", "k")}
+    return run("check_sequences", tensors, options)["status"]
 
 
 def flash_attention_backward(

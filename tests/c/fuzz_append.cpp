@@ -13,7 +13,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <random>
 #include <set>
@@ -23,6 +22,7 @@
 
 #include "call_oracle.h"
 #include "flashmoe/flashmoe.h"
+#include "fuzz_cache.h"
 #include "fuzz_call.h"
 
 namespace {
@@ -46,86 +46,6 @@ std::map<std::string, int64_t> blamed;
     }                                                                                \
   } while (0)
 
-constexpr flashmoe_dtype kInt32 = {FLASHMOE_DTYPE_INT, 32, 1};
-constexpr flashmoe_dtype kInt64 = {FLASHMOE_DTYPE_INT, 64, 1};
-
-// Numbers of one or two dimensions in memory of their own, that ends where it is said to.
-struct Table {
-  int64_t shape[2] = {};
-  int64_t strides[2] = {};
-  flashmoe_tensor tensor = {};
-  Memory block;
-  std::vector<unsigned char> before;
-
-  bool given() const { return tensor.ndim != 0; }
-  unsigned char* element(int64_t i, int64_t j) const {
-    return block.get() + (i * strides[0] + j * strides[1]) * (tensor.dtype.bits / 8);
-  }
-  int64_t at(int64_t i, int64_t j = 0) const {
-    if (tensor.dtype.bits == 64) {
-      int64_t wide;
-      std::memcpy(&wide, element(i, j), sizeof wide);
-      return wide;
-    }
-    int32_t number;
-    std::memcpy(&number, element(i, j), sizeof number);
-    return number;
-  }
-
-  // `store` writes one number.
-  template <class Store>
-  void fill(Random* random, flashmoe_dtype dtype, int rank, int64_t rows, int64_t columns,
-            const Store& store) {
-    shape[0] = rows, shape[1] = columns;
-    const bool angles = dtype.code != FLASHMOE_DTYPE_INT;  // whose last stride is 1
-    const int64_t step = angles || random->chance(0.6) ? 1 : 2;
-    strides[1] = step;
-    strides[0] = columns * step + (rank == 2 ? random->below(3) : 0);
-    const int64_t bytes = dtype.bits / 8;
-    const auto count = static_cast<size_t>(rows * strides[0]);
-    block = allocate_memory(count * static_cast<size_t>(bytes));
-    for (size_t i = 0; i < count; ++i) store(block.get() + i * static_cast<size_t>(bytes));
-    before.assign(block.get(), block.get() + count * static_cast<size_t>(bytes));
-    tensor.data = block.get();
-    tensor.device = {FLASHMOE_DEVICE_CPU, 0};
-    tensor.ndim = rank;
-    tensor.dtype = dtype;
-    tensor.shape = shape;
-    tensor.strides = strides;
-  }
-  template <class Number>
-  void fill_integers(Random* random, bool wide, int rank, int64_t rows, int64_t columns,
-                     const Number& number) {
-    fill(random, wide ? kInt64 : kInt32, rank, rows, columns, [&](unsigned char* to) {
-      const int64_t value = number();
-      const auto narrow = static_cast<int32_t>(std::clamp<int64_t>(value, INT32_MIN, INT32_MAX));
-      std::memcpy(to, wide ? static_cast<const void*>(&value) : &narrow, wide ? 8 : 4);
-    });
-  }
-  // Of sizes from 1/8 to 2.
-  void fill_angles(Random* random, flashmoe_dtype dtype, int64_t rows, int64_t columns) {
-    fill(random, dtype, 2, rows, columns, [&](unsigned char* to) {
-      const uint64_t bits = random->bits();
-      const uint64_t sign = bits >> 63;
-      if (dtype.bits == 64) {
-        const uint64_t number = sign << 63 | (0x3fc0000000000000 | (bits & 0x003fffffffffffff));
-        std::memcpy(to, &number, 8);
-      } else if (dtype.bits == 32) {
-        const auto number = static_cast<uint32_t>(sign << 31 | 0x3e000000 | (bits & 0x01ffffff));
-        std::memcpy(to, &number, 4);
-      } else {
-        const bool half = dtype.code == FLASHMOE_DTYPE_FLOAT;
-        const auto number = static_cast<uint16_t>(sign << 15 | (half ? 0x3000 : 0x3e00) |
-                                                  (bits & (half ? 0x0fff : 0x01ff)));
-        std::memcpy(to, &number, 2);
-      }
-    });
-  }
-  bool unchanged() const {
-    return before.empty() || std::memcmp(block.get(), before.data(), before.size()) == 0;
-  }
-};
-
 using Params = flashmoe_kv_append_params;
 
 struct Append {
@@ -139,18 +59,7 @@ struct Append {
   int64_t batch = 0;  // sequences
   bool null_params = false;
 
-  struct Tensor {
-    const char* name;
-    const flashmoe_tensor* Params::* member;
-    Argument* rows;  // or nullptr
-    Table* table;
-
-    flashmoe_tensor* of() const { return rows != nullptr ? &rows->tensor : &table->tensor; }
-    int64_t* shape() const { return rows != nullptr ? rows->shape : table->shape; }
-    int64_t* strides() const { return rows != nullptr ? rows->strides : table->strides; }
-    int rank() const { return rows != nullptr ? 4 : table->tensor.ndim; }
-    bool is_output() const { return std::strstr(name, "cache") == name + 2 || name[1] == '_'; }
-  };
+  using Tensor = NamedTensor<Params>;
   std::vector<Tensor> tensors() {
     return {{"k", &Params::k, &k, nullptr},
             {"v", &Params::v, &v, nullptr},
@@ -168,14 +77,6 @@ struct Append {
             {"rotary_cos", &Params::rotary_cos, nullptr, &cos},
             {"rotary_sin", &Params::rotary_sin, nullptr, &sin}};
   }
-  std::vector<Tensor> given() {
-    std::vector<Tensor> all = tensors();
-    all.erase(std::remove_if(all.begin(), all.end(),
-                             [&](const Tensor& t) { return params.*t.member == nullptr; }),
-              all.end());
-    return all;
-  }
-
   int seq_axis() const { return params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1; }
   int head_axis() const { return 3 - seq_axis(); }
   int64_t seq() const { return k.shape[seq_axis()]; }
@@ -186,12 +87,6 @@ struct Append {
   }
   const Params* pointer() const { return null_params ? nullptr : &params; }
 };
-
-int64_t strange_number(Random* random, int64_t most) {
-  if (random->chance(0.75)) return random->range(0, std::max<int64_t>(most, 0));
-  return random->one_of<int64_t>(
-      {INT64_MIN, INT32_MIN, -1, 0, most + 1, 2 * most, INT32_MAX, INT64_MAX});
-}
 
 void make_rows(Random* random, const Append& call, Argument* x, flashmoe_dtype dtype, int64_t batch,
                int64_t rows, int64_t heads, int64_t dim, bool output) {
@@ -441,60 +336,15 @@ void expect_rows(const Append& c, const std::map<Place, std::vector<Move>>& move
 }
 
 void expect_unchanged(Append* call) {
-  for (const Append::Tensor& t : call->tensors()) {
-    EXPECT(t.rows != nullptr ? t.rows->unchanged() : t.table->unchanged());
-  }
+  for (const Append::Tensor& t : call->tensors()) EXPECT(t.unchanged());
 }
 
 // ---- faults -------------------------------------------------------------------------------------
 
-struct Fault {
-  const char* name;
-  std::function<std::set<std::string>(Random*, Append*)>
-      put;  // what it blames; {}: it has no place
-};
+using AppendFault = Fault<Append>;
 
-Append::Tensor any_of(Random* random, const std::vector<Append::Tensor>& tensors) {
-  return tensors[static_cast<size_t>(random->below(static_cast<int64_t>(tensors.size())))];
-}
-
-std::set<std::string> names_of(Append* call) {
-  std::set<std::string> names;
-  for (const Append::Tensor& t : call->given()) names.insert(t.name);
-  return names;
-}
-
-bool has_elements(const Append::Tensor& t) {
-  for (int axis = 0; axis < t.rank(); ++axis) {
-    if (t.shape()[axis] == 0) return false;
-  }
-  return true;
-}
-
-// A fault in any tensor that is given.
-template <class Put>
-Fault in_tensor(const char* name, const Put& put) {
-  return {name, [put](Random* random, Append* call) -> std::set<std::string> {
-            const Append::Tensor tensor = any_of(random, call->given());
-            if (!put(random, tensor)) return {};
-            return {tensor.name};
-          }};
-}
-
-template <class T>
-Fault in_field(const char* name, T Params::* member, std::initializer_list<T> values) {
-  const std::vector<T> all = values;
-  return {name, [=](Random* random, Append* call) -> std::set<std::string> {
-            const auto at = random->below(static_cast<int64_t>(all.size()));
-            call->params.*member = all[static_cast<size_t>(at)];
-            return {name};
-          }};
-}
-
-using Blame = std::set<std::string>;
-
-const std::vector<Fault>& faults() {
-  static const std::vector<Fault> all = {
+std::vector<AppendFault> faults() {
+  std::vector<AppendFault> all = {
       {"struct_size",
        [](Random* random, Append* call) -> Blame {
          const size_t size = sizeof call->params;
@@ -507,12 +357,12 @@ const std::vector<Fault>& faults() {
          call->null_params = true;
          return {"params"};
        }},
-      in_field<int32_t>("layout", &Params::layout, {-1, 2, 77, INT32_MAX}),
-      in_field<int32_t>("rotary", &Params::rotary, {-1, 2, 77, INT32_MIN}),
-      in_field<int32_t>("q_stays", &Params::q_stays, {-1, 2, INT32_MAX}),
-      in_field<uint32_t>("reserved", &Params::reserved, {1, 0x80000000}),
-      in_field<const char*>("kernel", &Params::kernel,
-                            {"sm89", "sm90", "x", "kv_append_", "kv_append_sm89_fp16"}),
+      in_field<Append, Params, int32_t>("layout", &Params::layout, {-1, 2, 77, INT32_MAX}),
+      in_field<Append, Params, int32_t>("rotary", &Params::rotary, {-1, 2, 77, INT32_MIN}),
+      in_field<Append, Params, int32_t>("q_stays", &Params::q_stays, {-1, 2, INT32_MAX}),
+      in_field<Append, Params, uint32_t>("reserved", &Params::reserved, {1, 0x80000000}),
+      in_field<Append, Params, const char*>(
+          "kernel", &Params::kernel, {"sm89", "sm90", "x", "kv_append_", "kv_append_sm89_fp16"}),
       {"missing tensor",
        [](Random* random, Append* call) -> Blame {
          Append::Tensor tensor = any_of(random, call->tensors());
@@ -587,93 +437,12 @@ const std::vector<Fault>& faults() {
          call->params.q_stays = 1;
          return {"q_stays"};
        }},
-      in_tensor("rank",
-                [](Random* random, const Append::Tensor& t) {
-                  t.of()->ndim = random->one_of({-1, 0, 3, 5, INT32_MAX});
-                  return true;
-                }),
-      in_tensor("no shape",
-                [](Random*, const Append::Tensor& t) {
-                  t.of()->shape = nullptr;
-                  return true;
-                }),
-      in_tensor("negative extent",
-                [](Random* random, const Append::Tensor& t) {
-                  t.shape()[random->below(t.rank())] = random->one_of({int64_t{-1}, INT64_MIN});
-                  return true;
-                }),
-      {"another extent",
-       [](Random* random, Append* call) -> Blame {
-         const Append::Tensor t = any_of(random, call->given());
-         // Whatever there may be of: positions, pages of a sequence, sequences, rows of a cache.
-         const std::string name = t.name;
-         if (name == "rotary_cos" || name == "rotary_sin" || name == "page_table" ||
-             name == "cu_seqlens") {
-           return {};
-         }
-         const int64_t axis = random->below(t.rank());
-         t.of()->strides = t.strides();
-         for (int i = 0; i < t.rank(); ++i) t.strides()[i] = i + 1 == t.rank() ? 1 : 0;
-         if (t.rank() == 4) t.strides()[0] = t.strides()[1] = t.strides()[2] = 0;
-         t.shape()[axis] += 8 * random->range(1, 3);
-         return names_of(call);
-       }},
-      in_tensor("type",
-                [](Random* random, const Append::Tensor& t) {
-                  t.of()->dtype.code = random->one_of<uint8_t>({1, 3, 5, 17, 255});
-                  return true;
-                }),
-      in_tensor("bits",
-                [](Random* random, const Append::Tensor& t) {
-                  t.of()->dtype.bits = random->one_of<uint8_t>({0, 1, 12, 24, 128});
-                  return true;
-                }),
-      in_tensor("lanes",
-                [](Random* random, const Append::Tensor& t) {
-                  t.of()->dtype.lanes = random->one_of<uint16_t>({0, 2, 65535});
-                  return true;
-                }),
-      in_tensor("device",
-                [](Random* random, const Append::Tensor& t) {
-                  t.of()->device.device_type = random->one_of({-1, 0, 4, 7, 99});
-                  return true;
-                }),
-      in_tensor("no data",
-                [](Random*, const Append::Tensor& t) {
-                  if (!has_elements(t)) return false;
-                  t.of()->data = nullptr;
-                  t.of()->byte_offset = 0;
-                  return true;
-                }),
-      in_tensor("misaligned data",
-                [](Random*, const Append::Tensor& t) {
-                  if (!has_elements(t)) return false;
-                  t.of()->byte_offset += 1;
-                  return true;
-                }),
-      in_tensor("last stride",
-                [](Random* random, const Append::Tensor& t) {
-                  const bool integers = t.of()->dtype.code == FLASHMOE_DTYPE_INT;
-                  if (integers || !has_elements(t) || t.shape()[t.rank() - 1] == 1) return false;
-                  int64_t packed = 1;
-                  for (int axis = t.rank() - 1; axis >= 0; --axis) {
-                    if (t.of()->strides == nullptr) t.strides()[axis] = packed;
-                    packed *= t.shape()[axis];
-                  }
-                  t.of()->strides = t.strides();
-                  t.strides()[t.rank() - 1] = random->one_of<int64_t>({-1, 2, 16});
-                  return true;
-                }),
-      in_tensor("huge extent",
-                [](Random* random, const Append::Tensor& t) {
-                  if (t.rank() != 4) return false;
-                  t.of()->strides = nullptr;
-                  for (int axis = 0; axis < 3; ++axis) {
-                    t.shape()[axis] = random->one_of({INT64_MAX, INT64_MAX / 2});
-                  }
-                  return true;
-                }),
   };
+  // Positions, pages of a sequence and sequences are as many as there are.
+  for (const AppendFault& each :
+       tensor_faults<Append>({"rotary_cos", "rotary_sin", "page_table", "cu_seqlens"})) {
+    all.push_back(each);
+  }
   return all;
 }
 
@@ -684,10 +453,11 @@ bool is_blamed(const Blame& blame, const std::string& sentence) {
 
 void run_with_fault(Random* random, Append* call) {
   Append& c = *call;
-  std::vector<Fault> all = faults();
+  const std::vector<AppendFault> all = faults();
   Blame blame;
   while (blame.empty()) {
-    const Fault& chosen = all[static_cast<size_t>(random->below(static_cast<int64_t>(all.size())))];
+    const AppendFault& chosen =
+        all[static_cast<size_t>(random->below(static_cast<int64_t>(all.size())))];
     fault = chosen.name;
     blame = chosen.put(random, call);
   }

@@ -3,8 +3,8 @@
 // Extents, layouts, strides and dtypes are those of fuzz_call.h; lengths, offsets and page numbers
 // are sane, strange or both. Every call must succeed, agree with a plain loop in double precision
 // that reads flashmoe.h its own way, and write nothing that no sequence has. Calls with a fault in
-// the tables must be refused, and change nothing. Meant to be built with AddressSanitizer and
-// UBSan.
+// the tables must be refused, and change nothing. What check_sequences finds in the same tables
+// must be what a plain loop finds. Meant to be built with AddressSanitizer and UBSan.
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
@@ -25,6 +25,8 @@ namespace {
 uint64_t seed = 0;
 int64_t call_number = 0;
 int64_t computed = 0;
+int64_t found[9] = {};  // faults of sequences, by bit
+int64_t sound = 0;      // sequences without
 
 #define EXPECT(condition)                                                                       \
   do {                                                                                          \
@@ -333,6 +335,75 @@ bool is_right(const Ragged& ragged, Place query, int64_t i, int64_t queries,
   return right && (sum == 0 ? lse == -HUGE_VAL : std::fabs(lse - largest - std::log(sum)) <= 1e-3);
 }
 
+// What is wrong with the tables of sequence b.
+int32_t faults_of(const Ragged& ragged, int64_t b) {
+  const Call& call = ragged.call;
+  const int seq = call.params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
+  const int64_t rows_q = call.q.shape[seq], rows_k = call.k.shape[seq];
+  const int64_t batch_k = call.k.shape[0];
+  int32_t faults = 0;
+  const auto add = [&](bool wrong, int32_t fault) { faults |= wrong ? fault : 0; };
+  // How many rows a sequence has before its lengths count.
+  const auto room = [&](const Table& offsets, int64_t rows, int32_t fault) {
+    if (!offsets.given()) return rows;
+    const int64_t begin = offsets.at(b), end = offsets.at(b + 1);
+    add(!(0 <= begin && begin <= end && end <= rows), fault);
+    return static_cast<int64_t>(places_of(0, begin, end, rows).size());
+  };
+  const auto used = [&](const Table& lengths, int64_t rows, int32_t fault) {
+    if (!lengths.given()) return rows;
+    add(lengths.at(b) < 0 || lengths.at(b) > rows, fault);
+    return std::clamp<int64_t>(lengths.at(b), 0, rows);
+  };
+  const flashmoe_attention_sequences& s = ragged.sequences;
+  int64_t queries = room(ragged.cu_seqlens_q, rows_q, FLASHMOE_FAULT_CU_SEQLENS_Q);
+  queries = used(ragged.seqused_q, queries, FLASHMOE_FAULT_SEQUSED_Q);
+  add(s.max_seqlen_q != 0 && queries > s.max_seqlen_q, FLASHMOE_FAULT_MAX_SEQLEN_Q);
+  int64_t keys = ragged.page_table.given() ? ragged.page_table.shape[1] * rows_k : rows_k;
+  keys = room(ragged.cu_seqlens_k, keys, FLASHMOE_FAULT_CU_SEQLENS_K);
+  if (ragged.batch_index.given()) {
+    const int64_t of = ragged.batch_index.at(b);
+    add(of < 0 || of >= batch_k, FLASHMOE_FAULT_BATCH_INDEX);
+  }
+  keys = used(ragged.seqused_k, keys, FLASHMOE_FAULT_SEQUSED_K);
+  int64_t begin = 0;
+  if (ragged.k_begin.given()) begin = used(ragged.k_begin, keys, FLASHMOE_FAULT_K_BEGIN);
+  add(s.max_seqlen_k != 0 && keys - begin > s.max_seqlen_k, FLASHMOE_FAULT_MAX_SEQLEN_K);
+  if (!ragged.page_table.given()) return faults;
+  const std::vector<Place> places = keys_of(ragged, b, batch_k, rows_k);
+  add(std::any_of(places.begin(), places.end(), [](Place place) { return place.batch < 0; }),
+      FLASHMOE_FAULT_PAGE_TABLE);
+  return faults;
+}
+
+flashmoe_check_sequences_params check_of(const Ragged& ragged, const flashmoe_tensor* status) {
+  flashmoe_check_sequences_params params = flashmoe_check_sequences_params_init();
+  params.q = ragged.call.params.q;
+  params.k = ragged.call.params.k;
+  params.sequences = &ragged.sequences;
+  params.layout = ragged.call.params.layout;
+  params.status = status;
+  return params;
+}
+
+void check(Random* random, Ragged* ragged) {
+  Table status;
+  status.fill(random, 1, ragged->batch, 1, [] { return 0x5a5a5a5a; });
+  const flashmoe_check_sequences_params params = check_of(*ragged, &status.tensor);
+  flashmoe_plan plan = flashmoe_plan_init();
+  EXPECT(flashmoe_check_sequences_plan(&params, &plan) == FLASHMOE_OK);
+  size_t bytes = 1;
+  EXPECT(flashmoe_check_sequences_workspace_size(&params, &bytes) == FLASHMOE_OK && bytes == 0);
+  EXPECT(status.unchanged());
+  EXPECT(flashmoe_check_sequences(&params, nullptr, 0, nullptr) == FLASHMOE_OK);
+  for (int64_t b = 0; b < ragged->batch; ++b) {
+    const int32_t faults = faults_of(*ragged, b);
+    EXPECT(status.at(b) == faults);
+    for (int bit = 0; bit < 9; ++bit) found[bit] += faults >> bit & 1;
+    sound += faults == 0 ? 1 : 0;
+  }
+}
+
 void run(Random* random, Ragged* ragged) {
   Call& call = ragged->call;
   flashmoe_plan plan = flashmoe_plan_init();
@@ -344,6 +415,7 @@ void run(Random* random, Ragged* ragged) {
   }
   EXPECT(planned == FLASHMOE_OK);
   ++computed;
+  check(random, ragged);
   const Memory workspace = allocate_memory(plan.workspace_bytes);
   EXPECT(call.run(workspace.get(), plan.workspace_bytes, nullptr) == FLASHMOE_OK);
   const bool bhsd = call.params.layout == FLASHMOE_LAYOUT_BHSD;
@@ -411,6 +483,8 @@ void run(Random* random, Ragged* ragged) {
   EXPECT(call.plan(&plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   EXPECT(call.run(workspace.get(), plan.workspace_bytes, nullptr) ==
          FLASHMOE_ERROR_INVALID_ARGUMENT);
+  const flashmoe_check_sequences_params params = check_of(*ragged, &call.q.tensor);
+  EXPECT(flashmoe_check_sequences(&params, nullptr, 0, nullptr) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   for (const Argument* argument : call.arguments) EXPECT(argument->unchanged());
 }
 
@@ -432,5 +506,8 @@ int main(int argc, char** argv) {
   }
   std::printf("%" PRId64 " computed and compared\n", computed);
   EXPECT(computed > calls / 2);
+  if (calls < 5000) return 0;
+  EXPECT(sound > calls / 4);
+  for (const int64_t count : found) EXPECT(count > calls / 50);
   return 0;
 }

@@ -21,10 +21,13 @@ int main(void) {
   const flashmoe_grouped_product_params product = flashmoe_grouped_product_params_init();
   const flashmoe_merge_states_params merge = flashmoe_merge_states_params_init();
   const flashmoe_kv_append_params append = flashmoe_kv_append_params_init();
+  const flashmoe_kv_gather_params gather = flashmoe_kv_gather_params_init();
+  const flashmoe_check_sequences_params check = flashmoe_check_sequences_params_init();
   flashmoe_build_info build = flashmoe_build_info_init();
   CHECK(route.struct_size == sizeof route && layer.struct_size == sizeof layer);
   CHECK(product.struct_size == sizeof product && merge.struct_size == sizeof merge);
-  CHECK(append.struct_size == sizeof append);
+  CHECK(append.struct_size == sizeof append && gather.struct_size == sizeof gather);
+  CHECK(check.struct_size == sizeof check);
   CHECK(params.struct_size == sizeof params && plan.struct_size == sizeof plan);
   CHECK(plan.launch_count == 0 && device.struct_size == sizeof device);
 

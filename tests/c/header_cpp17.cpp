@@ -18,6 +18,8 @@ static_assert(offsetof(flashmoe_moe_forward_params, struct_size) == 0, "struct_s
 static_assert(offsetof(flashmoe_grouped_product_params, struct_size) == 0, "struct_size first");
 static_assert(offsetof(flashmoe_merge_states_params, struct_size) == 0, "struct_size first");
 static_assert(offsetof(flashmoe_kv_append_params, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_check_sequences_params, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_kv_gather_params, struct_size) == 0, "struct_size first");
 static_assert(offsetof(flashmoe_attention_sequences, struct_size) == 0, "struct_size first");
 
 int main() {

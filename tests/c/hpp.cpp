@@ -701,6 +701,51 @@ void merge_states() {
         [&] { return fm::run(call, workspace); });
 }
 
+void check_sequences() {
+  const std::vector<float> q(2 * 16), k(4 * 4 * 16);
+  const int32_t used[] = {9, 5}, table[] = {2, 1, 3, 4};
+  int32_t status[] = {-1, -1};
+  fm::CheckSequences call;
+  call.q = fm::ConstTensorView(q.data(), {2, 1, 1, 16});
+  call.k = fm::ConstTensorView(k.data(), {4, 4, 1, 16});
+  call.sequences.page_table = fm::ConstTensorView(table, {2, 2});
+  call.sequences.seqused_k = fm::ConstTensorView(used, {2});
+  call.status = fm::TensorView(status, {2});
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  CHECK(std::strcmp(get(fm::plan(call)).launches[0].kernel, "check_sequences_cpu") == 0);
+  CHECK(status[0] == FLASHMOE_FAULT_SEQUSED_K && status[1] == FLASHMOE_FAULT_PAGE_TABLE);
+}
+
+void kv_gather() {
+  const std::vector<float> k_cache = random(4 * 4 * 16, 30), v_cache = random(4 * 4 * 8, 31);
+  const int32_t used[] = {6, 1}, begin[] = {1, 0}, table[] = {2, 1, 3, 9}, starts[] = {0, 5, 6};
+  std::vector<float> k(7 * 16, -1), v(7 * 8, -1);
+  fm::KvGather call;
+  call.k_cache = fm::ConstTensorView(k_cache.data(), {4, 4, 1, 16});
+  call.v_cache = fm::ConstTensorView(v_cache.data(), {4, 4, 1, 8});
+  call.cu_seqlens_k = fm::ConstTensorView(starts, {3});
+  call.seqused_k = fm::ConstTensorView(used, {2});
+  call.k_begin = fm::ConstTensorView(begin, {2});
+  call.page_table = fm::ConstTensorView(table, {2, 2});
+  call.k = fm::TensorView(k.data(), {1, 7, 1, 16});
+  call.v = fm::TensorView(v.data(), {1, 7, 1, 8});
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  CHECK(std::strstr(get(fm::plan(call)).launches[0].kernel, "kv_gather_cpu") != nullptr);
+  CHECK(get(fm::workspace_size(call)) == 0);
+  // Keys 1 to 5 of the first sequence and key 0 of the second; the last row is nobody's.
+  const size_t rows[] = {2 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3, 1 * 4, 1 * 4 + 1, 3 * 4};
+  for (size_t row = 0; row < 7; ++row) {
+    for (size_t i = 0; i < 16; ++i) {
+      CHECK(k[row * 16 + i] == (row < 6 ? k_cache[rows[row] * 16 + i] : -1));
+    }
+    for (size_t i = 0; i < 8; ++i) {
+      CHECK(v[row * 8 + i] == (row < 6 ? v_cache[rows[row] * 8 + i] : -1));
+    }
+  }
+}
+
 void kv_append() {
   const std::vector<float> k = random(2 * 16, 20), v = random(2 * 8, 21), q = random(2 * 16, 22);
   const std::vector<float> cos = random(9 * 2, 23), sin = random(9 * 2, 24);
@@ -794,5 +839,7 @@ void FLASHMOE_HPP_CHECKS() {
   given_experts_and_grouped_product();
   merge_states();
   kv_append();
+  check_sequences();
+  kv_gather();
   library();
 }

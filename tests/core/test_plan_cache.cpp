@@ -193,7 +193,9 @@ void every_byte_counts(size_t addresses) {
 void every_byte_of_a_problem_counts() {
   every_byte_counts<AttentionProblem>(17);
   every_byte_counts<AttentionBackwardProblem>(23);
+  every_byte_counts<CheckSequencesProblem>(8);
   every_byte_counts<KvAppendProblem>(17);
+  every_byte_counts<KvGatherProblem>(11);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
@@ -224,7 +226,9 @@ thread_local Launched launched;
 
 int64_t size_of(const AttentionProblem& p) { return p.seq_q + p.q.strides.seq; }
 int64_t size_of(const AttentionBackwardProblem& p) { return p.seq_q + p.q.strides.seq; }
+int64_t size_of(const CheckSequencesProblem& p) { return p.batch; }
 int64_t size_of(const KvAppendProblem& p) { return p.seq; }
+int64_t size_of(const KvGatherProblem& p) { return p.seq; }
 int64_t size_of(const MergeStatesProblem& p) { return p.seq; }
 int64_t size_of(const MoeRouteProblem& p) { return p.tokens; }
 int64_t size_of(const MoeForwardProblem& p) { return p.tokens; }
@@ -298,8 +302,13 @@ const AttentionBackwardFamily kSm89AttentionBackward =
     family<AttentionBackwardProblem, kSm89, Kind::kMany>();
 const AttentionBackwardFamily kCpuAttentionBackward =
     family<AttentionBackwardProblem, kCpu, Kind::kHost>();
+const CheckSequencesFamily kCudaCheckSequences =
+    family<CheckSequencesProblem, kSm89, Kind::kMany>();
+const CheckSequencesFamily kCpuCheckSequences = family<CheckSequencesProblem, kCpu, Kind::kHost>();
 const KvAppendFamily kCudaKvAppend = family<KvAppendProblem, kSm89, Kind::kMany>();
 const KvAppendFamily kCpuKvAppend = family<KvAppendProblem, kCpu, Kind::kHost>();
+const KvGatherFamily kCudaKvGather = family<KvGatherProblem, kSm89, Kind::kMany>();
+const KvGatherFamily kCpuKvGather = family<KvGatherProblem, kCpu, Kind::kHost>();
 const MergeStatesFamily kCpuMergeStates = family<MergeStatesProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
@@ -493,6 +502,39 @@ struct Append : AnyCall<flashmoe_kv_append_params> {
   }
   Append with(size_t tensor, std::initializer_list<int64_t> extents) const {
     Append call = *this;
+    call[tensor].set(extents, kInteger);
+    return call;
+  }
+};
+
+struct Gather : AnyCall<flashmoe_kv_gather_params> {
+  using Problem = KvGatherProblem;
+  enum {
+    kKCache,
+    kVCache,
+    kCuSeqlens,
+    kSeqused,
+    kBegin,
+    kBatchIndex,
+    kPageTable,
+    kKScale,
+    kVScale,
+    kK,
+    kV,
+    kCount
+  };
+  static constexpr auto kRun = &flashmoe_kv_gather;
+  static constexpr auto kSize = &flashmoe_kv_gather_workspace_size;
+
+  explicit Gather(int64_t seq = 100) : AnyCall(kCount, flashmoe_kv_gather_params_init()) {
+    tensors[kKCache].set({9, 16, 2, 64}, kHalf);
+    tensors[kVCache].set({9, 16, 2, 64}, kHalf);
+    tensors[kPageTable].set({2, 3}, kInteger);
+    tensors[kK].set({2, seq, 2, 64}, kHalf);
+    tensors[kV].set({2, seq, 2, 64}, kHalf);
+  }
+  Gather with(size_t tensor, std::initializer_list<int64_t> extents) const {
+    Gather call = *this;
     call[tensor].set(extents, kInteger);
     return call;
   }
@@ -981,6 +1023,31 @@ void appends_are_told_apart() {
                                });
 }
 
+void gathers_are_told_apart() {
+  using C = Gather;
+  check_all_told_apart<C>(C(), {
+                                   [](C* c) { *c = C(101); },
+                                   [](C* c) { *c = c->with(C::kSeqused, {2}); },
+                                   [](C* c) { *c = c->with(C::kBegin, {2}); },
+                                   [](C* c) { *c = c->with(C::kPageTable, {2, 4}); },
+                                   [](C* c) {
+                                     (*c)[C::kPageTable].given = false;
+                                     *c = c->with(C::kBatchIndex, {2});
+                                   },
+                                   [](C* c) { (*c)[C::kVCache].given = (*c)[C::kV].given = false; },
+                                   [](C* c) { c->kernel = "sm89"; },
+                                   [](C* c) { c->retype(kHalf, kBf16); },
+                                   [](C* c) { c->retype(kHalf, kFloat); },
+                                   [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
+                                   stride<C>(C::kK, 0, 1 << 20),
+                                   stride<C>(C::kV, 0, 1 << 20),
+                                   stride<C>(C::kKCache, 0, 0),
+                                   stride<C>(C::kVCache, 1, 0),
+                                   stride<C>(C::kPageTable, 0, 7),
+                                   stride<C>(C::kPageTable, 1, 2),
+                               });
+}
+
 // Nothing but where gate and up begin tells these two apart, and a plan does not depend on it.
 void gate_and_up_may_change_places() {
   Forward call;
@@ -1435,6 +1502,7 @@ int main() {
       gate_and_up_may_change_places,
       products_are_told_apart,
       appends_are_told_apart,
+      gathers_are_told_apart,
       older_callers_give_no_window,
       strides_that_are_absent_are_those_of_contiguous_tensors,
       a_kernels_name_is_the_callers,

@@ -92,6 +92,7 @@ SOURCES = {
         *(f"cuda/attention/sm90/{name}.cpp" for name in ("split_kv_cost", "stream_k")),
     ),
     "test_kv_append": (*MOE_CORE, *MOE_CUDA, "cuda/kv_append/family.cpp"),
+    "test_kv_gather": (*MOE_CORE, *MOE_CUDA, "cuda/kv_gather/family.cpp"),
     "test_moe": (
         *MOE_CORE,
         *MOE_CUDA,
@@ -202,6 +203,10 @@ def test_stream_k(tmp_path: Path) -> None:
 
 def test_appending_to_a_cache(tmp_path: Path) -> None:
     checked([_compile("test_kv_append", tmp_path)])
+
+
+def test_gathering_from_a_cache(tmp_path: Path) -> None:
+    checked([_compile("test_kv_gather", tmp_path)])
 
 
 def test_routing_and_combining(tmp_path: Path) -> None:

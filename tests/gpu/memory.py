@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import capi
+import numpy as np
 import torch
 
 MOST_WORKSPACE = 16 << 20  # bytes, of attention
@@ -19,6 +20,18 @@ _POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5),
            8: (torch.int64, 0x7FF4A5A5A5A5A5A5)}  # fmt: skip
 _DTYPE_CODES = {torch.float16: 2, torch.bfloat16: 4, torch.float32: 2, torch.int32: 0,
                 torch.int64: 0}  # fmt: skip
+
+
+def to_torch(x: np.ndarray, device: str = "cuda:0") -> torch.Tensor:
+    if str(x.dtype) == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(x).to(device)
+
+
+def to_numpy(x: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(torch.int16).cpu().numpy().view(dtype)
+    return x.cpu().numpy()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

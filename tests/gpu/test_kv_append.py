@@ -12,6 +12,7 @@ import pytest
 import torch
 from append_cases import POISON, Case, check
 from gpu import memory
+from gpu.memory import to_numpy, to_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -20,18 +21,6 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 WAYS = ("plain", "indexed", "paged", "slots")
 ROTARIES = ("", "neox", "interleaved")
 LARGE = {"most_batch": 40, "most_seq": 60, "most_heads": 9, "most_dim": 256}
-
-
-def to_torch(x: np.ndarray, device: str = DEVICE) -> torch.Tensor:
-    if str(x.dtype) == "bfloat16":
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(x).to(device)
-
-
-def to_numpy(x: torch.Tensor, dtype: np.dtype) -> np.ndarray:
-    if x.dtype == torch.bfloat16:
-        return x.contiguous().view(torch.int16).cpu().numpy().view(dtype)
-    return x.cpu().numpy()
 
 
 class Placed:

@@ -14,6 +14,8 @@ one by itself. Attention has gradients; of the mixture of experts they are refus
 """
 
 from flashmoe_science.torch.append import kv_append
+from flashmoe_science.torch.check import check_sequences
+from flashmoe_science.torch.gather import kv_gather
 from flashmoe_science.torch.merge import merge_states
 from flashmoe_science.torch.modules import FlashMoELayer, MultiheadAttention
 from flashmoe_science.torch.operators import (
@@ -31,11 +33,13 @@ from flashmoe_science.torch.varlen import varlen_attn, varlen_attn_out
 __all__ = [
     "FlashMoELayer",
     "MultiheadAttention",
+    "check_sequences",
     "flash_attention",
     "flash_attention_backward",
     "fused_moe",
     "grouped_product",
     "kv_append",
+    "kv_gather",
     "merge_states",
     "moe_forward",
     "moe_route",

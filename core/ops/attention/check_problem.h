@@ -1,0 +1,36 @@
+// The check of the tables of sequences: what the C ABI's arguments become after one validation, and
+// what every backend takes. A plain struct; see docs/architecture.md for the flow.
+#pragma once
+
+#include <cstdint>
+
+#include "core/ops/attention/problem.h"
+
+namespace flashmoe {
+
+// A validated call. The tables are those of the attention call, with its extents.
+struct CheckSequencesProblem {
+  flashmoe_device device;
+
+  SequenceTables tables;
+  int64_t batch;   // sequences
+  int64_t most_q;  // queries of a sequence that the call says there are at most; 0: it does not
+  int64_t most_k;  // keys
+  void* status;    // [batch] int32
+  int64_t status_step;  // elements
+
+  KernelName kernel;  // the kernel or family that the call asks for, or ""
+};
+
+template <class Visit>
+void visit_addresses(CheckSequencesProblem* p, const Visit& visit) {
+  SequenceTables& tables = p->tables;
+  for (Numbers* each :
+       {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,
+        &tables.k_begin, &tables.batch_index, &tables.page_table}) {
+    visit(&each->data);
+  }
+  visit(&p->status);
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,292 @@
+// Gathering keys and values of a cache: its checks and its families. See core/operation.h for the
+// rest.
+#include <array>
+#include <cstdio>
+#include <tuple>
+
+#include "core/backends.h"
+#include "core/operation.h"
+#include "core/ops/attention/checks.h"
+#include "core/option.h"
+
+namespace flashmoe {
+namespace {
+
+using Params = flashmoe_kv_gather_params;
+
+constexpr Option<Params> kOptions[] = {
+    Option<Params>::choice("layout", &Params::layout, kAttentionLayouts),
+    Option<Params>::reserved("reserved", &Params::reserved),
+};
+
+flashmoe_status check_together(const Params& given) {
+  if (given.batch_index != nullptr && given.page_table != nullptr) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "batch_index: got one, accepted with page_table is a null pointer: a page table "
+                "alone says where keys are");
+  }
+  for (const auto& [name, tensor, other, other_tensor] :
+       {std::tuple{"v_cache", given.v_cache, "v", given.v},
+        {"v", given.v, "v_cache", given.v_cache},
+        {"v_scale", given.v_scale, "v_cache", given.v_cache}}) {
+    if (tensor == nullptr || other_tensor != nullptr) continue;
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: got a tensor, accepted is a null pointer without %s", name, other);
+  }
+  return FLASHMOE_OK;
+}
+
+// What the tensors of a call have in common: the extents and the dtype of k.
+class Reader {
+ public:
+  Reader(const Params& given, KvGatherProblem* problem) : given_(given), p_(*problem) {}
+
+  flashmoe_status read() {
+    FLASHMOE_TRY(read_results());
+    FLASHMOE_TRY(read_caches());
+    FLASHMOE_TRY(read_scale_of("k_scale", given_.k_scale, &p_.k_scale));
+    FLASHMOE_TRY(read_scale_of("v_scale", given_.v_scale, &p_.v_scale));
+    return read_places();
+  }
+
+ private:
+  int seq_axis() const { return given_.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1; }
+  int head_axis() const { return given_.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2; }
+
+  template <class Data>
+  void set(const View& view, Dtype dtype, RowsView<Data>* rows) const {
+    rows->data = view.data;
+    rows->strides = {view.strides[0], view.strides[seq_axis()], view.strides[head_axis()]};
+    rows->dtype = dtype;
+  }
+
+  flashmoe_status check_dim(const char* name, int64_t dim) const {
+    if (dim > 0 && dim % kHeadDimMultiple == 0 && dim <= kMostAppendedDim) return FLASHMOE_OK;
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: its head dimension is %lld, accepted are multiples of %lld up to %lld", name,
+                static_cast<long long>(dim), static_cast<long long>(kHeadDimMultiple),
+                static_cast<long long>(kMostAppendedDim));
+  }
+
+  // fp64 is the CPU's alone.
+  flashmoe_status read_dtype() {
+    Dtype& dtype = p_.k.dtype;
+    FLASHMOE_TRY(check_attention_dtype("k", *given_.k, {FLASHMOE_DEVICE_CPU, 0}, &dtype));
+    if (!is_on_cuda(p_.device) || dtype != Dtype::kFloat64) return FLASHMOE_OK;
+    return fail(FLASHMOE_ERROR_UNSUPPORTED,
+                "k: it is on %s and of dtype fp64, accepted on a GPU are fp16, bf16 and fp32, on "
+                "the CPU also fp64",
+                DeviceName(p_.device).text);
+  }
+
+  flashmoe_status read_results() {
+    View view;
+    FLASHMOE_TRY(check_view("k", given_.k, 4, &view));
+    FLASHMOE_TRY(check_device("k", *given_.k, &p_.device));
+    FLASHMOE_TRY(read_dtype());
+    const Dtype dtype = p_.k.dtype;
+    FLASHMOE_TRY(check_rows("k", view, 4, dtype_bytes(dtype)));
+    set(view, dtype, &p_.k);
+    p_.batch = rows_of_batch_ = view.shape[0];
+    p_.seq = view.shape[seq_axis()];
+    p_.heads_kv = view.shape[head_axis()];
+    p_.dim = view.shape[3];
+    FLASHMOE_TRY(check_dim("k", p_.dim));
+    FLASHMOE_TRY(check_no_overlap("k", view, 4));
+    if (given_.v == nullptr) return FLASHMOE_OK;
+    FLASHMOE_TRY(check_view("v", given_.v, 4, &view));
+    FLASHMOE_TRY(check_same_device("v", *given_.v, "k", p_.device));
+    FLASHMOE_TRY(check_same_dtype("v", *given_.v, "k", dtype));
+    FLASHMOE_TRY(check_rows("v", view, 4, dtype_bytes(dtype)));
+    FLASHMOE_TRY(check_extent("v", "batch", view.shape[0], "k", rows_of_batch_));
+    FLASHMOE_TRY(check_extent("v", "sequence length", view.shape[seq_axis()], "k", p_.seq));
+    FLASHMOE_TRY(check_extent("v", "number of heads", view.shape[head_axis()], "k", p_.heads_kv));
+    p_.dim_v = view.shape[3];
+    FLASHMOE_TRY(check_dim("v", p_.dim_v));
+    set(view, dtype, &p_.v);
+    return check_no_overlap("v", view, 4);
+  }
+
+  flashmoe_status read_cache(const char* name, const flashmoe_tensor* tensor, const char* of,
+                             int64_t dim, View* view, RowsView<const void>* rows) {
+    Dtype dtype;
+    FLASHMOE_TRY(check_view(name, tensor, 4, view));
+    FLASHMOE_TRY(check_same_device(name, *tensor, "k", p_.device));
+    FLASHMOE_TRY(check_cache_dtype(name, *tensor, "k", p_.k.dtype, &dtype));
+    FLASHMOE_TRY(check_rows(name, *view, 4, dtype_bytes(dtype)));
+    FLASHMOE_TRY(check_extent(name, "number of heads", view->shape[head_axis()], "k", p_.heads_kv));
+    FLASHMOE_TRY(check_extent(name, "head dimension", view->shape[3], of, dim));
+    set(*view, dtype, rows);
+    return FLASHMOE_OK;
+  }
+
+  flashmoe_status read_caches() {
+    View view;
+    FLASHMOE_TRY(read_cache("k_cache", given_.k_cache, "k", p_.dim, &view, &p_.k_cache));
+    p_.batch_cache = view.shape[0];
+    p_.rows_cache = view.shape[seq_axis()];
+    if (given_.v_cache == nullptr) return FLASHMOE_OK;
+    FLASHMOE_TRY(read_cache("v_cache", given_.v_cache, "v", p_.dim_v, &view, &p_.v_cache));
+    if (p_.v_cache.dtype != p_.k_cache.dtype) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "v_cache: got dtype %s, accepted is %s as k_cache's",
+                  dtype_name(p_.v_cache.dtype), dtype_name(p_.k_cache.dtype));
+    }
+    FLASHMOE_TRY(check_extent("v_cache", "batch", view.shape[0], "k_cache", p_.batch_cache));
+    return check_extent("v_cache", "sequence length", view.shape[seq_axis()], "k_cache",
+                        p_.rows_cache);
+  }
+
+  flashmoe_status read_scale_of(const char* name, const flashmoe_tensor* tensor,
+                                KeyScales* scales) const {
+    if (tensor == nullptr) return FLASHMOE_OK;
+    if (p_.k_cache.dtype != Dtype::kFloat8E4M3) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "%s: got one, accepted with caches of k's dtype is a null pointer", name);
+    }
+    return read_scale(name, *tensor, "k", p_.device, p_.batch_cache, p_.heads_kv, scales);
+  }
+
+  flashmoe_status refuse_count(const char* name, int64_t got, int64_t want) const {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: got %lld numbers, accepted are %lld, of %lld sequences", name,
+                static_cast<long long>(got), static_cast<long long>(want),
+                static_cast<long long>(p_.batch));
+  }
+
+  flashmoe_status check_numbers(const char* name, const flashmoe_tensor* tensor, int rank,
+                                View* view) const {
+    FLASHMOE_TRY(check_view(name, tensor, rank, view));
+    FLASHMOE_TRY(check_same_device(name, *tensor, "k", p_.device));
+    FLASHMOE_TRY(check_index_dtype(name, *tensor, nullptr));
+    return check_alignment(name, *view, sizeof(int32_t));
+  }
+
+  flashmoe_status read_numbers(const char* name, const flashmoe_tensor* tensor,
+                               Numbers* numbers) const {
+    if (tensor == nullptr) return FLASHMOE_OK;
+    View view;
+    FLASHMOE_TRY(check_numbers(name, tensor, 1, &view));
+    if (view.shape[0] != p_.batch) return refuse_count(name, view.shape[0], p_.batch);
+    *numbers = {view.data, view.strides[0]};
+    return FLASHMOE_OK;
+  }
+
+  flashmoe_status read_places() {
+    View view;
+    if (given_.cu_seqlens_k != nullptr) {
+      FLASHMOE_TRY(check_numbers("cu_seqlens_k", given_.cu_seqlens_k, 1, &view));
+      if (rows_of_batch_ != 1) {
+        return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                    "k: its batch is %lld, accepted with cu_seqlens_k is 1: all sequences one "
+                    "behind the other",
+                    static_cast<long long>(rows_of_batch_));
+      }
+      if (view.shape[0] == 0) {
+        return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                    "cu_seqlens_k: got 0 numbers, accepted is one more than there are sequences");
+      }
+      p_.batch = view.shape[0] - 1;
+      p_.cu_seqlens_k = {view.data, view.strides[0]};
+    }
+    FLASHMOE_TRY(read_numbers("seqused_k", given_.seqused_k, &p_.seqused_k));
+    FLASHMOE_TRY(read_numbers("k_begin", given_.k_begin, &p_.k_begin));
+    FLASHMOE_TRY(read_numbers("batch_index", given_.batch_index, &p_.batch_index));
+    if (given_.page_table != nullptr) {
+      FLASHMOE_TRY(check_numbers("page_table", given_.page_table, 2, &view));
+      if (view.shape[0] != p_.batch) return refuse_count("page_table", view.shape[0], p_.batch);
+      p_.page_table = {view.data, view.strides[0]};
+      p_.page_step = view.strides[1];
+      p_.page_count = view.shape[1];
+      return FLASHMOE_OK;
+    }
+    if (given_.batch_index != nullptr) return FLASHMOE_OK;
+    return check_extent("k_cache", "batch", p_.batch_cache,
+                        given_.cu_seqlens_k != nullptr ? "cu_seqlens_k" : "k", p_.batch);
+  }
+
+  const Params& given_;
+  KvGatherProblem& p_;
+  int64_t rows_of_batch_ = 0;  // first extent of k
+};
+
+struct KvGather {
+  using Params = flashmoe_kv_gather_params;
+  using Problem = KvGatherProblem;
+  static constexpr char kName[] = "kv_gather";
+  static constexpr char kParams[] = "flashmoe_kv_gather_params";
+  static constexpr char kSizeFunction[] = "flashmoe_kv_gather_workspace_size";
+  static constexpr size_t kOldestParams = sizeof(Params);
+  static constexpr std::array<TensorMember<Params>, 11> kTensors = {{
+      {"k_cache", &Params::k_cache},
+      {"v_cache", &Params::v_cache},
+      {"k_scale", &Params::k_scale},
+      {"v_scale", &Params::v_scale},
+      {"cu_seqlens_k", &Params::cu_seqlens_k},
+      {"seqused_k", &Params::seqused_k},
+      {"k_begin", &Params::k_begin},
+      {"batch_index", &Params::batch_index},
+      {"page_table", &Params::page_table},
+      {"k", &Params::k},
+      {"v", &Params::v},
+  }};
+  static constexpr size_t kFirstOutput = 9;
+  static constexpr size_t kGpuAlignment = 16;
+  static constexpr const char* kKernelPrefix = "kv_gather_";
+  static constexpr const KvGatherFamily* kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+      &kCudaKvGather,
+#endif
+      &kCpuKvGather,
+  };
+
+  static flashmoe_status make_problem(const Params& params, Problem* problem) {
+    FLASHMOE_TRY(check_options(kOptions, params));
+    FLASHMOE_TRY(check_together(params));
+    FLASHMOE_TRY(Reader(params, problem).read());
+    copy_kernel_name(params.kernel, &problem->kernel);
+    return FLASHMOE_OK;
+  }
+
+  static double flops(const Problem&) { return 0; }  // rows move
+  static bool is_empty(const Problem& p) { return p.batch == 0 || p.seq == 0 || p.heads_kv == 0; }
+
+  static void print(const Params& params, const Problem& p, char* text, size_t size) {
+    char options[64];
+    print_options(kOptions, params, options, sizeof options);
+    const auto name = [](const flashmoe_tensor* tensor, const char* is) {
+      return tensor != nullptr ? is : "";
+    };
+    std::snprintf(text, size,
+                  "sequences=%lld seq=%lld heads=%lld dim=%lld/%lld cache=%lldx%lld %s%s "
+                  "by=%s%s%s%s%s%s",
+                  static_cast<long long>(p.batch), static_cast<long long>(p.seq),
+                  static_cast<long long>(p.heads_kv), static_cast<long long>(p.dim),
+                  static_cast<long long>(p.dim_v), static_cast<long long>(p.batch_cache),
+                  static_cast<long long>(p.rows_cache),
+                  p.k_cache.dtype != p.k.dtype ? "fp8_e4m3->" : "", dtype_name(p.k.dtype),
+                  name(params.cu_seqlens_k, "cu_seqlens_k,"), name(params.seqused_k, "seqused_k,"),
+                  name(params.k_begin, "k_begin,"), name(params.batch_index, "batch_index,"),
+                  name(params.page_table, "page_table,"), options);
+  }
+};
+
+}  // namespace
+}  // namespace flashmoe
+
+using flashmoe::KvGather;
+
+flashmoe_status flashmoe_kv_gather_plan(const flashmoe_kv_gather_params* params,
+                                        flashmoe_plan* plan) {
+  return flashmoe::plan_operation<KvGather>(params, plan);
+}
+
+flashmoe_status flashmoe_kv_gather_workspace_size(const flashmoe_kv_gather_params* params,
+                                                  size_t* bytes) {
+  return flashmoe::workspace_size_of<KvGather>(params, bytes);
+}
+
+flashmoe_status flashmoe_kv_gather(const flashmoe_kv_gather_params* params, void* workspace,
+                                   size_t workspace_size, void* stream) {
+  return flashmoe::run_operation<KvGather>(params, workspace, workspace_size, stream);
+}

@@ -1,0 +1,186 @@
+// Gathering keys and values of a cache on a GPU, one implementation for all of them: how its kernel
+// is planned, and with what parameters it is launched.
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+#include <iterator>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/kv_gather/entry.h"
+#include "cuda/kv_gather/params.h"
+#include "cuda/launch.h"
+
+namespace flashmoe::kv_gather {
+namespace {
+
+using Problem = KvGatherProblem;
+
+// Units of a thread: one where that gives so few blocks that all run at a time, and else more, so
+// that blocks take longer than it takes to find their rows.
+constexpr int64_t kFewBlocks = 8;  // of a multiprocessor
+constexpr int64_t kManyUnits = 8;
+constexpr int64_t kMostParts = 65535;  // of a grid, along its second axis
+
+// Nobody chooses by it.
+constexpr double kMicroseconds = 3.0;
+constexpr double kMemoryShare = 0.9;
+
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+int64_t numbers_of_piece(const Problem& p) { return kPieceBytes / dtype_bytes(p.k.dtype); }
+
+bool is_packed(const Problem& p) { return p.cu_seqlens_k.data != nullptr; }
+
+// Of the results, of all sequences.
+int64_t rows_of_call(const Problem& p) { return is_packed(p) ? p.seq : p.batch * p.seq; }
+
+// What blocks have of the rows; see Params.
+struct Shares {
+  int64_t rows;
+  int64_t row_units;
+  int64_t block_rows;
+  int64_t block_units;
+  int64_t blocks;
+  int64_t parts;
+};
+
+// False where something does not fit in 31 bits.
+bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
+  if (p.batch > INT_MAX || p.seq > INT_MAX || p.heads_kv > INT_MAX) return false;
+  Shares& s = *shares;
+  s.rows = rows_of_call(p);
+  s.row_units = p.heads_kv * ((p.dim + p.dim_v) / numbers_of_piece(p));
+  // Of a part that begins within them, so that numbers of units fit.
+  constexpr int64_t kMostUnits = INT_MAX - kThreads * kManyUnits;
+  if (s.rows > INT_MAX || s.row_units > kMostUnits) return false;
+  const bool few = static_cast<double>(s.rows) * static_cast<double>(s.row_units) <=
+                   static_cast<double>(kFewBlocks * multiprocessors * kThreads);
+  s.block_units = kThreads * (few ? 1 : kManyUnits);
+  s.block_rows =
+      std::clamp<int64_t>(s.block_units / std::max<int64_t>(s.row_units, 1), 1, kMostBlockRows);
+  s.parts = std::max<int64_t>(ceil_div(s.block_rows * s.row_units, s.block_units), 1);
+  if (s.parts > kMostParts) {
+    s.block_units = ceil_div(ceil_div(s.row_units, kMostParts), kThreads) * kThreads;
+    s.parts = ceil_div(s.row_units, s.block_units);
+  }
+  s.blocks = std::max<int64_t>(ceil_div(s.rows, s.block_rows), 1);
+  return true;
+}
+
+const Entry& find_entry(const Problem& p) {
+  const bool fp8 = p.k_cache.dtype != p.k.dtype;
+  return *std::find_if(std::begin(entries), std::end(entries), [&](const Entry& entry) {
+    return entry.dtype == p.k.dtype && entry.fp8 == fp8;
+  });
+}
+
+// Of a call whose sequences have all the rows that there are.
+double microseconds_of(const Problem& p, const Shares& shares, const DeviceFacts& facts) {
+  const auto numbers = static_cast<double>(p.heads_kv) * static_cast<double>(p.dim + p.dim_v);
+  const double bytes = static_cast<double>(shares.rows) * numbers *
+                       static_cast<double>(dtype_bytes(p.k.dtype) + dtype_bytes(p.k_cache.dtype));
+  if (facts.memory_bytes_per_microsecond <= 0) return kMicroseconds;
+  return kMicroseconds + bytes / (facts.memory_bytes_per_microsecond * kMemoryShare);
+}
+
+flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
+  const int device_id = p.device.device_id;
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check_supported(device_id, &facts, reason));
+  Shares shares;
+  if (!shares_of(p, facts->multiprocessors, &shares)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                         "more than 2^31 - 1 rows, sequences, or 16 bytes of a row");
+  }
+  const Kernel& kernel = find_entry(p).kernel;
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
+  plan->info.microseconds = microseconds_of(p, shares, *facts);
+  flashmoe_launch& launch = plan_launch(kernel, device_id, "", shares.blocks, kThreads, 0, plan);
+  launch.grid[1] = static_cast<uint32_t>(shares.parts);
+  launch.tile_m = static_cast<int32_t>(shares.block_rows);
+  launch.tile_n = static_cast<int32_t>(shares.block_units);
+  launch.dim = static_cast<int32_t>(p.dim);
+  launch.dim_v = static_cast<int32_t>(p.dim_v);
+  launch.stages = 1;
+  return FLASHMOE_OK;
+}
+
+// In bytes. A stride by which nothing is ever found may be any number: its product wraps round.
+int64_t bytes_of(int64_t stride, Dtype dtype) {
+  return static_cast<int64_t>(static_cast<uint64_t>(stride) *
+                              static_cast<uint64_t>(dtype_bytes(dtype)));
+}
+
+template <class Data>
+Rows rows_of(const RowsView<Data>& view) {
+  return {const_cast<char*>(static_cast<const char*>(view.data)),
+          bytes_of(view.strides.batch, view.dtype), bytes_of(view.strides.seq, view.dtype),
+          bytes_of(view.strides.head, view.dtype)};
+}
+
+Scales scales_of(const KeyScales& given) {
+  return {static_cast<const float*>(given.data), given.batch_stride, given.head_stride};
+}
+
+// Keys of a sequence; no length is more than 31 bits.
+int32_t room_of(const Problem& p) {
+  int64_t room = p.rows_cache;
+  if (p.page_table.data != nullptr && __builtin_mul_overflow(p.page_count, p.rows_cache, &room)) {
+    room = INT_MAX;
+  }
+  return static_cast<int32_t>(std::min<int64_t>(room, INT_MAX));
+}
+
+Divisor divisor_of(int64_t value) {
+  return Divisor::of(static_cast<uint32_t>(std::clamp<int64_t>(value, 1, INT_MAX)));
+}
+
+Params make_params(const Problem& p, const flashmoe_launch& planned) {
+  Params params = {};
+  params.from[kKeys] = rows_of(p.k_cache);
+  params.from[kValues] = rows_of(p.v_cache);
+  params.to[kKeys] = rows_of(p.k);
+  params.to[kValues] = rows_of(p.v);
+  params.scales[kKeys] = scales_of(p.k_scale);
+  params.scales[kValues] = scales_of(p.v_scale);
+  params.cu_seqlens_k = table_numbers(p.cu_seqlens_k);
+  params.seqused_k = table_numbers(p.seqused_k);
+  params.k_begin = table_numbers(p.k_begin);
+  params.batch_index = table_numbers(p.batch_index);
+  params.page_table = table_numbers(p.page_table);
+  params.page_step = p.page_step;
+  params.batch_cache = p.batch_cache;
+  params.room = room_of(p);
+  params.page_size = divisor_of(p.rows_cache);
+  params.sequences = static_cast<int32_t>(p.batch);
+  params.rows = static_cast<int32_t>(rows_of_call(p));
+  params.rows_of_batch = divisor_of(p.seq);
+  const int64_t of_piece = numbers_of_piece(p);
+  params.units[kKeys] = divisor_of(p.dim / of_piece);
+  params.units[kValues] = divisor_of(p.dim_v / of_piece);
+  params.end_of_keys = static_cast<int32_t>(p.heads_kv * (p.dim / of_piece));
+  params.row_units = divisor_of(p.heads_kv * ((p.dim + p.dim_v) / of_piece));
+  params.block_rows = planned.tile_m;
+  params.block_units = planned.tile_n;
+  return params;
+}
+
+flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, void* stream) {
+  const DeviceGuard guard(p.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const Params params = make_params(p, plan.info.launches[0]);
+  return launch_planned(plan, 0, &params, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::kv_gather
+
+namespace flashmoe {
+
+// Named as the oldest GPU family: gathering is the same on all.
+const KvGatherFamily kCudaKvGather = {"sm89", FLASHMOE_DEVICE_CUDA, &kv_gather::plan,
+                                      &kv_gather::launch};
+
+}  // namespace flashmoe

@@ -1,0 +1,45 @@
+// Arguments of the kernel that gathers keys and values of a cache, as the device sees them. Strides
+// of rows are bytes, those of integers elements.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/divisor.h"
+#include "cuda/kv_append/params.h"
+#include "cuda/tile/sequence_tables.h"
+
+namespace flashmoe::kv_gather {
+
+using kv_append::kKeys;
+using kv_append::kValues;
+using kv_append::Rows;
+using kv_append::Scales;
+
+inline constexpr int kStreams = 2;  // keys and values
+
+// A unit is what a thread moves at a time: 16 bytes of a head of the results.
+struct Params {
+  Rows from[kStreams];
+  Rows to[kStreams];
+  Scales scales[kStreams];
+  TableNumbers cu_seqlens_k;
+  TableNumbers seqused_k;
+  TableNumbers k_begin;
+  TableNumbers batch_index;
+  TableNumbers page_table;
+  int64_t page_step;
+  int64_t batch_cache;
+  int32_t room;  // keys of a sequence, at most
+  Divisor page_size;
+
+  int32_t sequences;
+  int32_t rows;  // of all results: a packed batch's, or sequences * rows_of_batch
+  Divisor rows_of_batch;
+  Divisor units[kStreams];  // of a head
+  int32_t end_of_keys;      // of a row's units
+  Divisor row_units;
+  int32_t block_rows;
+  int32_t block_units;  // of those rows, that one block moves
+};
+
+}  // namespace flashmoe::kv_gather
