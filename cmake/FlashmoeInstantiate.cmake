@@ -125,8 +125,8 @@ endfunction()
 #     few of a model with many columns, for more.
 #   sm90_few_tokens: the same family's for Hopper, by the copy engine.
 #   sm90_backward: the gradient of weights.
-#   sm90: rows of x, gathered, with a gate and an up or with one matrix, or rows as they lie; and which
-#     stride of the weights is 1, or that a transposed gate and up are interleaved.
+#   sm90: rows of x, gathered, with a gate and an up or with one matrix, or rows as they lie, also to fp32
+#     or added to the output; and which stride of the weights is 1, or that a transposed gate and up are interleaved.
 set(FLASHMOE_MOE_SM89_KERNELS
   "Rows::kPlain,Major::kColumns," "Rows::kPlain,Major::kRows,_trans"
   "Rows::kGated,Major::kColumns,_gated" "Rows::kGated,Major::kRows,_gated_trans")
@@ -137,7 +137,9 @@ set(FLASHMOE_MOE_SM90_KERNELS
   "kPlainGatedUp,kColumns,_swiglu_up" "kNarrowGatedUp,kColumns,_swiglu_up_narrow"
   "kGatedUp,kColumns,_gated_up" "kUp,kColumns,_up" "kDown,kColumns,_down"
   "kShortDown,kColumns,_down_short" "kMiddleDown,kColumns,_down_middle"
+  "kWideDown,kColumns,_down_wide"
   "kGatedUp,kRows,_gated_up_trans" "kUp,kRows,_up_trans" "kDown,kRows,_down_trans"
+  "kWideDown,kRows,_down_wide_trans"
   "kGatedUp,kRowsInterleaved,_gated_up_turns")
 
 # The names of the template's variables follow the family's.

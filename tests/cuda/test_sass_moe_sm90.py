@@ -11,14 +11,16 @@ import pytest
 import sass
 
 # In the order of the enumeration.
-_USES = ("swiglu_up", "gated_up", "up", "down", "narrow_up", "short_down", "middle_down")
+_USES = (
+    "swiglu_up", "gated_up", "up", "down", "narrow_up", "short_down", "middle_down", "wide_down"
+)  # fmt: skip
 _MAJORS = ("columns", "rows", "rows interleaved")  # and so here
 _KEPT_STEPS = {"short_down": 4, "middle_down": 8}  # of 64 columns, of weights in registers
 _COLUMNS = ("swiglu_up", "narrow_up", *_KEPT_STEPS)  # whose weights have contiguous columns
-_DOWN = ("down", *_KEPT_STEPS)  # which take rows as they lie
+_DOWN = ("down", "wide_down", *_KEPT_STEPS)  # which take rows as they lie
 _FUNCTION = re.compile(
     r"moe4sm9022grouped_product_kernelI\w*?Traits"
-    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-6])EL\w*?5MajorE([0-2])E"
+    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-7])EL\w*?5MajorE([0-2])E"
 )
 # What tiles' widths there is code for: multiples of so many tokens, up to so many.
 _WIDTHS = {
@@ -29,6 +31,7 @@ _WIDTHS = {
     "down": (16, 192),
     "short_down": (16, 192),
     "middle_down": (16, 128),
+    "wide_down": (64, 192),
 }
 
 
@@ -85,14 +88,18 @@ def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
     instructions: dict[tuple[str, Kernel], Counter[str]],
 ) -> None:
     for code, opcodes in instructions.items():
-        sass.check_tma(code, opcodes)
+        sass.check_tma(code, opcodes, stores=code[1].use != "wide_down")
         assert any("MULTICAST" in name for name in opcodes if name.startswith("UTMALDG")), code
         copies = [name for name in opcodes if name.startswith("LDGSTS")]
         assert bool(copies) == (code[1].use not in _DOWN), f"{code}: {copies}"
         assert all("128" in name for name in copies), f"{code}: {copies}"  # 16 bytes each
-        # `up` sets its progress to zero; what it computes no thread stores by itself.
-        assert (sass.count(opcodes, "STG") == 0) == (code[1].use in _DOWN), f"{code}: {opcodes}"
-        assert any(re.match(r"STSM.*\.M?T", name) for name in opcodes), f"{code}: not transposed"
+        # `up` sets its progress to zero; but for sums that are fp32, or added to what there is, no
+        # thread stores by itself what it computes.
+        wide = code[1].use == "wide_down"
+        by_threads = sass.count(opcodes, "STG")
+        assert (by_threads == 0) == (code[1].use in _DOWN and not wide), f"{code}: {opcodes}"
+        transposed = any(re.match(r"STSM.*\.M?T", name) for name in opcodes)
+        assert transposed != wide, f"{code}: {opcodes}"
         kept = sass.count(opcodes, "LDSM")  # 64 rows of all columns, four matrices of 8 by 8 a warp
         assert kept == 4 * _KEPT_STEPS.get(code[1].use, 0), f"{code}: {opcodes}"
 

@@ -302,11 +302,8 @@ def product_call(
     accumulate: bool = False,
     seed: int = 0,
 ) -> Call:
-    """Without either, offsets that are even. Of sm90 without a dx that it refuses: one that is fp32
-    or added to."""
+    """Without either, offsets that are even."""
     g = generator(seed)
-    if family == "sm90" and (accumulate or out == "fp32"):
-        wanted = [name for name in wanted if name != "dx"]
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, generator=g, device=DEVICE) * scale).to(DTYPES[dtype])

@@ -2,6 +2,8 @@
 // transposition by stmatrix, and stores by TMA.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/moe/sm90/mainloop.cuh"
 #include "cuda/moe/sm90/params.h"
 #include "cuda/moe/sm90/storage.cuh"
@@ -343,6 +345,35 @@ struct Epilogue : MainLoop<Traits> {
     store<kTokens>(tile, params.pre_activation[kUp], second_row, sent, second);
   }
 
+  // Stores 64 rows of products of all tokens as fp32, or adds them to what there is. Eight lanes
+  // have as many numbers of a token, which lie next to each other.
+  template <class T, int kTokens>
+  __device__ __forceinline__ void store_wide(const Tile& tile, const float (&half)[kTokens / 2],
+                                             int row) const {
+    const int token = lane_index() % 4 * 2;
+    const int64_t batch = params.counts != nullptr ? tile.expert : 0;
+    const int64_t stride = params.wide_row_stride;
+    T* to = static_cast<T*>(params.wide_out) + batch * params.wide_batch_stride +
+            (tile.first_slot + token) * stride + row + row_of(0);
+    const bool has[2] = {row + row_of(0) < params.out_rows, row + row_of(1) < params.out_rows};
+#pragma unroll
+    for (int block = 0; block < kTokens / 8; ++block, to += 8 * stride) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!has[e / 2] || 8 * block + token + e % 2 >= tile.tokens) continue;
+        T* const place = to + e % 2 * stride + e / 2 * 8;
+        float sum = half[4 * block + e];
+        if constexpr (std::is_same_v<T, float>) {
+          if (params.wide_adds != 0) sum += *place;
+          *place = sum;
+        } else {
+          sum += Numeric::to_float(*place);  // what is not added to goes by way of kDown
+          *place = static_cast<uint16_t>(Numeric::pack(sum, 0.0f));
+        }
+      }
+    }
+  }
+
   // What becomes of a tile's products.
   template <int kTokens>
   __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
@@ -350,7 +381,15 @@ struct Epilogue : MainLoop<Traits> {
     // Of this group's rows of the first half.
     const int row = tile.row_tile * Traits::kOutRows + rows_before();
     if (Traits::kGathers) sent = 0;
-    if constexpr (!Traits::kGathers) {
+    if constexpr (Traits::kWide) {
+      if (params.wide_is_fp32 != 0) {
+        store_wide<float, kTokens>(tile, products.first, row);
+        store_wide<float, kTokens>(tile, products.second, row + Traits::kHalfRows);
+      } else {
+        store_wide<uint16_t, kTokens>(tile, products.first, row);
+        store_wide<uint16_t, kTokens>(tile, products.second, row + Traits::kHalfRows);
+      }
+    } else if constexpr (!Traits::kGathers) {
       finish_curve<kIdentity, kTokens>(tile, products, row, &sent);
     } else if constexpr (Traits::kPlain) {
       finish_plain<kTokens>(tile, products, row, &sent);

@@ -262,7 +262,7 @@ flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Pr
   return FLASHMOE_OK;
 }
 
-// What multiplies rows as they lie, of which an expert has so many on average.
+// What multiplies rows as they lie, of which an expert has so many on average, to 16 bits.
 Use use_of_rows(Major major, int64_t columns, int64_t expert_rows) {
   const auto keeps = [=](int64_t most, int64_t least_rows) {
     return major == Major::kColumns && columns <= most && columns >= most - kKeptPadding &&
@@ -526,12 +526,13 @@ flashmoe_status launch_forward(const MoeForwardProblem& problem, const Plan& pla
 
 // ---- the product alone
 
-Product product_of(const GroupedProductProblem& p) {
+Product product_of(const GroupedProductProblem& p, bool adds) {
   const Major major = major_of(p.w);
   const int64_t batches = p.counts != nullptr ? p.experts : 1;
   const int64_t expert_rows =
       p.counts != nullptr ? p.rows : p.rows / std::max<int64_t>(p.experts, 1);
-  return {use_of_rows(major, p.columns, expert_rows),
+  const bool wide = adds || p.out.dtype != p.x.dtype;
+  return {wide ? Use::kWideDown : use_of_rows(major, p.columns, expert_rows),
           p.x.dtype,
           p.device,
           p.rows,
@@ -547,7 +548,7 @@ flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_hopper(problem.device.device_id, &facts, reason));
   FLASHMOE_TRY(check_tensor_maps(problem.device.device_id, reason));
-  const Product product = product_of(problem);
+  const Product product = product_of(problem, false);
   FLASHMOE_TRY(
       check_weights("w", problem.w, problem.experts, problem.out_columns, problem.columns, reason));
   FLASHMOE_TRY(check_rows("x", problem.x, product.rows, product.batches, reason));
@@ -556,17 +557,30 @@ flashmoe_status plan_product(const GroupedProductProblem& problem, Plan* plan,
   return add_product("x", *facts, product, plan, reason);
 }
 
-bool fill_alone(const GroupedProductProblem& p, const Plan& plan, int index, Maps* maps,
+bool set_output(const GroupedProductProblem& p, const Product& product, bool adds, Maps* maps,
                 Params* params) {
-  const Product product = product_of(p);
+  if (product.use != Use::kWideDown) {
+    return maps->set_out({p.out.data, p.out_columns, product.rows, product.batches,
+                          p.out.row_stride, p.out.expert_stride, 0, p.out.dtype},
+                         &params->out);
+  }
+  params->wide_out = p.out.data;
+  params->wide_row_stride = p.out.row_stride;
+  params->wide_batch_stride = p.out.expert_stride;
+  params->wide_is_fp32 = p.out.dtype == Dtype::kFloat32 ? 1 : 0;
+  params->wide_adds = adds ? 1 : 0;
+  return true;
+}
+
+bool fill_alone(const GroupedProductProblem& p, bool adds, const Plan& plan, int index, Maps* maps,
+                Params* params) {
+  const Product product = product_of(p, adds);
   if (!fill_product(product, p.w, p.w, *static_cast<const Entry*>(plan.entries[index]),
                     clusters_of(plan, index), maps, params) ||
       !maps->set_tokens({p.x.data, p.columns, product.rows, product.batches, p.x.row_stride,
                          p.x.expert_stride, 0, p.x.dtype},
                         params) ||
-      !maps->set_out({p.out.data, p.out_columns, product.rows, product.batches, p.out.row_stride,
-                      p.out.expert_stride, 0, p.out.dtype},
-                     &params->out)) {
+      !set_output(p, product, adds, maps, params)) {
     return false;
   }
   params->offsets = p.offsets;
@@ -581,7 +595,7 @@ flashmoe_status launch_product(const GroupedProductProblem& p, const Plan& plan,
   FLASHMOE_TRY(guard.status());
   Prepared<Kept> kept(plan.detail);
   FLASHMOE_TRY(prepare(plan, 0, &kept, [&](Maps* maps, Params* params) {
-    return fill_alone(p, plan, 0, maps, params);
+    return fill_alone(p, false, plan, 0, maps, params);
   }));
   kept.set_ready(true);
   return launch_planned(plan, 0, &kept->params[0], stream);
@@ -618,15 +632,15 @@ flashmoe_status launch_up(const MoeForwardProblem& problem, const Plan& plan, in
   });
 }
 
-flashmoe_status add_rows_product(const char* name, const GroupedProductProblem& problem,
+flashmoe_status add_rows_product(const char* name, const GroupedProductProblem& problem, bool adds,
                                  const DeviceFacts& facts, Plan* plan, const Reason& reason) {
-  return add_product(name, facts, product_of(problem), plan, reason);
+  return add_product(name, facts, product_of(problem, adds), plan, reason);
 }
 
-flashmoe_status launch_rows_product(const GroupedProductProblem& problem, const Plan& plan,
-                                    int index, void* stream) {
+flashmoe_status launch_rows_product(const GroupedProductProblem& problem, bool adds,
+                                    const Plan& plan, int index, void* stream) {
   return launch_stage(plan, index, stream, [&](Maps* maps, Params* params) {
-    return fill_alone(problem, plan, index, maps, params);
+    return fill_alone(problem, adds, plan, index, maps, params);
   });
 }
 

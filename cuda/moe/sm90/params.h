@@ -78,6 +78,13 @@ struct Params {
   float swish_cube;
   float limit;  // infinity: none
   float up_offset;
+
+  // Of kWideDown, which has no maps of its output: strides in elements.
+  void* wide_out;
+  int64_t wide_row_stride;
+  int64_t wide_batch_stride;
+  int32_t wide_is_fp32;
+  int32_t wide_adds;
 };
 
 }  // namespace flashmoe::moe::sm90

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr int kConsumerWarps = Traits::kAlternates ? 4 : 4 * kConsumers;
     ptx::prefetch_tensor_map(&params.weights[0]);
     ptx::prefetch_tensor_map(&params.weights[1]);
-    ptx::prefetch_tensor_map(&params.out[0]);
+    if (!Traits::kWide) ptx::prefetch_tensor_map(&params.out[0]);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(shared.full(stage), 1 + (Traits::kGathers ? Traits::kGatherThreads : 0));
       ptx::mbarrier_init(shared.empty(stage), kCluster * kConsumerWarps);

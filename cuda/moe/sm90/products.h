@@ -32,10 +32,11 @@ int64_t most_progress_words(int multiprocessors);
 flashmoe_status launch_up(const MoeForwardProblem& problem, const Plan& plan, int index,
                           void* activated, uint32_t* progress, void* stream);
 
-// A product of rows as they lie. `name`: the argument that tells their number.
-flashmoe_status add_rows_product(const char* name, const GroupedProductProblem& problem,
+// A product of rows as they lie. `name`: the argument that tells their number. The output may be
+// fp32; `adds`: to what it holds. Either has no bias.
+flashmoe_status add_rows_product(const char* name, const GroupedProductProblem& problem, bool adds,
                                  const DeviceFacts& facts, Plan* plan, const Reason& reason);
-flashmoe_status launch_rows_product(const GroupedProductProblem& problem, const Plan& plan,
-                                    int index, void* stream);
+flashmoe_status launch_rows_product(const GroupedProductProblem& problem, bool adds,
+                                    const Plan& plan, int index, void* stream);
 
 }  // namespace flashmoe::moe::sm90

@@ -26,13 +26,14 @@ struct Traits {
   // Of short rows weights are kept in registers while runs of token tiles pass by.
   static constexpr bool kKeepsMore = kUse == Use::kMiddleDown;  // and in narrower tiles
   static constexpr bool kKeeps = kUse == Use::kShortDown || kKeepsMore;
-  static constexpr bool kGathers = kUse != Use::kDown && !kKeeps;
+  static constexpr bool kWide = kUse == Use::kWideDown;
+  static constexpr bool kGathers = kUse != Use::kDown && !kWide && !kKeeps;
   static_assert(kGated || !kInterleaved);
   static_assert(!kKeeps || !kTransposed);
 
   // Consumers have a tile each, and one's products are computed while the other writes out what it
   // has; or they share one.
-  static constexpr bool kAlternates = kUse == Use::kDown;
+  static constexpr bool kAlternates = kUse == Use::kDown || kWide;
 
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
   // The first warpgroup: one warp issues the copies by TMA, three gather.
@@ -49,7 +50,7 @@ struct Traits {
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
   // Widths that there is code for are multiples of so many units: the more follows the main loop,
   // the fewer.
-  static constexpr int kUnitSteps = kPlain || !kGathers ? 1 : kGated ? 2 : 4;
+  static constexpr int kUnitSteps = kPlain || !(kGathers || kWide) ? 1 : kGated ? 2 : 4;
   static_assert(kTileUnits % kUnitSteps == 0);
   static constexpr int kMostOddTiles = 5;  // of an expert's tokens, where pairs share weights
   // Columns of items that the weights of an expert pass by together: as many token tiles as

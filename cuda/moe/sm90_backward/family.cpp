@@ -80,21 +80,17 @@ Gradient dw_gradient(const Product& p) {
 
 flashmoe_status add_dx(const Product& p, const DeviceFacts& facts, Plan* plan,
                        const Reason& reason) {
-  if (p.accumulate || p.dx.dtype != p.dout.dtype) {
-    return reason.refuse(
-        FLASHMOE_ERROR_UNSUPPORTED, "dx: got %s to be %s, accepted is %s to be written",
-        dtype_name(p.dx.dtype), p.accumulate ? "added to" : "written", dtype_name(p.dout.dtype));
-  }
   const GroupedProductProblem product = dx_product(p);
   FLASHMOE_TRY(sm90::check_weights("w", product.w, p.experts, p.columns, p.out_columns, reason));
   FLASHMOE_TRY(sm90::check_rows("dout", p.dout, p.rows, batches_of(p), reason));
   FLASHMOE_TRY(sm90::check_rows("dx", p.dx, p.rows, batches_of(p), reason));
-  FLASHMOE_TRY(sm90::add_rows_product("dout", product, facts, plan, reason));
+  FLASHMOE_TRY(sm90::add_rows_product("dout", product, p.accumulate, facts, plan, reason));
+  plan->info.microseconds += microseconds(work_of(product), kGradientSpeed, facts);
+  if (p.accumulate) return FLASHMOE_OK;  // rows that no expert has stay as they are
   // A few waves of warps that find out whether an expert has their rows.
   constexpr int64_t kBlocksPerMultiprocessor = 4;
   const int64_t blocks = std::min(ceil_div(p.rows * batches_of(p), moe_backward::kZeroWarps),
                                   kBlocksPerMultiprocessor * facts.multiprocessors);
-  plan->info.microseconds += microseconds(work_of(product), kGradientSpeed, facts);
   return add_rows_stage(moe_backward::zeros_kernel_entry, p.device, facts, blocks,
                         moe_backward::kZeroWarps, plan, reason);
 }
@@ -152,7 +148,9 @@ flashmoe_status launch_product(const Product& p, const Plan& plan, void* /*works
   int index = 0;
   if (p.dw.data != nullptr) FLASHMOE_TRY(launch_gradient(dw_gradient(p), plan, index++, stream));
   if (wants_dx(p)) {
-    FLASHMOE_TRY(sm90::launch_rows_product(dx_product(p), plan, index++, stream));
+    FLASHMOE_TRY(sm90::launch_rows_product(dx_product(p), p.accumulate, plan, index++, stream));
+  }
+  if (wants_dx(p) && !p.accumulate) {
     const moe_backward::ZerosParams zeros = moe_backward::zeros_of(p);
     FLASHMOE_TRY(launch_planned(plan, index++, &zeros, stream));
   }
@@ -410,7 +408,7 @@ flashmoe_status add_dx_parts(const Layer& p, const HiddenChunk& chunk, const Wor
     const GroupedProductProblem product = dx_part(p, chunk, w, nullptr, part);
     FLASHMOE_TRY(sm90::check_weights(kNames[part], product.w, product.experts, product.out_columns,
                                      product.columns, reason));
-    FLASHMOE_TRY(sm90::add_rows_product("weights", product, facts, plan, reason));
+    FLASHMOE_TRY(sm90::add_rows_product("weights", product, false, facts, plan, reason));
     plan->info.microseconds +=
         static_cast<double>(chunks) * microseconds(work_of(product), kGradientSpeed, facts);
   }
@@ -633,8 +631,8 @@ flashmoe_status launch_hidden(const Layer& p, const HiddenChunk& chunk, const Wo
   const Needs needs(p);
   if (needs.dx_rows) {
     for (int part = 0; part < (in_two_parts(p) ? 2 : 1); ++part) {
-      FLASHMOE_TRY(
-          sm90::launch_rows_product(dx_part(p, chunk, w, base, part), plan, index++, stream));
+      FLASHMOE_TRY(sm90::launch_rows_product(dx_part(p, chunk, w, base, part), false, plan, index++,
+                                             stream));
     }
   }
   if (!needs.combine) return FLASHMOE_OK;
