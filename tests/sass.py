@@ -22,6 +22,11 @@ import capi
 import pytest
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
+# The upper half of an instruction, on a line of its own, has the barrier that it sets when it is
+# done, of six, and those that it waits for.
+_UPPER_HALF = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/\s*$")
+_SCHEDULED = "sm89_decode"  # in the names of functions whose waits are found
+_SOON = 64  # instructions
 Kernel = TypeVar("Kernel")
 Code = tuple[str, Kernel]  # architecture, such as "sm_90a", and kernel
 ELEMENTS = {"6__half": "fp16", "13__nv_bfloat16": "bf16"}  # as they are in a function's name
@@ -86,21 +91,51 @@ class _Function(NamedTuple):
     line: str  # which names it
 
 
+class _EarlyWaits:
+    """Counts the waits for a streaming load of 16 bytes soon behind it, in the order of code."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._at = 0
+        self._sent: dict[int, int] = {}  # by barrier, where the first load is
+
+    def add(self, opcode: str, upper_half: int) -> None:
+        control = upper_half >> 41
+        self._at += 1
+        for barrier in range(6):
+            if control >> 11 + barrier & 1 and barrier in self._sent:
+                self.count += self._at - self._sent.pop(barrier) < _SOON
+        barrier = control >> 5 & 7
+        if barrier < 6 and ".NA." in opcode and opcode.endswith(".128"):
+            self._sent.setdefault(barrier, self._at)
+
+
+class _Disassembly(NamedTuple):
+    opcodes: dict[_Function, Counter[str]]
+    early_waits: dict[_Function, _EarlyWaits]
+
+
 @functools.cache
-def _disassembled() -> dict[_Function, Counter[str]]:
-    """How often each opcode occurs, in the order of where each comes first."""
-    found: dict[_Function, Counter[str]] = {}
-    arch = ""
+def _disassembled() -> _Disassembly:
+    """How often each opcode occurs, in the order of where each comes first; and early waits."""
+    found = _Disassembly({}, {})
+    arch = opcode = ""
     opcodes: Counter[str] = Counter()
+    waits: _EarlyWaits | None = None
     for line in dump("-sass"):
         if line.startswith("arch = "):
             arch = line.split("=")[1].strip()
         elif "Function :" in line:
-            opcodes = found[_Function(arch, line)] = Counter()
-        else:
-            match = _INSTRUCTION.match(line)
-            if match is not None:
-                opcodes[match[1]] += 1
+            function = _Function(arch, line)
+            opcodes = found.opcodes[function] = Counter()
+            waits = None
+            if _SCHEDULED in line:
+                waits = found.early_waits[function] = _EarlyWaits()
+        elif match := _INSTRUCTION.match(line):
+            opcode = match[1]
+            opcodes[opcode] += 1
+        elif waits is not None and (match := _UPPER_HALF.match(line)):
+            waits.add(opcode, int(match[1], 16))
     return found
 
 
@@ -131,7 +166,13 @@ def _of_kernels(
 
 def instructions(kernel_of: Callable[[str], Kernel | None]) -> dict[Code[Kernel], Counter[str]]:
     """How often each opcode occurs, by architecture and kernel."""
-    return _of_kernels(_disassembled(), kernel_of)
+    return _of_kernels(_disassembled().opcodes, kernel_of)
+
+
+def early_waits(kernel_of: Callable[[str], Kernel | None]) -> dict[Code[Kernel], int]:
+    """How often a kernel of sm89_decode waits for keys as soon as it has sent for them."""
+    found = _of_kernels(_disassembled().early_waits, kernel_of)
+    return {code: waits.count for code, waits in found.items()}
 
 
 def resources(kernel_of: Callable[[str], Kernel | None]) -> dict[Code[Kernel], dict[str, int]]:

@@ -240,6 +240,18 @@ def test_few_rows_keys_and_values_go_straight_to_registers(
         assert all(name.endswith(widths) for name in loads if ".NA." in name), f"{code}: {loads}"
 
 
+def test_decoding_over_fp8_computes_while_keys_are_on_their_way(
+    instructions: dict[Code, Counter[str]],
+) -> None:
+    """What is loaded is neither copied nor merged with what was there. Behind a step's last loads
+    something may wait for them, where values are loaded last."""
+    found = {Code(*code): count for code, count in sass.early_waits(_kernel_of).items()}
+    assert set(found) == set(_of(instructions, "sm89_decode"))
+    of_fp8 = {code: count for code, count in found.items() if code.kernel.fp8}
+    assert of_fp8
+    assert {code: count for code, count in of_fp8.items() if count > 2} == {}
+
+
 def test_few_rows_blocks_share_keys_where_there_are_clusters(
     instructions: dict[Code, Counter[str]],
 ) -> None:

@@ -12,6 +12,10 @@
 
 namespace flashmoe::sm89_decode {
 
+// Of a step: a bit for each key.
+template <class Traits>
+inline constexpr uint32_t kAllValid = Traits::kStepKeys == 32 ? 0xffffffffu : 0xffffu;
+
 template <class Traits>
 using CachedElement = std::conditional_t<Traits::kFp8, uint8_t, uint16_t>;
 
@@ -50,19 +54,6 @@ using CachedK = uint32_t[Traits::kStepKeys / 8][KLayout<Traits>::kLoads][KLayout
 template <class Traits>
 using CachedV = uint32_t[Traits::kStepKeys / 4][VLayout<Traits>::kLoads][VLayout<Traits>::kWords];
 
-template <int kKeys, int kLoads, int kWords>
-__device__ __forceinline__ void copy(uint32_t (&to)[kKeys][kLoads][kWords],
-                                     const uint32_t (&from)[kKeys][kLoads][kWords]) {
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-#pragma unroll
-    for (int c = 0; c < kLoads; ++c) {
-#pragma unroll
-      for (int word = 0; word < kWords; ++word) to[i][c][word] = from[i][c][word];
-    }
-  }
-}
-
 // As many of a load's numbers as there are columns, a multiple of 8; zeros behind.
 __device__ __forceinline__ void load_columns(uint32_t (&words)[4], const uint16_t* at,
                                              int columns) {
@@ -77,6 +68,25 @@ __device__ __forceinline__ void load_columns(uint32_t (&words)[4], const uint8_t
   ptx::load_streaming_or_zero(halves[1], at + 8, columns > 8);
   words[0] = halves[0][0], words[1] = halves[0][1];
   words[2] = halves[1][0], words[3] = halves[1][1];
+}
+
+// What a lane loaded of K, less the columns that there are not. Keys that there are not need no
+// zeros: their scores are hidden.
+template <class Traits>
+__device__ __forceinline__ uint32_t there_of_k(const CachedK<Traits>& k, int i, int load, int word,
+                                               int dim) {
+  constexpr int kNumbers = 4 / static_cast<int>(sizeof(CachedElement<Traits>));  // of a word
+  const int column = KLayout<Traits>::column() + KLayout<Traits>::kStep * load + kNumbers * word;
+  return column < dim ? k[i][load][word] : 0;
+}
+
+// What it loaded of V, less the keys that there are not: `valid` has a bit for each. Columns that
+// there are not need no zeros: their sums go nowhere.
+template <class Traits>
+__device__ __forceinline__ uint32_t there_of_v(const CachedV<Traits>& v, int i, int load, int word,
+                                               uint32_t valid) {
+  const int key = sm89_few_rows::v_key(i) + 2 * (reread::lane_index() % 4);
+  return (valid >> key & 1) != 0 ? v[i][load][word] : 0;
 }
 
 // `base` is where chunk 0 has it.
@@ -195,110 +205,145 @@ __device__ __forceinline__ int unit_of(int i) {
   return 16 * (i / 2) + 2 * g + i % 2;
 }
 
-// ---- products -----------------------------------------------------------------------------------
+// ---- fragments of fp8 ---------------------------------------------------------------------------
 
-// scores += K Q^T of chunk c, in the order of sm89_few_rows.
-template <class Traits>
-__device__ __forceinline__ void multiply_chunk(sm89_few_rows::Scores<Traits>& scores,
-                                               const uint32_t (&k)[Traits::kStepKeys / 8][2],
-                                               const sm89_few_rows::QFragments<Traits>& q,
-                                               const sm89_few_rows::Shared<Traits>& shared, int c) {
-  using Element = typename Traits::Element;
-  uint32_t wide[Traits::kStepKeys / 8][4];
+// A step's bytes are brought from the order that they are loaded in to the one that fragments have
+// them in, before the next step's loads are sent for. Then nothing is left to do but to widen them,
+// and these loads take the registers that they came in: with copies in between, the compiler waits
+// for loads as soon as they are sent for.
+
+// Of 64 numbers the lanes 0 to 3 of a row have the eights 0 1, 4 5, 2 3 and 6 7, and want one of
+// the first four and one of the others. `loaded(i, load, word)` is what there is.
+template <class Traits, class Loaded>
+__device__ __forceinline__ void exchange_eights(CachedK<Traits>& to, const Loaded& loaded) {
+  const bool odd = reread::lane_index() % 2 != 0;
 #pragma unroll
   for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const uint32_t byte = e % 2 * 2;
-      wide[i][e] = numeric::widen_pair<Element>(k[i][e / 2], 0, byte, byte + 1);
+    for (int load = 0; load < KLayout<Traits>::kLoads; ++load) {
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        const uint32_t low = loaded(i, load, word);
+        const uint32_t high = loaded(i, load, 2 + word);
+        const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 1);
+        to[i][load][word] = odd ? got : low;
+        to[i][load][2 + word] = odd ? high : got;
+      }
+    }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void order_k(CachedK<Traits>& to, const CachedK<Traits>& from, int dim) {
+  if (dim == Traits::kDim) {
+    exchange_eights<Traits>(to, [&](int i, int load, int word) { return from[i][load][word]; });
+  } else {
+    exchange_eights<Traits>(to, [&](int i, int load, int word) {
+      return there_of_k<Traits>(from, i, load, word, dim);
+    });
+  }
+}
+
+// Keys 2t and 2t + 1, or 2t + 8 and 2t + 9, of two columns side by side in a word. `loaded(i, load,
+// word)` is what there is.
+template <class Traits, class Loaded>
+__device__ __forceinline__ void pair_keys(CachedV<Traits>& to, const Loaded& loaded) {
+#pragma unroll
+  for (int i = 0; i < Traits::kStepKeys / 4; i += 2) {
+#pragma unroll
+    for (int load = 0; load < VLayout<Traits>::kLoads; ++load) {
+#pragma unroll
+      for (int word = 0; word < VLayout<Traits>::kWords; ++word) {
+        const uint32_t even = loaded(i, load, word);
+        const uint32_t odd = loaded(i + 1, load, word);
+        constexpr uint32_t kFirstTwo = 0x5140;
+        constexpr uint32_t kLastTwo = 0x7362;
+        to[i][load][word] = __byte_perm(even, odd, kFirstTwo);
+        to[i + 1][load][word] = __byte_perm(even, odd, kLastTwo);
+      }
+    }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void order_v(CachedV<Traits>& to, const CachedV<Traits>& from,
+                                        uint32_t valid) {
+  if (valid == kAllValid<Traits>) {
+    pair_keys<Traits>(to, [&](int i, int load, int word) { return from[i][load][word]; });
+  } else {
+    pair_keys<Traits>(to, [&](int i, int load, int word) {
+      return there_of_v<Traits>(from, i, load, word, valid);
+    });
+  }
+}
+
+// ---- products -----------------------------------------------------------------------------------
+
+// scores = K Q^T of fp8 that order_k has ordered, in the order of sm89_few_rows.
+template <class Traits>
+__device__ __forceinline__ void multiply_fp8_k(sm89_few_rows::Scores<Traits>& scores,
+                                               const CachedK<Traits>& k,
+                                               const sm89_few_rows::QFragments<Traits>& q,
+                                               const sm89_few_rows::Shared<Traits>& shared) {
+  using Element = typename Traits::Element;
+#pragma unroll
+  for (int m = 0; m < Traits::kKeyBlocks; ++m) {
+#pragma unroll
+    for (int n = 0; n < Traits::kRowBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
     }
   }
 #pragma unroll
-  for (int n = 0; n < Traits::kRowBlocks; ++n) {
-    uint32_t b[4];
-    sm89_few_rows::query_chunk<Traits>(b, q, shared, n, c);
+  for (int c = 0; c < Traits::kKChunks; ++c) {
+    uint32_t b[Traits::kRowBlocks][4];
+#pragma unroll
+    for (int n = 0; n < Traits::kRowBlocks; ++n) {
+      sm89_few_rows::query_chunk<Traits>(b[n], q, shared, n, c);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int m = 0; m < Traits::kKeyBlocks; ++m) {
-        const uint32_t a[4] = {wide[2 * m][2 * half], wide[2 * m + 1][2 * half],
-                               wide[2 * m][2 * half + 1], wide[2 * m + 1][2 * half + 1]};
-        ptx::mma_m16n8k16<Element>(scores[m][n], a, b[2 * half], b[2 * half + 1]);
-      }
-    }
-  }
-}
-
-// scores = K Q^T
-template <class Traits>
-__device__ __forceinline__ void multiply_k(sm89_few_rows::Scores<Traits>& scores,
-                                           const CachedK<Traits>& k,
-                                           const sm89_few_rows::QFragments<Traits>& q,
-                                           const sm89_few_rows::Shared<Traits>& shared) {
-  if constexpr (Traits::kFp8) {
-    const bool odd = reread::lane_index() % 2 != 0;
+        uint32_t wide[2][2];  // of keys 16m + g and 16m + g + 8
 #pragma unroll
-    for (int m = 0; m < Traits::kKeyBlocks; ++m) {
-#pragma unroll
-      for (int n = 0; n < Traits::kRowBlocks; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
-      }
-    }
-#pragma unroll
-    for (int load = 0; load < KLayout<Traits>::kLoads; ++load) {
-      uint32_t first[Traits::kStepKeys / 8][2];  // of each key, eights as fragments have them
-      uint32_t second[Traits::kStepKeys / 8][2];
-#pragma unroll
-      for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
-#pragma unroll
-        for (int word = 0; word < 2; ++word) {
-          // Of 64 numbers the lanes 0 to 3 of a row have the eights 0 1, 4 5, 2 3 and 6 7, and want
-          // one of the first four and one of the others.
-          const uint32_t low = k[i][load][word];
-          const uint32_t high = k[i][load][2 + word];
-          const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 1);
-          first[i][word] = odd ? got : low;
-          second[i][word] = odd ? high : got;
+        for (int h = 0; h < 2; ++h) {
+          numeric::widen<Element>(wide[h], k[2 * m + h][c / 2][c % 2 * 2 + half]);
         }
-      }
-      multiply_chunk<Traits>(scores, first, q, shared, 2 * load);
-      multiply_chunk<Traits>(scores, second, q, shared, 2 * load + 1);
-    }
-  } else {
-    sm89_few_rows::multiply_k<Traits>(scores, k, q, shared);
-  }
-}
-
-// out += V^T P^T
-template <class Traits>
-__device__ __forceinline__ void multiply_v(sm89_few_rows::Accumulators<Traits>& out,
-                                           const CachedV<Traits>& v,
-                                           const sm89_few_rows::Probabilities<Traits>& p) {
-  if constexpr (Traits::kFp8) {
-    using Element = typename Traits::Element;
-    constexpr int kWords = VLayout<Traits>::kWords;
-#pragma unroll
-    for (int m = 0; m < Traits::kKeyBlocks; ++m) {
-#pragma unroll
-      for (int block = 0; block < Traits::kDimV / 16; ++block) {
-        const int load = block / (2 * kWords);
-        const int word = block / 2 % kWords;
-        // Of keys 2t and 2t + 1, or 2t + 8 and 2t + 9, one of two columns side by side.
-        const auto widen = [&](int key, int column) {
-          const uint32_t byte = (2 * block + column) % 4;
-          return numeric::widen_pair<Element>(v[4 * m + key][load][word],
-                                              v[4 * m + key + 1][load][word], byte, byte + 4);
-        };
-        const uint32_t a[4] = {widen(0, 0), widen(0, 1), widen(2, 0), widen(2, 1)};
+        const uint32_t a[4] = {wide[0][0], wide[1][0], wide[0][1], wide[1][1]};
 #pragma unroll
         for (int n = 0; n < Traits::kRowBlocks; ++n) {
-          ptx::mma_m16n8k16<Element>(out[n][block], a, p[m][n][0], p[m][n][1]);
+          ptx::mma_m16n8k16<Element>(scores[m][n], a, b[n][2 * half], b[n][2 * half + 1]);
         }
       }
     }
-  } else {
-    sm89_few_rows::multiply_v<Traits>(out, v, p);
+  }
+}
+
+// out += V^T P^T of fp8 that order_v has ordered.
+template <class Traits>
+__device__ __forceinline__ void multiply_fp8_v(sm89_few_rows::Accumulators<Traits>& out,
+                                               const CachedV<Traits>& v,
+                                               const sm89_few_rows::Probabilities<Traits>& p) {
+  using Element = typename Traits::Element;
+  constexpr int kWords = VLayout<Traits>::kWords;
+#pragma unroll
+  for (int m = 0; m < Traits::kKeyBlocks; ++m) {
+#pragma unroll
+    for (int block = 0; block < Traits::kDimV / 16; ++block) {
+      const int load = block / (2 * kWords);
+      const int word = block / 2 % kWords;
+      uint32_t wide[2][2];  // of keys 2t and 2t + 1, and of those 8 behind
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        numeric::widen<Element>(wide[h], v[4 * m + 2 * h + block % 2][load][word]);
+      }
+      const uint32_t a[4] = {wide[0][0], wide[0][1], wide[1][0], wide[1][1]};
+#pragma unroll
+      for (int n = 0; n < Traits::kRowBlocks; ++n) {
+        ptx::mma_m16n8k16<Element>(out[n][block], a, p[m][n][0], p[m][n][1]);
+      }
+    }
   }
 }
 

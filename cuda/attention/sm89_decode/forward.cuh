@@ -114,44 +114,48 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
 
     few::Scores<Traits> scores;
     Step step = {};
-    CachedK<Traits> next_k;
-    CachedV<Traits> next_v;
-    if constexpr (Traits::kKeysEarly) {
+    const Factors factors = ahead.factors;
+    const uint32_t valid = ahead.valid;
+    CachedV<Traits> v;
+    if constexpr (Traits::kFp8) {
+      CachedK<Traits> k;
+      order_k<Traits>(k, ahead.k, params.tensors.dim);
+      if constexpr (Traits::kValuesEarly) order_v<Traits>(v, ahead.v, valid);
       if (loads) {
         step = find_rows<Traits>(params, *of, next, page);
-        load_k<Traits>(next_k, params, step);
+        load_k<Traits>(ahead.k, params, step);
+        if constexpr (Traits::kValuesEarly) load_v<Traits>(ahead.v, params, step);
         ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
       }
-      multiply_k<Traits>(scores, ahead.k, q, shared_queries);
-      if constexpr (Traits::kValuesEarly) {
-        if (loads) load_v<Traits>(next_v, params, step);
-      }
+      multiply_fp8_k<Traits>(scores, k, q, shared_queries);
     } else {
-      multiply_k<Traits>(scores, ahead.k, q, shared_queries);
+      few::multiply_k<Traits>(scores, ahead.k, q, shared_queries);
       if (loads) {
         step = find_rows<Traits>(params, *of, next, page);
         load_k<Traits>(ahead.k, params, step);
       }
     }
-    scale_scores<Traits>(scores, params, ahead.factors);
+    scale_scores<Traits>(scores, params, factors);
     if (params.score.capped()) params.score.cap(scores);
-    if (ahead.valid != kAllValid<Traits> ||
+    if (valid != kAllValid<Traits> ||
         (segment.tile.masked != 0 &&
          (key < segment.all_first || key + Traits::kStepKeys > segment.all_end))) {
-      mask_scores<Traits>(scores, params, segment.tile, key, ahead.valid);
+      mask_scores<Traits>(scores, params, segment.tile, key, valid);
     }
     statistics.rescale(scores, params.score.scale_log2, out);
     few::Probabilities<Traits> p;
-    value_scales.next(params, ahead.factors, out);
+    value_scales.next(params, factors, out);
     statistics.exponentiate(p, scores, params.score.scale_log2,
                             [&](int i, float weight) { return value_scales.weighted(i, weight); });
-    multiply_v<Traits>(out, ahead.v, p);
-    if constexpr (Traits::kValuesEarly) {
-      copy(ahead.v, next_v);
+    if constexpr (Traits::kFp8) {
+      if constexpr (!Traits::kValuesEarly) order_v<Traits>(v, ahead.v, valid);
+      multiply_fp8_v<Traits>(out, v, p);
     } else {
+      few::multiply_v<Traits>(out, ahead.v, p);
+    }
+    if constexpr (!Traits::kValuesEarly) {
       if (loads) load_v<Traits>(ahead.v, params, step);
     }
-    if constexpr (Traits::kKeysEarly) copy(ahead.k, next_k);
     ahead.valid = step.valid;
     ahead.factors = step.factors;
     ahead.loaded = loads;

@@ -6,22 +6,22 @@
 // number is read once a key and warp.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/sm89_decode/cache.cuh"
 #include "cuda/attention/sm89_decode/share.cuh"
 #include "cuda/ptx/cp_async.cuh"
 
 namespace flashmoe::sm89_decode {
 
-// A step's keys as this lane looked one up, and which of them there are: a bit for each.
+// A step's keys as this lane looked one up, and which of them there are: a bit for each. Of fp8 one
+// that there is not is where the first one is that there is, if any.
 struct Step {
   uint32_t k;  // in chunks of 16 bytes
   uint32_t v;
   uint32_t valid;
   Factors factors;  // of that key
 };
-
-template <class Traits>
-inline constexpr uint32_t kAllValid = Traits::kStepKeys == 32 ? 0xffffffffu : 0xffffu;
 
 // The page, or the row of the batch, of this lane's key of a step; -1: there is no such key.
 template <class Traits>
@@ -46,9 +46,54 @@ __device__ __forceinline__ Step find_rows(const Params& params, const Segment& s
     return static_cast<uint32_t>(page) * strides.page + static_cast<uint32_t>(row) * strides.row +
            static_cast<uint32_t>(segment.tile.head_kv) * strides.head;
   };
-  return {offset_of(params.k_chunks), offset_of(params.v_chunks),
-          __ballot_sync(kFullWarp, page >= 0),
-          factors_of<Traits>(params, page, segment.tile.head_kv)};
+  Step found = {offset_of(params.k_chunks), offset_of(params.v_chunks),
+                __ballot_sync(kFullWarp, page >= 0),
+                factors_of<Traits>(params, page, segment.tile.head_kv)};
+  if (Traits::kFp8 && found.valid != kAllValid<Traits>) {
+    const int first = max(__ffs(static_cast<int>(found.valid)) - 1, 0);
+    const uint32_t k = __shfl_sync(kFullWarp, found.k, first);
+    const uint32_t v = __shfl_sync(kFullWarp, found.v, first);
+    if (page < 0) found.k = k, found.v = v;
+  }
+  return found;
+}
+
+// Of fp8: what this lane has of the rows that lanes have looked up, `rows`: of key key_of(i) from
+// Layout::column() on. Where there is no such key or column it is what another one has, which is
+// cleared before it is used: for a load under a condition the compiler waits at once, to merge what
+// it brings with what was there.
+template <class Traits, class Layout, class Words, class KeyOf>
+__device__ __forceinline__ void load_fp8(Words& words, const void* data, int dim, const Step& step,
+                                         uint32_t rows, const KeyOf& key_of) {
+  constexpr int kKeys = static_cast<int>(std::extent_v<Words>);
+  constexpr int kColumns = 4 * Layout::kWords;  // of a load
+  const uint8_t* const base = static_cast<const uint8_t*>(data) + Layout::column();
+  if (dim % kColumns == 0) {
+    if (step.valid == 0) return;
+    uint32_t row[kKeys];
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) row[i] = __shfl_sync(kFullWarp, rows, key_of(i));
+#pragma unroll
+    for (int c = 0; c < Layout::kLoads; ++c) {
+      const bool there = Layout::column() + Layout::kStep * c < dim;
+      const uint8_t* const at =
+          there ? base + Layout::kStep * c : static_cast<const uint8_t*>(data);
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) ptx::load_streaming(words[i][c], row_at(at, row[i]));
+    }
+  } else {
+    // Some lane has half a load.
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const bool there = (step.valid >> key_of(i) & 1) != 0;
+      const uint8_t* const row = row_at(base, __shfl_sync(kFullWarp, rows, key_of(i)));
+#pragma unroll
+      for (int c = 0; c < Layout::kLoads; ++c) {
+        const int columns = dim - Layout::kStep * c - Layout::column();
+        load_columns(words[i][c], row + Layout::kStep * c, there ? columns : 0);
+      }
+    }
+  }
 }
 
 // Whether all of a step can be loaded: every key and every column is there.
@@ -62,6 +107,11 @@ __device__ __forceinline__ void load_k(CachedK<Traits>& fragments, const Params&
                                        const Step& step) {
   using Cached = CachedElement<Traits>;
   using Layout = KLayout<Traits>;
+  if constexpr (Traits::kFp8) {
+    load_fp8<Traits, Layout>(fragments, params.tensors.k, params.tensors.dim, step, step.k,
+                             [](int i) { return 8 * i + lane_index() / 4; });
+    return;
+  }
   const int lane = lane_index();
   const Cached* const base = reinterpret_cast<const Cached*>(params.tensors.k) + Layout::column();
   if (is_whole<Traits>(step, params.tensors.dim, Traits::kDim)) {
@@ -93,6 +143,12 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
                                        const Step& step) {
   using Cached = CachedElement<Traits>;
   using Layout = VLayout<Traits>;
+  if constexpr (Traits::kFp8) {
+    load_fp8<Traits, Layout>(
+        fragments, params.tensors.v, params.tensors.dim_v, step, step.v,
+        [](int i) { return sm89_few_rows::v_key(i) + 2 * (lane_index() % 4); });
+    return;
+  }
   const int lane = lane_index();
   const Cached* const base = reinterpret_cast<const Cached*>(params.tensors.v) + Layout::column();
   if (is_whole<Traits>(step, params.tensors.dim_v, Traits::kDimV)) {

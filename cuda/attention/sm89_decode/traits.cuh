@@ -82,8 +82,7 @@ struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
   using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
 
   static constexpr bool kFp8 = kFp8_;
-  // Loads of fp8 are half as large, and leave registers for more of them on their way.
-  static constexpr bool kKeysEarly = kFp8;
+  // Values of fp8 are loaded with their keys, where they leave the registers for it.
   static constexpr bool kValuesEarly = kFp8 && kDim + kDimV <= 256;
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
