@@ -30,7 +30,7 @@ inline constexpr char kFamilyNames[] =
 #if !FLASHMOE_WITH_CUDA
     "cpu";
 #elif FLASHMOE_WITH_SM90
-    "cpu mixed sm89 sm89_decode sm89_few_rows sm89_few_tokens sm90";
+    "cpu mixed sm89 sm89_decode sm89_few_rows sm89_few_tokens sm90 sm90_mla";
 #else
     "cpu mixed sm89 sm89_decode sm89_few_rows sm89_few_tokens";
 #endif
@@ -70,6 +70,7 @@ extern const MoeBackwardFamily kSm89MoeBackward;
 extern const GroupedProductBackwardFamily kSm89GroupedProductBackward;
 #if FLASHMOE_WITH_SM90  // built for sm_90a
 extern const AttentionFamily kSm90Attention;
+extern const AttentionFamily kSm90MlaAttention;
 extern const AttentionBackwardFamily kSm90AttentionBackward;
 extern const MoeForwardFamily kSm90MoeForward;
 extern const GroupedProductFamily kSm90GroupedProduct;

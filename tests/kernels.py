@@ -12,7 +12,7 @@ DTYPES = ("fp16", "bf16")
 # schedules.
 FAMILIES = ("sm89_few_rows", "sm90_split_kv", "sm90_whole_tiles", "sm89")
 # Those that compute ragged, padded and paged batches alone.
-OF_SEQUENCES = ("sm89_decode", "mixed")
+OF_SEQUENCES = ("sm89_decode", "mixed", "sm90_mla")
 # Those of sm_90a alone, whose tiles come by TMA.
 COPY_ENGINE = ("sm90_split_kv", "sm90_whole_tiles")
 
@@ -65,6 +65,8 @@ class Kernel(NamedTuple):
         name = f"attention_forward_{stem(self.family)}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
         if self.family in ("sm89_few_rows", "sm89_decode"):
             return f"{name}_r{self.tuning}"
+        if self.family == "sm90_mla":
+            return f"{name}_pair" if self.tuning == "Blocks::kPaired" else name
         name = f"{name}_ragged" if self.ragged else f"{name}_biased" if self.biased else name
         return f"{name}_softcap" if self.capped else name
 

@@ -25,6 +25,17 @@ inline flashmoe_status refuse_sequences(const AttentionProblem& problem, const R
                        "ragged, padded and paged batches, whose tables its kernels do not read");
 }
 
+// Of a family whose kernels are for the head dimensions that have gradients, too.
+inline flashmoe_status refuse_wide_heads(const AttentionProblem& problem, const Reason& reason) {
+  if (problem.dim <= kMaxGradientHeadDim && problem.dim_v <= kMaxGradientHeadDim) {
+    return FLASHMOE_OK;
+  }
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "head dimensions %lld of q and k and %lld of v, accepted are up to %lld",
+                       static_cast<long long>(problem.dim), static_cast<long long>(problem.dim_v),
+                       static_cast<long long>(kMaxGradientHeadDim));
+}
+
 // Of a family whose kernels read keys and values of the queries' type.
 inline flashmoe_status refuse_scaled_keys(const AttentionProblem& problem, const Reason& reason) {
   if (!has_scaled_keys(problem)) return FLASHMOE_OK;

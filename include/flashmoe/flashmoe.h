@@ -285,9 +285,11 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  *                                          wanted
  *
  * in layout BSHD; in layout BHSD the second and third extents of q, k, v and out are exchanged.
- * dim and dim_v are multiples of 8, at most 256; heads_q is a multiple of heads_kv. batch, seq_q
- * and seq_k may be 0. In q, k, v and out the last stride is 1 and every row begins on a 16-byte
- * boundary.
+ * dim and dim_v are multiples of 8, dim at most 576 and dim_v at most 512; heads_q is a multiple of
+ * heads_kv. batch, seq_q and seq_k may be 0. In q, k, v and out the last stride is 1 and every row
+ * begins on a 16-byte boundary. v may be the first columns of k, in the same memory. On a GPU that
+ * is what calls with a dimension beyond 256 need, on Hopper, with sequences; there are no gradients
+ * of such dimensions.
  *
  * Query i stands at key i + A, with A = 0 for FLASHMOE_CAUSAL_TOP_LEFT and A = seq_k - seq_q
  * otherwise: the last query at the last key. Of the window's two ends each may be absent; causal is

@@ -162,9 +162,9 @@ def flash_attention(
 
     Args:
         q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
-            fp16 or bf16; on the CPU also fp32 and fp64. dim is a multiple of 8, at most 256. Here
-            and below the last dimension is contiguous and rows begin on 16-byte boundaries;
-            nothing is copied.
+            fp16 or bf16; on the CPU also fp32 and fp64. dim is a multiple of 8, at most 576, and
+            beyond 256 without gradients, on GPUs where v is in k. Here and below the last
+            dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
         k: [batch, seq_k, heads_kv, dim], same dtype, or float8_e4m3fn beside a q of at most 32
             bits: its numbers are widened to q's dtype, which holds all of them. heads_kv divides
             heads_q.
@@ -192,8 +192,8 @@ def flash_attention(
         lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32; of fp64 fp64. Not for
             JAX.
         kernel: Kernel family to use ("cpu", "sm89_few_rows", "sm89_decode", "mixed", "sm89",
-            "sm90"), or a schedule of one ("sm90_whole_tiles", "sm90_split_kv"): that one runs, or
-            the call fails. None is the best.
+            "sm90", "sm90_mla"), or a schedule of one ("sm90_whole_tiles", "sm90_split_kv"): that
+            one runs, or the call fails. None is the best.
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,

@@ -180,13 +180,17 @@ struct Subject {
   Facts facts;
 };
 
+// What head dimensions may be at most: that of calls with gradients, of q and k, and of v.
+constexpr int64_t kMostOfGradients = 256, kMostDim = 576, kMostDimV = 512;
+
 // q, k, v and out: rank 4, aligned rows, a head dimension that kernels have.
-Subject look_at_rows(Judgement* judgement, const char* name, const flashmoe_tensor* tensor) {
+Subject look_at_rows(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
+                     int64_t most_dim) {
   const Subject subject = {name, tensor, look(judgement, name, tensor, 4)};
   if (!subject.facts.readable) return subject;
   judge_rows(judgement, name, *tensor, subject.facts);
   const int64_t dim = subject.facts.shape[3];
-  if (dim < 8 || dim > 256 || dim % 8 != 0) judgement->invalid(name);
+  if (dim < 8 || dim > most_dim || dim % 8 != 0) judgement->invalid(name);
   return subject;
 }
 
@@ -330,13 +334,15 @@ void judge_key_dtypes(Judgement* judgement, const Subject& q, const Subject& k, 
 }
 
 template <class Params>
-Rows judge_rows_of_all(Judgement* judgement, const Params& params, bool may_be_fp8) {
+Rows judge_rows_of_all(Judgement* judgement, const Params& params, bool is_forward) {
   const int seq = params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
   const int heads = 3 - seq;
-  const Subject q = look_at_rows(judgement, "q", params.q);
-  const Subject k = look_at_rows(judgement, "k", params.k);
-  const Subject v = look_at_rows(judgement, "v", params.v);
-  const Subject out = look_at_rows(judgement, "out", params.out);
+  const int64_t most_dim = is_forward ? kMostDim : kMostOfGradients;
+  const int64_t most_dim_v = is_forward ? kMostDimV : kMostOfGradients;
+  const Subject q = look_at_rows(judgement, "q", params.q, most_dim);
+  const Subject k = look_at_rows(judgement, "k", params.k, most_dim);
+  const Subject v = look_at_rows(judgement, "v", params.v, most_dim_v);
+  const Subject out = look_at_rows(judgement, "out", params.out, most_dim_v);
   for (const Subject& other : {k, v, out}) {
     agree_on_device(judgement, other, q);
     agree_on_extent(judgement, other, 0, q, 0);
@@ -346,9 +352,9 @@ Rows judge_rows_of_all(Judgement* judgement, const Params& params, bool may_be_f
       !same_dtype(out.tensor->dtype, q.tensor->dtype)) {
     disagree(judgement, out, q);
   }
-  judge_key_dtypes(judgement, q, k, v, may_be_fp8);
+  judge_key_dtypes(judgement, q, k, v, is_forward);
   // Where keys are not as q is, a batch that differs may be said to be k's.
-  if (may_be_fp8 && v.facts.readable && k.facts.readable && v.facts.shape[0] != k.facts.shape[0]) {
+  if (is_forward && v.facts.readable && k.facts.readable && v.facts.shape[0] != k.facts.shape[0]) {
     disagree(judgement, v, k);
   }
   agree_on_extent(judgement, v, seq, k, seq);
@@ -364,9 +370,10 @@ Rows judge_rows_of_all(Judgement* judgement, const Params& params, bool may_be_f
   }
   // A machine without a GPU has no family for CUDA tensors, however well they agree.
   if (q.tensor != nullptr && is_cuda(q.tensor)) {
-    for (const char* name :
-         {"cpu", "sm89", "sm90", "sm89_few_rows", "sm89_decode", "mixed", "q", "kernel"})
+    for (const char* name : {"cpu", "sm89", "sm90", "sm89_few_rows", "sm89_decode", "sm90_mla",
+                             "mixed", "q", "kernel"}) {
       judgement->invalid(name);
+    }
   }
   return {q, k, v, out, seq, heads};
 }
@@ -457,7 +464,7 @@ Subject judge_pairs(Judgement* judgement, const char* name, const flashmoe_tenso
 // A tensor of rows that has the shape of another, and its dtype or, perhaps, fp32.
 Subject judge_rows_like(Judgement* judgement, const char* name, const flashmoe_tensor* tensor,
                         const Subject& like, const Subject& q, bool or_fp32) {
-  const Subject subject = look_at_rows(judgement, name, tensor);
+  const Subject subject = look_at_rows(judgement, name, tensor, kMostOfGradients);
   agree_on_device(judgement, subject, q);
   for (int axis = 0; axis < 4; ++axis) agree_on_extent(judgement, subject, axis, like, axis);
   if (tensor == nullptr || q.tensor == nullptr) return subject;

@@ -155,7 +155,8 @@ void every_batch(Random* random, Call* call) {
 }
 
 void every_dim(Random* random, Call* call) {
-  const int64_t dim = random->one_of<int64_t>({0, 1, 4, 7, 9, 12, 20, 260, 264, 512, 1LL << 40});
+  const int64_t dim =
+      random->one_of<int64_t>({0, 1, 4, 7, 9, 12, 20, 260, 264, 512, 520, 576, 584, 1LL << 40});
   if (random->chance(0.5)) {
     for (Argument* x : {&call->q, &call->k, &call->dq, &call->dk}) x->shape[3] = dim;
   }

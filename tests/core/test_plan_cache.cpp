@@ -293,6 +293,8 @@ flashmoe_status plan_sequences(const AttentionProblem&, Plan*, const Reason& rea
 }
 const AttentionFamily kSm89DecodeAttention = {"sm89_decode", FLASHMOE_DEVICE_CUDA, plan_sequences,
                                               nullptr};
+const AttentionFamily kSm90MlaAttention = {"sm90_mla", FLASHMOE_DEVICE_CUDA, plan_sequences,
+                                           nullptr};
 const AttentionFamily kSm90Attention = family<AttentionProblem, kSm90, Kind::kMany>();
 const AttentionFamily kSm89Attention = family<AttentionProblem, kSm89, Kind::kMany>();
 const AttentionFamily kCpuAttention = family<AttentionProblem, kCpu, Kind::kHost>();
@@ -1296,6 +1298,7 @@ void the_least_time_serves_a_call() {
   CHECK(std::strcmp(plan.rejected,
                     "sm89_decode: a dense batch\n"
                     "mixed: accepted are batches whose sequences may have more than 32 queries\n"
+                    "sm90_mla: a dense batch\n"
                     "sm90: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "sm89: takes 500.0 us by its estimate, sm89_few_rows 131.0 us\n"
                     "cpu: the tensors are on cuda:0, it computes on the CPU\n") == 0);

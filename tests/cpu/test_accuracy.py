@@ -46,6 +46,23 @@ def test_usual_shapes(isa_library: ctypes.CDLL, dtype: str, causal: str, dim: in
     run_and_check(isa_library, q, k, v, causal=causal)
 
 
+@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dims", [(576, 512), (264, 8), (8, 512), (328, 264)], ids=str)
+def test_head_dimensions_without_gradients(
+    isa_library: ctypes.CDLL, dtype: str, dims: tuple[int, int]
+) -> None:
+    """Of few rows and of many, with values of their own and with those that are in the keys."""
+    rng = np.random.default_rng(dims[0])
+    numbers = capi.DTYPES[dtype]
+    for seq_q, heads_q in ((1, 16), (40, 2), (1, 128)):
+        q = normal(rng, (1, seq_q, heads_q, dims[0]), numbers)
+        k = normal(rng, (1, 300, 1, dims[0]), numbers)
+        v = normal(rng, (1, 300, 1, dims[1]), numbers)
+        run_and_check(isa_library, q, k, v, causal="bottom_right")
+        if dims[1] <= dims[0]:
+            run_and_check(isa_library, q, k, k[..., : dims[1]], causal="bottom_right")
+
+
 # Around the vectors, panels, groups and steps of the kernels; None is no bound.
 WINDOWS = [
     (0, 0), (1, 0), (0, 1), (7, 8), (15, 16), (31, 33), (63, 64), (100, None), (None, 5),

@@ -270,6 +270,24 @@ def test_decoding_from_pages(isa_library: ctypes.CDLL, dtype: str, group: int, d
     assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_in_keys(isa_library: ctypes.CDLL, dtype: str, heads: int) -> None:
+    """Of a cache that holds both at once, as of multi-head latent attention."""
+    lengths = (300, 1, 0, 64)
+    case = make_case(capi.DTYPES[dtype], (1, 2, 1, 1), lengths, 576, 512, (heads, 1))
+    case = case._replace(v=[k[..., :512] for k in case.k])
+    want = dense(isa_library, case, causal="bottom_right")
+    pages = paginate(case, 16, [0] * 4)
+    tables = {
+        "cu_seqlens_q": starts(lengths_of(case.q)), "seqused_k": int32(lengths),
+        "page_table": pages.table,
+    }  # fmt: skip
+    got = run(isa_library, pack(case.q, 0), pages.k, pages.k[..., :512], packed_rows(case), tables,
+              causal="bottom_right")  # fmt: skip
+    assert_same_bits(got, want)
+
+
 def test_layout_bhsd(library: ctypes.CDLL) -> None:
     case = make_case(capi.DTYPES["fp32"])
     want = dense(library, case, causal="top_left")

@@ -13,6 +13,7 @@ ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": ("fp16_d64_dv64", "fp16_d64_dv64_ragged"),
     "attention/sm89_decode": ("fp16_d64_dv64_r8", "fp16_d64_dv64_r16"),
+    "attention/sm90_mla": ("fp16_d576_dv512", "fp16_d576_dv512_pair"),
     "attention/sm90": ("fp16_d64_dv64", "fp16_d64_dv64_ragged", "split_kv_fp16_d64_dv64"),
     "attention/sm89_backward": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),
@@ -60,6 +61,7 @@ ATTENTION = (
     *(f"core/ops/attention/{name}.cpp" for name in ("forward", "mixed")),
     *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
     "cuda/attention/sm89_decode/family.cpp",
+    "cuda/attention/sm90_mla/family.cpp",
     "cuda/attention/lengths/launch.cpp",
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("l2_swizzle", "split_kv", "split_kv_cost")),
     *(f"cuda/attention/sm90/{name}.cpp" for name in ("ragged", "stream_k", "whole_tiles")),
@@ -69,7 +71,7 @@ SOURCES = {
     "test_choice": tuple(
         source
         for source in ATTENTION
-        if not any(part in source for part in ("sm89_decode", "mixed", "lengths"))
+        if not any(part in source for part in ("sm89_decode", "sm90_mla", "mixed", "lengths"))
     ),
     "test_backward": (
         *ATTENTION_BASE,

@@ -118,6 +118,7 @@ class Call(NamedTuple):
     rows: list[tuple[int, int, int]]
     tables: dict[str, Any]
     order: str = "nhd"
+    latent: int | None = None  # v is so many first columns of k, in the same memory
 
 
 class Result(NamedTuple):
@@ -226,6 +227,8 @@ def run(
         memory.place_values(x.to(device), where)
         for x, where in ((call.q, None), (call.k, keys), (call.v, keys))
     ]
+    if call.latent is not None:
+        inputs[2] = inputs[1]
     tables, bounds = {}, {}
     for name, given in call.tables.items():
         if isinstance(given, torch.Tensor):
@@ -240,6 +243,7 @@ def run(
     for placed in (out, lse):
         placed.remember()
     views = [placed.view for placed in (*inputs, out)]
+    views[2] = views[2][..., : call.latent]
     if layout == "bhsd":
         views = [view.transpose(1, 2) for view in views]
     fm.flash_attention(

@@ -74,7 +74,7 @@ BAD_TENSORS: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception], str
     *((name, lambda x: x[0], ValueError, f"{name}: got 3 dimensions") for name in ("q", "k", "v")),
     ("lse", lambda x: x[0], ValueError, "lse: got 2 dimensions"),
     ("q", _cut(3, 12), ValueError, "q: its head dimension is 12"),
-    ("q", _resized(3, 264), ValueError, "q: its head dimension is 264"),
+    ("q", _resized(3, 584), ValueError, "q: its head dimension is 584"),
     ("v", _resized(3, 0), ValueError, "v: its head dimension is 0"),
     ("k", _cut(3, 56), ValueError, "k: its head dimension is 56, but q has 64"),
     ("k", _resized(2, 3), ValueError, "v: its number of heads is 2, but k has 3"),

@@ -165,9 +165,9 @@ def test_bad_plans() -> None:
         ({"device": "tpu"}, ValueError, "^device: got 'tpu'"),
         ({"heads_kv": 3}, ValueError, "^k: got 3 heads, accepted are divisors of q's 4$"),
         (
-            {"dim": 264},
+            {"dim": 584},
             ValueError,
-            "^q: its head dimension is 264, accepted are multiples of 8 from",
+            "^q: its head dimension is 584, accepted are multiples of 8 from",
         ),
         ({"seq_q": -5}, ValueError, r"^seq_q: got -5, accepted are 0 to 2\^63 - 1$"),
         ({"seq_k": 1 << 80}, ValueError, "^seq_k: got 1208925819614629174706176, accepted are 0"),

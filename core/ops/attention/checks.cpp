@@ -12,14 +12,14 @@
 namespace flashmoe {
 namespace {
 
-flashmoe_status check_head_dim(const char* name, int64_t dim) {
-  if (dim >= kHeadDimMultiple && dim <= kMaxHeadDim && dim % kHeadDimMultiple == 0) {
+flashmoe_status check_head_dim(const char* name, int64_t dim, int64_t most) {
+  if (dim >= kHeadDimMultiple && dim <= most && dim % kHeadDimMultiple == 0) {
     return FLASHMOE_OK;
   }
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
               "%s: its head dimension is %lld, accepted are multiples of %lld from %lld to %lld",
               name, static_cast<long long>(dim), static_cast<long long>(kHeadDimMultiple),
-              static_cast<long long>(kHeadDimMultiple), static_cast<long long>(kMaxHeadDim));
+              static_cast<long long>(kHeadDimMultiple), static_cast<long long>(most));
 }
 
 // Of k, or of v beside it: of q's dtype, or where that may be of 8 bits.
@@ -30,6 +30,15 @@ flashmoe_status check_key_dtype(const char* name, const flashmoe_tensor& tensor,
   *dtype = problem.q.dtype;
   if (!arguments.may_be_fp8) return check_same_dtype(name, tensor, "q", *dtype);
   return check_cache_dtype(name, tensor, "q", problem.q.dtype, dtype);
+}
+
+// Whether v is the first columns of k. Of an extent of 1 or less a stride means nothing.
+bool are_values_in_keys(const AttentionProblem& p, const View& k) {
+  if (p.v.data != p.k.data || p.dim_v > p.dim) return false;
+  const auto same = [](int64_t extent, int64_t a, int64_t b) { return extent <= 1 || a == b; };
+  return same(k.shape[0], p.k.strides.batch, p.v.strides.batch) &&
+         same(p.seq_k, p.k.strides.seq, p.v.strides.seq) &&
+         same(p.heads_kv, p.k.strides.head, p.v.strides.head);
 }
 
 // Bytes of an element of k or v, before its dtype is checked.
@@ -149,13 +158,13 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   FLASHMOE_TRY(check_attention_dtype("q", *arguments.q, p.device, &p.q.dtype));
   const Dtype dtype = p.q.dtype;
   // Before the rows, which begin at odd addresses for want of such a dimension.
-  FLASHMOE_TRY(check_head_dim("q", q.shape[3]));
+  FLASHMOE_TRY(check_head_dim("q", q.shape[3], arguments.most_dim));
   FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(dtype)));
   FLASHMOE_TRY(check_view("k", arguments.k, 4, &k));
   FLASHMOE_TRY(check_rows("k", k, 4, key_bytes(arguments, *arguments.k, p)));
   FLASHMOE_TRY(check_key_dtype("k", *arguments.k, arguments, p, &p.k.dtype));
   FLASHMOE_TRY(check_view("v", arguments.v, 4, &v));
-  FLASHMOE_TRY(check_head_dim("v", v.shape[3]));
+  FLASHMOE_TRY(check_head_dim("v", v.shape[3], arguments.most_dim_v));
   FLASHMOE_TRY(check_rows("v", v, 4, key_bytes(arguments, *arguments.v, p)));
   FLASHMOE_TRY(check_key_dtype("v", *arguments.v, arguments, p, &p.v.dtype));
   if (p.v.dtype != p.k.dtype) {
@@ -197,6 +206,7 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   set_rows(k, p.k.dtype, arguments, &p.k);
   set_rows(v, p.v.dtype, arguments, &p.v);
   set_rows(out, dtype, arguments, &p.out);
+  p.values_in_keys = are_values_in_keys(p, k);
   p.scale = arguments.scale != 0.0f
                 ? arguments.scale
                 : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim)));

@@ -38,6 +38,8 @@ struct AttentionArguments {
   const char* kernel;
   const flashmoe_attention_sequences* sequences = nullptr;  // whose size is checked
   bool may_be_fp8 = false;                                  // k and v
+  int64_t most_dim = kMaxGradientHeadDim;
+  int64_t most_dim_v = kMaxGradientHeadDim;
 
   template <class Params>
   static AttentionArguments of(const Params& params) {

@@ -16,7 +16,7 @@ inline constexpr const AttentionFamily* kAttentionFamilies[] = {
     &kSm89FewRowsAttention, &kSm89DecodeAttention, &kMixedAttention,
 #endif
 #if FLASHMOE_WITH_SM90
-    &kSm90Attention,
+    &kSm90MlaAttention,     &kSm90Attention,
 #endif
 #if FLASHMOE_WITH_CUDA
     &kSm89Attention,

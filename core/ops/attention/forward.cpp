@@ -89,6 +89,8 @@ struct AttentionForward {
     FLASHMOE_TRY(check_window(arguments));
     FLASHMOE_TRY(check_unserved(params));
     arguments.may_be_fp8 = true;
+    arguments.most_dim = kMaxHeadDim;
+    arguments.most_dim_v = kMaxHeadDimV;
     if (params.sequences != nullptr) {
       FLASHMOE_TRY(check_sequences(*params.sequences));
       arguments.sequences = params.sequences;

@@ -11,7 +11,10 @@
 
 namespace flashmoe {
 
-inline constexpr int64_t kMaxHeadDim = 256;
+inline constexpr int64_t kMaxHeadDim = 576;
+inline constexpr int64_t kMaxHeadDimV = 512;
+// Of calls that have gradients, and of the kernels of most families.
+inline constexpr int64_t kMaxGradientHeadDim = 256;
 inline constexpr int64_t kHeadDimMultiple = 8;
 
 // Element strides of a [batch, seq, heads, dim] view; the last one is 1.
@@ -99,9 +102,9 @@ struct SequenceTables {
 };
 
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
-// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim; heads_q %
-// heads_kv == 0. The four views are of one dtype, but that k and v may both be fp8. Sinks are of
-// that dtype or of fp32.
+// seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim and
+// kMaxHeadDimV, with gradients up to kMaxGradientHeadDim; heads_q % heads_kv == 0. The four views
+// are of one dtype, but that k and v may both be fp8. Sinks are of that dtype or of fp32.
 //
 // With sequences `batch` is their number, seq_q and seq_k bound their lengths, and no bound is set:
 // each sequence is a problem of its own, which the lengths make (cpu/attention_sequences.h).
@@ -136,6 +139,8 @@ struct AttentionProblem {
   // bounded, and left_offset <= right_offset where both are.
   bool bounded_left;
   bool bounded_right;
+  // v is the first dim_v columns of k, in the same memory: what reads k has read v.
+  bool values_in_keys;
   int64_t left_offset;
   int64_t right_offset;
 

@@ -65,6 +65,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
+  FLASHMOE_TRY(refuse_wide_heads(problem, reason));
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   FLASHMOE_TRY(refuse_split_size(problem, reason));

@@ -41,7 +41,8 @@ __device__ __forceinline__ void for_parts(const Params& params, const CutTile& c
 static_assert(kCombineThreads == kThreadsPerWarp << kMostCombineRowsLog2);
 
 // Grid: blocks of the first kernel, and the rows of a tile, some for each block.
-template <class Element>
+// kDimV: of v at most.
+template <class Element, int kDimV>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     attention_combine_kernel(const __grid_constant__ Params params) {
   __shared__ float4 outs[kCombineThreads];
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   const KeysOfRow<Element> keys = {
       params, sequences.paged != 0 ? sequences.keys.pages_of(cut.tile.sequence) : nullptr,
       rows.batch, rows.begin, cut.tile.head_kv};
-  compute_row_again<Element, static_cast<int>(kMaxHeadDim)>(
+  compute_row_again<Element, kDimV>(
       params, cut.tile, keys,
       (static_cast<int>(blockIdx.y) << params.combine_rows_log2) + again_row);
 }

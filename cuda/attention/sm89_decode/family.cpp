@@ -10,6 +10,7 @@
 #include "cuda/attention/combine.h"
 #include "cuda/attention/sm89_decode/cost.h"
 #include "cuda/attention/sm89_decode/entry.h"
+#include "cuda/attention/sm89_decode/offsets.h"
 
 namespace flashmoe::sm89_decode {
 
@@ -26,9 +27,6 @@ const Entry* const kEntries[] = {
 };
 
 bool is_fp8(const AttentionProblem& p) { return p.k.dtype == Dtype::kFloat8E4M3; }
-
-// Elements of K or V in a chunk of 16 bytes.
-int64_t chunk_elements(const AttentionProblem& p) { return 16 / dtype_bytes(p.k.dtype); }
 
 int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
 
@@ -64,40 +62,8 @@ const Kernel& combine_of(const AttentionProblem& p) {
   return p.q.dtype == Dtype::kFloat16 ? kCombineFp16 : kCombineBf16;
 }
 
-// A stride of an extent that has no second row may be anything.
-uint32_t chunks_of(const AttentionProblem& p, int64_t stride, int64_t extent) {
-  return extent > 1 ? static_cast<uint32_t>(stride / chunk_elements(p)) : 0;
-}
-
-ChunkStrides chunk_strides(const AttentionProblem& p, const RowStrides& strides) {
-  const SequenceTables& tables = p.sequences;
-  return {chunks_of(p, strides.batch, tables.batch_k), chunks_of(p, strides.seq, tables.rows_k),
-          chunks_of(p, strides.head, p.heads_kv)};
-}
-
 CacheScales cache_scales(const KeyScales& scales) {
   return {static_cast<const float*>(scales.data), scales.batch_stride, scales.head_stride};
-}
-
-flashmoe_status check_offsets(const char* name, const RowStrides& strides,
-                              const AttentionProblem& p, const Reason& reason) {
-  constexpr int64_t kMost = (int64_t{1} << 32) - 1;
-  const SequenceTables& tables = p.sequences;
-  int64_t last = 0;
-  const auto fits = [&](int64_t stride, int64_t extent) {
-    if (extent <= 1) return true;
-    if (stride % chunk_elements(p) != 0 || stride < 0) return false;
-    const int64_t chunks = stride / chunk_elements(p);
-    if (chunks > 0 && extent - 1 > (kMost - last) / chunks) return false;
-    last += (extent - 1) * chunks;
-    return true;
-  };
-  if (fits(strides.batch, tables.batch_k) && fits(strides.seq, tables.rows_k) &&
-      fits(strides.head, p.heads_kv)) {
-    return FLASHMOE_OK;
-  }
-  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                       "%s of 64 GiB or more, or with strides below 0, accepted are others", name);
 }
 
 // Units of all tiles, at most.
@@ -145,6 +111,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
     return refuse(FLASHMOE_ERROR_UNSUPPORTED,
                   "dense batches, accepted are ragged, padded and paged ones");
   }
+  FLASHMOE_TRY(refuse_wide_heads(problem, reason));
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   if (!is_fp8(problem)) FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   // Of fp8 there are no other kernels.

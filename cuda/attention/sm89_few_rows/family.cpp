@@ -180,6 +180,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
+  FLASHMOE_TRY(refuse_wide_heads(problem, reason));
   FLASHMOE_TRY(refuse_sequences(problem, reason));
   FLASHMOE_TRY(refuse_bias_and_mask(problem, reason));
   const int64_t group = problem.heads_q / problem.heads_kv;

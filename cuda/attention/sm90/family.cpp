@@ -59,6 +59,7 @@ const Entry* entry_of(const AttentionProblem& problem, bool splits_kv) {
 flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts,
                       const Reason& reason) {
   FLASHMOE_TRY(check_hopper(problem.device.device_id, facts, reason));
+  FLASHMOE_TRY(refuse_wide_heads(problem, reason));
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   FLASHMOE_TRY(refuse_split_size(problem, reason));

@@ -59,6 +59,7 @@ static flashmoe_status no_sequences(const AttentionProblem&, Plan*, const Reason
 }
 const AttentionFamily kSm89DecodeAttention = {"sm89_decode", FLASHMOE_DEVICE_CUDA, no_sequences,
                                               nullptr};
+const AttentionFamily kSm90MlaAttention = {"sm90_mla", FLASHMOE_DEVICE_CUDA, no_sequences, nullptr};
 const AttentionFamily kMixedAttention = {"mixed", FLASHMOE_DEVICE_CUDA, no_sequences, nullptr};
 
 namespace sm89_few_rows {

@@ -24,6 +24,7 @@
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/ragged_rows.h"
+#include "cuda/attention/sm90_mla/entry.h"
 #include "cuda/host/fake_cuda.h"
 #include "flashmoe/flashmoe.h"
 
@@ -96,6 +97,44 @@ const Kernel kCombineFp16 = {"attention_combine_sm89_decode_fp16",
                              reinterpret_cast<const void*>(0x59), 0, loaded[2]};
 const Kernel kCombineBf16 = kCombineFp16;
 }  // namespace flashmoe::sm89_decode
+
+namespace flashmoe::sm90_mla {
+static LoadedKernel loaded[3][kMaxDevices];
+const Kernel kCombine = {"attention_combine_sm90_mla_fp16_d576_dv512",
+                         reinterpret_cast<const void*>(0x5d), 0, loaded[2]};
+extern const Entry entry_fp16_d576_dv512;
+extern const Entry entry_fp16_d576_dv512_pair;
+const Entry entry_fp16_d576_dv512 = {
+    {{"attention_forward_sm90_mla_fp16_d576_dv512", reinterpret_cast<const void*>(0x5b), 224000,
+      loaded[0]},
+     Dtype::kFloat16,
+     576,
+     512,
+     64,
+     64,
+     2,
+     384},
+    kCombine,
+    1,
+    64,
+    7,
+};
+const Entry entry_fp16_d576_dv512_pair = {
+    {{"attention_forward_sm90_mla_fp16_d576_dv512_pair", reinterpret_cast<const void*>(0x5c),
+      224000, loaded[1]},
+     Dtype::kFloat16,
+     576,
+     512,
+     64,
+     64,
+     2,
+     384},
+    kCombine,
+    2,
+    64,
+    7,
+};
+}  // namespace flashmoe::sm90_mla
 
 namespace flashmoe::lengths {
 static LoadedKernel loaded[kMaxDevices];
@@ -567,6 +606,86 @@ void few_queries_share_their_keys() {
   const Call dense("sm89_decode", 1, 1, 100, 2, 2);
   CHECK(flashmoe_attention_forward_plan(&dense.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
   CHECK(std::strstr(flashmoe_last_error(), "dense batches, accepted are ragged") != nullptr);
+}
+
+sm90_mla::Params seen_mla;
+
+// Row tiles of 64 rows, of each of which as many blocks share the keys as of the others; clusters
+// of two where row tiles are even in number. Values elsewhere than in keys are another's.
+void values_in_keys_are_read_with_them() {
+  fake::on_launch = [](const void* params) {
+    // The second kernel takes what is before the map.
+    static_cast<sm89_decode::Params&>(seen_mla) = *static_cast<const sm89_decode::Params*>(params);
+  };
+  PagedCall call("sm90_mla", 4, 5, 128, 1);
+  for (const int i : {0, 1, 2, 3}) {
+    const bool of_v = i >= 2;
+    call.shapes[i][3] = of_v ? 512 : 576;
+    const int64_t columns = i == 3 ? 512 : 576;
+    const int64_t heads = call.shapes[i][2];
+    call.strides[i][2] = columns;
+    call.strides[i][1] = heads * columns;
+    call.strides[i][0] = call.shapes[i][1] * heads * columns;
+  }
+  call.tensors[2].data = call.tensors[1].data;
+  const auto run = [&](const char* kernel, int64_t blocks, int32_t cluster, int64_t shares) {
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, "sm90_mla") == 0 && plan.launch_count == 2);
+    CHECK(std::strcmp(plan.launches[0].kernel, kernel) == 0);
+    CHECK(plan.launches[0].grid[0] == blocks && plan.launches[1].grid[0] == blocks);
+    CHECK(plan.launches[0].cluster == cluster);
+    CHECK(plan.workspace_bytes ==
+          2 * blocks * 64 * (512 * 4 + 8) + blocks * sizeof(sm89_decode::CutTile));
+    std::vector<char> room(plan.workspace_bytes);
+    fake::maps.clear();
+    CHECK(flashmoe_attention_forward(&call.params, room.data(), room.size(), nullptr) ==
+          FLASHMOE_OK);
+    CHECK(seen_mla.blocks == blocks && seen_mla.part_units_log2 == 7);
+    CHECK(static_cast<void*>(seen_mla.parts) == room.data());
+    CHECK(shares * (blocks / shares) == blocks);
+    return plan.launches[1].grid[1] * plan.launches[1].tile_m;
+  };
+  // 5 queries of 128 heads are 10 row tiles, and 4 sequences have 3 blocks of keys each.
+  const char* const pair = "attention_forward_sm90_mla_fp16_d576_dv512_pair";
+  CHECK(run(pair, 120, 2, 12) == 64);
+  CHECK(fake::maps.size() == 1);
+  const fake::Map map = fake::maps[0];
+  CHECK(map.data == call.tensors[1].data && map.box[0] == 64 && map.box[1] == 16);
+  CHECK(map.extents[0] == 576 && map.extents[1] == 16 && map.extents[3] == 30);
+  call.sequences.max_seqlen_q = 1;
+  run(pair, 24, 2, 12);
+  call.shapes[0][2] = call.shapes[3][2] = call.shapes[4][1] = 16;
+  CHECK(run("attention_forward_sm90_mla_fp16_d576_dv512", 12, 0, 12) == 16);
+  call.shapes[0][2] = call.shapes[3][2] = call.shapes[4][1] = 128;
+  call.params.kernel = "attention_forward_sm90_mla_fp16_d576_dv512";
+  run(call.params.kernel, 24, 0, 12);
+  // As many as there are multiprocessors, 132, for each row tile of which others are.
+  call.page_table.shape[1] = 100;
+  call.sequences.max_seqlen_q = 5;
+  call.params.kernel = "sm90_mla";
+  run(pair, 130, 2, 13);
+  // Elsewhere.
+  flashmoe_plan plan = flashmoe_plan_init();
+  const auto refuses = [&](const char* sentence) {
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+    CHECK(std::strstr(flashmoe_last_error(), sentence) != nullptr);
+  };
+  call.strides[2][1] += 8;
+  refuses("a v of its own");
+  call.strides[2][1] -= 8;
+  call.tensors[2].data = static_cast<char*>(call.tensors[1].data) + 128;
+  refuses("a v of its own");
+  call.tensors[2].data = call.tensors[1].data;
+  call.sequences.split_size = 64;
+  refuses("split_size");
+  call.sequences.split_size = 0;
+  for (const int i : {1, 2}) call.strides[i][0] = 0;
+  refuses("a stride of k that is 0 or below");
+  for (const int i : {1, 2}) call.strides[i][0] = 16 * 576;
+  for (const char* other : {"sm89", "sm90", "sm89_decode", "sm89_few_rows"}) {
+    call.params.kernel = other;
+    refuses("head dimensions 576 of q and k and 512 of v, accepted are up to 256");
+  }
 }
 
 struct SeenMixed {
@@ -1633,8 +1752,8 @@ void kernels_and_schedules_are_served_by_name() {
   call.params.kernel = "sm90_split";
   CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_INVALID_ARGUMENT);
   CHECK(std::strstr(flashmoe_last_error(),
-                    "got \"sm90_split\", built in are sm89_few_rows, sm89_decode, mixed, sm90, "
-                    "sm90_whole_tiles, sm90_split_kv, sm89, cpu") != nullptr);
+                    "got \"sm90_split\", built in are sm89_few_rows, sm89_decode, mixed, sm90_mla, "
+                    "sm90, sm90_whole_tiles, sm90_split_kv, sm89, cpu") != nullptr);
 }
 
 std::atomic<int> after_loading{0};
@@ -1716,6 +1835,7 @@ int main(int argc, char** argv) {
   the_plan_is_what_the_launch_gets();
   ragged_batches_have_kernels_of_their_own();
   few_queries_share_their_keys();
+  values_in_keys_are_read_with_them();
   prompts_beside_decoding_are_two_parts();
   sm90_cuts_boxes_at_sequences();
   loose_bounds_cost_little();

@@ -1,0 +1,423 @@
+// The two warpgroups that compute. Both hold 64 rows of half of the output's columns. Of two blocks
+// of keys the first makes the probabilities of one, the second those of the other, from one running
+// maximum, and each multiplies both by its half of their values.
+//
+//   first    S0 | softmax | P0 V0 . . . . . . . . | P1 V1 | S2 ...
+//   second   .  | S1 . . . . . | P0 V0 + softmax  | P1 V1 | . S3 ...
+//
+// A warp's rows are those of one warp of the other consumer, and a lane's fragments those of one of
+// its lanes: to these alone are probabilities and maxima told.
+#pragma once
+
+#include "cuda/attention/sm89_decode/results.cuh"
+#include "cuda/attention/sm90_mla/producer.cuh"
+#include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+namespace flashmoe::sm90_mla {
+
+// Named barriers.
+inline constexpr int kToldBarrier = 1;      // of each block of two and warp of a consumer: 8
+inline constexpr int kConsumerBarrier = 9;  // of each consumer
+inline constexpr int kAllBarrier = 11;      // of both
+inline constexpr int kScoresBarrier = 12;   // the first has sent for its scores
+
+template <class Traits, int kConsumer>
+struct Consumer {
+  using Element = typename Traits::Element;
+  using State = typename Traits::State;
+  using Numeric = numeric::ElementTraits<Element>;
+  using ScoreMma = ptx::Wgmma<Element, kBlockKeys>;
+  using ValueMma = ptx::Wgmma<Element, Traits::kHalf>;
+  static constexpr int kSteps = kBlockKeys / 16;  // of 16 keys
+
+  const Params& params;
+  unsigned char* memory;
+  State& state;
+  Uses uses;
+
+  float out[Traits::kHalf / 2];
+  float row_max[2];
+  float row_sum[2];  // of this consumer's blocks, and columns of this lane
+
+  // ---- which rows and keys ----------------------------------------------------------------------
+
+  static __device__ __forceinline__ int group_thread() { return thread_index() % kThreadsPerGroup; }
+  static __device__ __forceinline__ int warp_of_group() {
+    return warp_index() % (kThreadsPerGroup / kThreadsPerWarp);
+  }
+  // Of fragment elements 2e and 2e + 1.
+  static __device__ __forceinline__ int row_of(int e) {
+    return group_thread() / kThreadsPerWarp * 16 + lane_index() / 4 + 8 * e;
+  }
+  __device__ __forceinline__ unsigned char* block_of(int buffer) const {
+    return memory + Traits::kKOffset + buffer * Traits::kBlockBytes;
+  }
+  __device__ __forceinline__ uint4* probabilities_of(int buffer) const {
+    return reinterpret_cast<uint4*>(block_of(buffer) + Traits::kSpareBox * Traits::kBoxBytes) +
+           group_thread();
+  }
+
+  // ---- products ---------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void wait_for_box(int buffer, int box) {
+    ptx::mbarrier_wait(shared_address(&state.full[buffer][box]), uses.full_parity(buffer));
+  }
+
+  __device__ __forceinline__ void send_scores(float (&scores)[kBlockKeys / 2], int buffer) {
+    const uint64_t q =
+        ptx::swizzled_descriptor(shared_address(memory + Traits::kQOffset), Traits::kBoxBytes);
+    const uint64_t k =
+        ptx::swizzled_descriptor(shared_address(block_of(buffer)), Traits::kBoxBytes);
+    ptx::pin(scores);
+#pragma unroll
+    for (int box = 0; box < Traits::kBoxes; ++box) {
+      wait_for_box(buffer, box);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < Traits::kBoxColumns / 16; ++i) {
+        const int bytes = box * Traits::kBoxBytes + i * 32;
+        ScoreMma::multiply(scores, ptx::advance(q, bytes), ptx::advance(k, bytes), box + i > 0);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Fences come before: what the accumulators are multiplied by is behind them.
+  __device__ __forceinline__ void send_values(const uint32_t (&p)[kSteps][4], int buffer) {
+    const uint64_t v = ptx::swizzled_descriptor(
+        shared_address(block_of(buffer) + kConsumer * Traits::kBoxesOfHalf * Traits::kBoxBytes),
+        Traits::kBoxBytes);
+    ptx::pin(out);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      ValueMma::multiply_values(out, p[i], ptx::advance(v, i * 16 * Traits::kBoxRowBytes), true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The products with a block's values are done: its buffer is free as far as this consumer has it.
+  __device__ __forceinline__ void end_values(int buffer) {
+    ptx::wgmma_wait<0>();
+    ptx::pin(out);
+    const uint32_t empty = shared_address(&state.empty[buffer][kConsumer]);
+    if constexpr (Traits::kClusterBlocks > 1) {
+      if (lane_index() < Traits::kClusterBlocks) {
+        ptx::mbarrier_arrive_cluster(ptx::map_to_rank(empty, lane_index()));
+      }
+    } else {
+      if (ptx::elect_one()) ptx::mbarrier_arrive(empty);
+    }
+    uses.next(buffer);
+  }
+
+  __device__ __forceinline__ void multiply_rows(const float (&factors)[2]) {
+    if (!__any_sync(kFullWarp, factors[0] != 1.0f || factors[1] != 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] *= factors[i / 2 % 2];
+  }
+
+  // ---- softmax ----------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void mask(float (&scores)[kBlockKeys / 2], const Segment& segment,
+                                       int key, uint64_t valid) const {
+    const bool some_rows = key < segment.all_first || key + kBlockKeys > segment.all_end;
+    if (valid == ~uint64_t{0} && !(some_rows && segment.tile.masked != 0)) return;
+    const int column = 2 * (lane_index() % 4);
+    KeyRange keys[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      keys[e] = sm89_decode::RowOf(params, segment.tile, row_of(e)).keys(params, segment.tile);
+      keys[e].first -= key + column;
+      keys[e].end -= key + column;
+    }
+    const uint64_t mine = valid >> column;
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+      const int at = i / 4 * 8 + i % 2;
+      const KeyRange& seen = keys[i / 2 % 2];
+      const bool there = (mine >> at & 1) != 0 && at >= seen.first && at < seen.end;
+      if (!there) scores[i] = -INFINITY;
+    }
+  }
+
+  // From scores to probabilities, and what the rows are to be multiplied by before these count.
+  __device__ __forceinline__ void exponentiate(float (&scores)[kBlockKeys / 2],
+                                               uint32_t (&p)[kSteps][4], float (&factors)[2]) {
+    const float scale_log2 = params.score.scale_log2;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kBlockKeys / 2; ++i) {
+        if (i / 2 % 2 == e) top = fmaxf(top, scores[i]);
+      }
+      factors[e] = rescale_row(max_of_quad(top), scale_log2, row_max[e], row_sum[e]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+      const int e = i / 2 % 2;
+      scores[i] = probability(scores[i], scale_log2, row_max[e]);
+      row_sum[e] += scores[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 4; ++i) {
+      p[i / 4][i % 4] = Numeric::pack(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+
+  // Zeros where a block has no such key: a NaN there would reach the rows by way of 0 * NaN.
+  __device__ __forceinline__ void clear_hidden(int buffer, uint64_t valid) const {
+    if (valid == ~uint64_t{0}) return;
+    constexpr int kChunks = Traits::kDimV * 2 / 16;
+    for (int i = group_thread(); i < kBlockKeys * kChunks; i += kThreadsPerGroup) {
+      const int row = i / kChunks;
+      const int chunk = i % kChunks;
+      if ((valid >> row & 1) != 0) continue;
+      *reinterpret_cast<uint4*>(block_of(buffer) + chunk / 8 * Traits::kBoxBytes +
+                                row * Traits::kBoxRowBytes + chunk % 8 * 16) = uint4{0, 0, 0, 0};
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_sync(kConsumerBarrier + kConsumer, kThreadsPerGroup);
+  }
+
+  // From a block's scores to its probabilities, which the other consumer is told, too.
+  __device__ __forceinline__ void make_probabilities(float (&scores)[kBlockKeys / 2],
+                                                     const Segment& segment, int key,
+                                                     uint32_t (&p)[kSteps][4],
+                                                     float (&factors)[2]) {
+    const uint64_t valid = state.valid[kConsumer];
+    if (params.score.capped()) params.score.template cap<Softcap::kBrief>(scores);
+    mask(scores, segment, key, valid);
+    exponentiate(scores, p, factors);
+    // All warps have their scores: what these were made of may be overwritten.
+    ptx::named_barrier_sync(kConsumerBarrier + kConsumer, kThreadsPerGroup);
+    clear_hidden(kConsumer, valid);
+    uint4* const to = probabilities_of(kConsumer);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      to[i * kThreadsPerGroup] = uint4{p[i][0], p[i][1], p[i][2], p[i][3]};
+    }
+    state.row_maxima[kConsumer][group_thread()] = make_float2(row_max[0], row_max[1]);
+    // The copy engine writes there next.
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_arrive(kToldBarrier + 4 * kConsumer + warp_of_group(), 2 * kThreadsPerWarp);
+  }
+
+  // Those of the other consumer.
+  __device__ __forceinline__ void take_probabilities(uint32_t (&p)[kSteps][4],
+                                                     float (&factors)[2]) {
+    constexpr int kOther = 1 - kConsumer;
+    ptx::named_barrier_sync(kToldBarrier + 4 * kOther + warp_of_group(), 2 * kThreadsPerWarp);
+    const uint4* const from = probabilities_of(kOther);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint4 step = from[i * kThreadsPerGroup];
+      p[i][0] = step.x, p[i][1] = step.y, p[i][2] = step.z, p[i][3] = step.w;
+    }
+    const float2 maxima = state.row_maxima[kOther][group_thread()];
+    const float new_max[2] = {maxima.x, maxima.y};
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      factors[e] = numeric::exp2_approx(row_max[e] - new_max[e]);
+      row_sum[e] *= factors[e];
+      row_max[e] = new_max[e];
+    }
+#pragma unroll
+    for (int box = 0; box < Traits::kBoxesOfHalf; ++box) {
+      wait_for_box(kOther, kConsumer * Traits::kBoxesOfHalf + box);
+    }
+  }
+
+  // ---- a segment --------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void end_scores(float (&scores)[kBlockKeys / 2]) {
+    ptx::wgmma_wait<0>();
+    ptx::pin(scores);
+  }
+
+  __device__ __forceinline__ void give_queries_back() {
+    if (ptx::elect_one()) ptx::mbarrier_arrive(shared_address(&state.q_empty));
+  }
+
+  __device__ __forceinline__ void first_of_two(const Segment& segment, int b) {
+    float scores[kBlockKeys / 2];
+    uint32_t p[kSteps][4];
+    float factors[2];
+    send_scores(scores, 0);
+    if (b + 1 < segment.blocks) ptx::named_barrier_arrive(kScoresBarrier, kConsumerThreads);
+    end_scores(scores);
+    if (b + kBuffers >= segment.blocks) give_queries_back();
+    make_probabilities(scores, segment, segment.key + b * kBlockKeys, p, factors);
+    multiply_rows(factors);
+    send_values(p, 0);
+    end_values(0);
+    if (b + 1 == segment.blocks) return;
+    uint32_t of_other[kSteps][4];
+    take_probabilities(of_other, factors);
+    multiply_rows(factors);
+    send_values(of_other, 1);
+    end_values(1);
+  }
+
+  __device__ __forceinline__ void second_of_two(const Segment& segment, int b) {
+    float scores[kBlockKeys / 2];
+    uint32_t p[kSteps][4];
+    uint32_t of_other[kSteps][4];
+    float factors[2];
+    // Behind the other consumer's, whose softmax these then hide: at the same time both would be
+    // late.
+    ptx::named_barrier_sync(kScoresBarrier, kConsumerThreads);
+    send_scores(scores, 1);
+    end_scores(scores);
+    if (b + 1 + kBuffers >= segment.blocks) give_queries_back();
+    take_probabilities(of_other, factors);
+    multiply_rows(factors);
+    send_values(of_other, 0);
+    make_probabilities(scores, segment, segment.key + (b + 1) * kBlockKeys, p, factors);
+    end_values(0);
+    multiply_rows(factors);
+    send_values(p, 1);
+    end_values(1);
+  }
+
+  // The second consumer's part of a last block without a second.
+  __device__ __forceinline__ void last_alone() {
+    uint32_t of_other[kSteps][4];
+    float factors[2];
+    take_probabilities(of_other, factors);
+    multiply_rows(factors);
+    send_values(of_other, 0);
+    end_values(0);
+  }
+
+  __device__ __forceinline__ void compute(const Segment& segment) {
+#pragma unroll
+    for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) row_max[e] = kNoRowMax, row_sum[e] = 0.0f;
+    if constexpr (kConsumer == 0) {
+      for (int b = 0; b < segment.blocks; b += kBuffers) first_of_two(segment, b);
+    } else {
+      if (segment.blocks == 1) give_queries_back();
+      int b = 0;
+      for (; b + 1 < segment.blocks; b += kBuffers) second_of_two(segment, b);
+      if (b < segment.blocks) last_alone();
+    }
+  }
+
+  // ---- the end of a segment ---------------------------------------------------------------------
+
+  // Both consumers' sums.
+  __device__ __forceinline__ void add_sums_of_both() {
+    const float2 own = make_float2(sum_of_quad(row_sum[0]), sum_of_quad(row_sum[1]));
+    state.row_sums[kConsumer][group_thread()] = own;
+    ptx::named_barrier_sync_apart(kAllBarrier, kConsumerThreads);
+    const float2 other = state.row_sums[1 - kConsumer][group_thread()];
+    row_sum[0] = own.x + other.x;
+    row_sum[1] = own.y + other.y;
+  }
+
+  __device__ __forceinline__ void leave_part(const Segment& segment) const {
+    const int column = kConsumer * Traits::kHalf + 2 * (lane_index() % 4);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = row_of(e);
+      if (row >= segment.tile.rows) continue;
+      const int64_t at = int64_t{segment.place} * kRows + row;
+      float* const part = reinterpret_cast<float*>(params.parts) + at * Traits::kDimV + column;
+#pragma unroll
+      for (int j = 0; j < Traits::kHalf / 8; ++j) {
+        *reinterpret_cast<float2*>(part + 8 * j) =
+            make_float2(out[4 * j + 2 * e], out[4 * j + 2 * e + 1]);
+      }
+      if (kConsumer == 0 && lane_index() % 4 == 0) {
+        params.statistics[at] = make_float2(row_max[e], row_sum[e]);
+      }
+    }
+  }
+
+  // Returns whether a row of this thread is to be computed again.
+  __device__ __forceinline__ bool write_rows(const Segment& segment) {
+    const int column = kConsumer * Traits::kHalf + 2 * (lane_index() % 4);
+    const sm89_decode::TileRows& tile = segment.tile;
+    bool any = false;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = row_of(e);
+      if (row >= tile.rows) continue;
+      const sm89_decode::RowOf where(params, tile, row);
+      const KeyRange keys = where.keys(params, tile);
+      const bool sees_keys = keys.end > keys.first;
+      const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
+          params.score, where.head, sees_keys, {row_max[e], row_sum[e]});
+      if (kConsumer == 0 && lane_index() % 4 == 0 && params.tensors.lse != nullptr) {
+        params.tensors.lse[where.offset(tile, params.tensors.lse_strides)] = end.lse;
+      }
+      uint16_t* const to =
+          params.tensors.out + where.offset(tile, params.tensors.out_strides) + column;
+      uint32_t nonfinite = 0;
+#pragma unroll
+      for (int j = 0; j < Traits::kHalf / 8; ++j) {
+        const uint32_t pair =
+            Numeric::pack(out[4 * j + 2 * e] * end.factor, out[4 * j + 2 * e + 1] * end.factor);
+        nonfinite = numeric::gather_nonfinite<Element>(nonfinite, pair);
+        if (column + 8 * j < params.tensors.dim_v) *reinterpret_cast<uint32_t*>(to + 8 * j) = pair;
+      }
+      const bool nothing = params.sequences.paged != 0 && sees_keys && row_sum[e] == 0.0f;
+      const bool suspect = nothing || end.rounded_away ||
+                           (tile.masked != 0 && row_sum[e] == row_sum[e] &&
+                            numeric::any_nonfinite<Element>(nonfinite));
+      if (suspect) atomicOr(&state.again[row / 32], 1u << row % 32);
+      any = any || suspect;
+    }
+    return any;
+  }
+
+  __device__ __forceinline__ void compute_again(const Segment& segment) {
+    const SequenceParams& sequences = params.sequences;
+    const SequenceRows rows = sequences.keys_of(segment.tile.sequence);
+    const sm89_decode::KeysOfRow<Element> keys = {
+        params, sequences.paged != 0 ? sequences.keys.pages_of(segment.tile.sequence) : nullptr,
+        rows.batch, rows.begin, segment.tile.head_kv};
+    const int warp = kConsumer * (kThreadsPerGroup / kThreadsPerWarp) + warp_of_group();
+    for (int row = warp; row < kRows; row += kConsumerThreads / kThreadsPerWarp) {
+      if ((state.again[row / 32] >> row % 32 & 1) == 0) continue;
+      sm89_decode::compute_row_again<Element, Traits::kDimV>(params, segment.tile, keys, row);
+    }
+    ptx::named_barrier_sync_apart(kAllBarrier, kConsumerThreads);
+    if (kConsumer == 0 && group_thread() < kRows / 32) state.again[group_thread()] = 0;
+  }
+
+  __device__ __forceinline__ void finish(const Segment& segment) {
+    add_sums_of_both();
+    bool again = false;
+    if (segment.whole != 0) {
+      again = write_rows(segment);
+    } else {
+      leave_part(segment);
+    }
+    // Also before the sums of the next segment are left.
+    const bool all_done = ptx::named_barrier_all(kAllBarrier, kConsumerThreads, !again);
+    if (!all_done) compute_again(segment);
+  }
+
+  __device__ __forceinline__ void run() {
+    for (int number = 0;; ++number) {
+      const int slot = number % kSegments;
+      ptx::mbarrier_wait(shared_address(&state.segment_full[slot]), number / kSegments % 2);
+      const Segment& segment = state.segments[slot];
+      if (segment.exists == 0) return;
+      ptx::mbarrier_wait(shared_address(&state.q_full), number % 2);
+      ptx::fence_proxy_async_shared();  // cp.async wrote the queries
+      compute(segment);
+      finish(segment);
+      __syncwarp();
+      if (ptx::elect_one()) ptx::mbarrier_arrive(shared_address(&state.segment_empty[slot]));
+    }
+  }
+};
+
+}  // namespace flashmoe::sm90_mla

@@ -1,0 +1,230 @@
+// The sm90_mla family: ragged, padded and paged batches whose values are the first columns of their
+// keys. Lengths are read by the kernels alone: nothing here depends on them.
+#include <algorithm>
+#include <climits>
+
+#include "core/backends.h"
+#include "core/status.h"
+#include "cuda/attention/combine.h"
+#include "cuda/attention/sm89_decode/offsets.h"
+#include "cuda/attention/sm90_mla/cost.h"
+#include "cuda/attention/sm90_mla/entry.h"
+#include "cuda/tensor_map.h"
+
+namespace flashmoe::sm90_mla {
+
+#define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
+#include "cuda/attention/sm90_mla/entries.inc"
+#undef FLASHMOE_ENTRY
+
+namespace {
+
+const Entry* const kEntries[] = {
+#define FLASHMOE_ENTRY(name) &entry_##name,
+#include "cuda/attention/sm90_mla/entries.inc"
+#undef FLASHMOE_ENTRY
+};
+
+int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
+
+// Row tiles of a KV head, at most.
+int64_t row_tiles(const AttentionProblem& p) {
+  return std::max<int64_t>((p.seq_q * group_of(p) + kRows - 1) / kRows, 1);
+}
+
+// Whether row tiles are computed by clusters of two blocks: where that leaves none over, or as the
+// problem names the kernel.
+bool fits(const AttentionProblem& p, const Entry& entry) {
+  return row_tiles(p) % entry.cluster_blocks == 0;
+}
+
+// Clusters of row tiles of a KV head.
+int64_t clusters_of(const AttentionProblem& p, const Entry& entry) {
+  return (row_tiles(p) + entry.cluster_blocks - 1) / entry.cluster_blocks;
+}
+
+// Blocks that share the keys of a row tile: as many as run at a time, if there are so many blocks
+// of keys.
+int64_t shares_of(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
+  const int64_t blocks = p.heads_kv * clusters_of(p, entry) * entry.cluster_blocks;
+  const int64_t most = std::max<int64_t>(facts.multiprocessors / blocks, 1);
+  const int64_t blocks_of_keys = std::max<int64_t>((p.seq_k + kBlockKeys - 1) / kBlockKeys, 1);
+  if (p.batch >= most || blocks_of_keys >= most) return most;
+  return std::clamp<int64_t>(p.batch * blocks_of_keys, 1, most);
+}
+
+// Rows that lie in one piece wherever a block of keys begins, a power of two.
+int box_rows(const AttentionProblem& p) {
+  const SequenceTables& tables = p.sequences;
+  if (!tables.paged) return kBlockKeys;
+  if (tables.k_begin.data != nullptr) return 1;
+  int rows = 1;
+  while (rows < kBlockKeys && tables.rows_k % (2 * rows) == 0) rows *= 2;
+  return rows;
+}
+
+bool has_keys(const AttentionProblem& p) {
+  return p.seq_k > 0 && p.sequences.batch_k > 0 && p.sequences.rows_k > 0;
+}
+
+flashmoe_status check_walkable(const AttentionProblem& p, const Reason& reason) {
+  const auto fits = [](int64_t stride, int64_t extent) {
+    return extent <= 1 || (stride > 0 && stride < kMaxStrideBytes / 2);
+  };
+  const SequenceTables& tables = p.sequences;
+  if (has_keys(p) &&
+      (!fits(p.k.strides.batch, tables.batch_k) || !fits(p.k.strides.seq, tables.rows_k) ||
+       !fits(p.k.strides.head, p.heads_kv))) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                         "a stride of k that is 0 or below, or 2^40 bytes or more, which the copy "
+                         "engine cannot walk");
+  }
+  return check_tensor_maps(p.device.device_id, reason);
+}
+
+flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts,
+                      const Reason& reason) {
+  FLASHMOE_TRY(check_hopper(problem.device.device_id, facts, reason));
+  if (!problem.sequences.given) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                         "dense batches, accepted are ragged, padded and paged ones");
+  }
+  if (!problem.values_in_keys) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                         "a v of its own, accepted is one that is the first columns of k, in the "
+                         "same memory");
+  }
+  FLASHMOE_TRY(check_sequences_fit(problem, reason));
+  FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
+  FLASHMOE_TRY(refuse_split_size(problem, reason));
+  const int64_t group = group_of(problem);
+  if (group > kMaxSequence || problem.seq_q > kMaxSequence / group ||
+      problem.heads_kv > INT_MAX / 2 / row_tiles(problem)) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                         "more than 2^30 queries of a KV head, all its query heads counted, or "
+                         "2^30 tiles of these");
+  }
+  FLASHMOE_TRY(sm89_decode::check_offsets("k", problem.k.strides, problem, reason));
+  return check_walkable(problem, reason);
+}
+
+// Rows that a block of the second kernel adds up: where tiles have many parts, one, of which two
+// threads add up each half of a unit's parts.
+int combine_rows_log2(const AttentionProblem& p, int64_t shares) {
+  constexpr int64_t kManyParts = 4;
+  return shares > kManyParts * p.batch ? 0 : 1;
+}
+
+flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(check(problem, &facts, reason));
+  // Listed last are those for pairs, which are preferred where they fit.
+  const Entry* const entry = find_entry(
+      kEntries, problem,
+      [&](const Entry& each) { return each.cluster_blocks == 1 || row_tiles(problem) > 1; },
+      [&](const Entry& each) {
+        return each.cluster_blocks > 1 ? fits(problem, each) : row_tiles(problem) % 2 != 0;
+      });
+  if (entry == nullptr) {
+    return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
+  }
+  const int device_id = problem.device.device_id;
+  int arch = 0;
+  FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
+  FLASHMOE_TRY(load_kernel(entry->combine, device_id, *facts, &arch, reason));
+  const int64_t shares = shares_of(problem, *entry, *facts);
+  const int64_t blocks =
+      shares * problem.heads_kv * clusters_of(problem, *entry) * entry->cluster_blocks;
+  plan_launch(*entry, device_id, "a", blocks, plan).cluster =
+      entry->cluster_blocks > 1 ? entry->cluster_blocks : 0;
+  flashmoe_launch& second =
+      plan_launch(entry->combine, device_id, "a", blocks, kCombineThreads, 0, plan);
+  const int rows_log2 = combine_rows_log2(problem, shares);
+  const int64_t rows = std::clamp<int64_t>(problem.seq_q * group_of(problem), 1, kRows);
+  second.grid[1] = static_cast<uint32_t>(((rows - 1) >> rows_log2) + 1);
+  second.tile_m = 1 << rows_log2;
+  const int64_t places = sm89_decode::places_of(blocks, false);
+  plan->info.workspace_bytes =
+      static_cast<uint64_t>(places * kRows * ((16 << entry->units_log2) + 8) +
+                            blocks * static_cast<int64_t>(sizeof(sm89_decode::CutTile)));
+  plan->info.microseconds = mla_microseconds(work_of(problem), entry->dim + entry->dim_v, *facts);
+  return FLASHMOE_OK;
+}
+
+// What is kept with a plan: the parameters, and what their map is of.
+struct Kept {
+  Params params;
+  const void* mapped;
+};
+
+// Without keys there is nothing to read, but a map is of something all the same.
+const void* mapped_keys(const AttentionProblem& p) { return has_keys(p) ? p.k.data : p.q.data; }
+
+bool encode_keys(const AttentionProblem& p, const Entry& entry, Kept* kept) {
+  const SequenceTables& tables = p.sequences;
+  const bool keys = has_keys(p);
+  const auto extent = [&](int64_t of_keys) { return keys ? of_keys : 1; };
+  kept->mapped = mapped_keys(p);
+  return encode_map(&kept->params.keys, p.q.dtype, kept->mapped,
+                    {4,
+                     {p.dim, extent(tables.rows_k), extent(p.heads_kv), extent(tables.batch_k)},
+                     {1, p.k.strides.seq, p.k.strides.head, p.k.strides.batch},
+                     {entry.box_columns, box_rows(p), 1, 1}});
+}
+
+// All that does not depend on addresses.
+void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
+  params->k_chunks = params->v_chunks = sm89_decode::chunk_strides(p, p.k.strides);
+  params->group = Divisor::of(static_cast<uint32_t>(group_of(p)));
+  params->heads_kv = static_cast<int32_t>(p.heads_kv);
+  const int64_t blocks = plan.info.launches[0].grid[0];
+  const int64_t clusters = clusters_of(p, entry);
+  const int64_t shares = blocks / (p.heads_kv * clusters * entry.cluster_blocks);
+  params->blocks = static_cast<int32_t>(blocks);
+  params->combine_rows_log2 = plan.info.launches[1].tile_m > 1 ? 1 : 0;
+  params->part_rows = kRows;
+  params->part_units_log2 = entry.units_log2;
+  params->box_rows = box_rows(p);
+  params->shares = static_cast<int32_t>(shares);
+  params->by_shares = Divisor::of(static_cast<uint32_t>(shares));
+  params->by_clusters = Divisor::of(static_cast<uint32_t>(clusters));
+  params->read_once = row_tiles(p) == 1 ? 1 : 0;
+}
+
+void fill_addresses(const AttentionProblem& p, void* workspace, Params* params) {
+  fill_tensors_and_score(p, params);
+  params->sequences = sequence_params(p);
+  const int64_t rows = sm89_decode::places_of(params->blocks, false) * kRows;
+  params->parts = static_cast<float4*>(workspace);
+  params->statistics = reinterpret_cast<float2*>(params->parts + (rows << params->part_units_log2));
+  params->cut_tiles = reinterpret_cast<sm89_decode::CutTile*>(params->statistics + rows);
+}
+
+flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* workspace,
+                       void* stream) {
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
+  Prepared<Kept> kept(plan.detail);
+  if (!kept.ready() || !move_map(&kept->params.keys, &kept->mapped, mapped_keys(problem))) {
+    kept.set_ready(false);  // unless the driver takes the map
+    kept->params = {};
+    FLASHMOE_TRY(encode_maps(entry.name, problem.device.device_id,
+                             [&] { return encode_keys(problem, entry, &*kept); }));
+    fill_params(problem, plan, &kept->params);
+    kept.set_ready(true);
+  }
+  fill_addresses(problem, workspace, &kept->params);
+  return launch_all(plan, &kept->params, stream);
+}
+
+}  // namespace
+}  // namespace flashmoe::sm90_mla
+
+namespace flashmoe {
+
+const AttentionFamily kSm90MlaAttention = {"sm90_mla", FLASHMOE_DEVICE_CUDA, &sm90_mla::plan,
+                                           &sm90_mla::launch};
+
+}  // namespace flashmoe

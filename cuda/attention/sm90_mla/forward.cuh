@@ -1,0 +1,80 @@
+// Attention forward over a cache whose values are the first columns of its keys: multi-head latent
+// attention with absorbed queries, decoding above all.
+//
+//   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask),  V in K
+//
+// A tile is 64 packed rows of one KV head of a sequence. Blocks take equal shares of the keys of
+// all sequences (share.cuh), and go from tile to tile. Of a block of 64 keys, 72 KiB, the keys are
+// loaded once, for both products; two of them and the queries fill the shared memory. A warpgroup
+// loads (producer.cuh), two compute (consumer.cuh). A tile that lies in one block is written;
+// others leave parts in the workspace, which the second kernel adds up
+// (cuda/attention/sm89_decode/combine.cuh). Where sequences have several row tiles, two blocks are
+// a cluster: each loads half of the keys, for both.
+#pragma once
+
+#include "cuda/attention/sm90_mla/consumer.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/registers.cuh"
+
+namespace flashmoe::sm90_mla {
+
+template <class Traits>
+__device__ __forceinline__ void init_barriers(typename Traits::State& state) {
+  constexpr int kWarpsOfGroup = kThreadsPerGroup / kThreadsPerWarp;
+  constexpr int kQueryWarps = kQueryThreads / kThreadsPerWarp;
+  for (int buffer = 0; buffer < kBuffers; ++buffer) {
+    for (auto& barrier : state.full[buffer]) ptx::mbarrier_init(shared_address(&barrier), 1);
+    for (auto& barrier : state.empty[buffer]) {
+      ptx::mbarrier_init(shared_address(&barrier), Traits::kClusterBlocks * kWarpsOfGroup);
+    }
+  }
+  ptx::mbarrier_init(shared_address(&state.q_full), kQueryThreads);
+  ptx::mbarrier_init(shared_address(&state.q_empty), kConsumers * kWarpsOfGroup);
+  for (int slot = 0; slot < kSegments; ++slot) {
+    ptx::mbarrier_init(shared_address(&state.segment_full[slot]), 1);
+    ptx::mbarrier_init(shared_address(&state.segment_empty[slot]),
+                       kConsumers * kWarpsOfGroup + kQueryWarps);
+  }
+  for (uint32_t& rows : state.again) rows = 0;
+  ptx::fence_mbarrier_init();
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kThreads, 1)
+    attention_forward_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& state = *reinterpret_cast<typename Traits::State*>(memory + Traits::kStateOffset);
+  if (thread_index() == 0) {
+    ptx::prefetch_tensor_map(&params.keys);
+    init_barriers<Traits>(state);
+  }
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+  const BlockPlace<Traits::kClusterBlocks> block(params);
+  find_share(params, block, state);
+  if (state.share.begin == state.share.end) return;  // the cluster's other block, too
+  if constexpr (Traits::kClusterBlocks > 1) {
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
+  const int group = warp_index() / (kThreadsPerGroup / kThreadsPerWarp);
+  if (group == kConsumers) {
+    ptx::give_registers_back<Traits::kProducerRegisters>();
+    Producer<Traits>{params, memory, state, block, {}}.run(warp_index() %
+                                                           (kThreadsPerGroup / kThreadsPerWarp));
+  } else if (group == 0) {
+    ptx::take_registers<Traits::kConsumerRegisters>();
+    Consumer<Traits, 0>{params, memory, state}.run();
+  } else {
+    ptx::take_registers<Traits::kConsumerRegisters>();
+    Consumer<Traits, 1>{params, memory, state}.run();
+  }
+  if constexpr (Traits::kClusterBlocks > 1) {
+    // The other block may still write here, or tell this one what it has read.
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
+}
+
+}  // namespace flashmoe::sm90_mla

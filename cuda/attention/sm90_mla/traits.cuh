@@ -1,0 +1,118 @@
+// Every constant of the MLA kernel.
+#pragma once
+
+#include "cuda/attention/sm90_mla/params.h"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/tile/extents.h"
+
+namespace flashmoe::sm90_mla {
+
+// What a block takes to end a tile and begin the next, in blocks of keys.
+inline constexpr int kLead = 1;
+
+// A block's part of a tile, from `key` on.
+struct Segment {
+  sm89_decode::TileRows tile;
+  int32_t exists;
+  int32_t key;        // the first of the first block of keys
+  int32_t blocks;     // of keys, at least 1
+  int32_t all_first;  // keys that all rows see
+  int32_t all_end;
+  int32_t whole;  // all keys of the tile are here
+  int32_t place;  // of its part, else
+};
+
+// What a block knows of a sequence.
+struct Described {
+  int32_t batch_q;
+  int32_t begin_q;
+  int32_t length_q;
+  int32_t batch_k;
+  int32_t begin_k;
+  int32_t length_k;
+  int32_t diagonal;
+  int32_t first;  // keys that some query sees
+  int32_t end;
+  int32_t units;  // blocks of keys; 0: it has no such row tile
+
+  __device__ __forceinline__ int origin() const { return first / kBlockKeys * kBlockKeys; }
+  __device__ __forceinline__ int64_t weight() const { return units == 0 ? 0 : kLead + units; }
+};
+
+// Where the share of a block begins, in units of a block of keys.
+struct Share {
+  int64_t begin;
+  int64_t end;
+  int64_t total;
+  int64_t first_unit;  // of `sequence`
+  int32_t sequence;
+  int32_t blocks;  // that have a share
+};
+
+inline constexpr int kConsumers = 2;  // warpgroups
+inline constexpr int kThreads = (kConsumers + 1) * kThreadsPerGroup;
+inline constexpr int kConsumerThreads = kConsumers * kThreadsPerGroup;
+inline constexpr int kWarps = kThreads / kThreadsPerWarp;
+inline constexpr int kBuffers = 2;  // of a block of keys
+inline constexpr int kSegments = 2;
+inline constexpr int kQueryThreads = kThreadsPerGroup - kThreadsPerWarp;  // of the producer
+
+// Alone, or in clusters of two blocks, which have two row tiles of the same sequences and load each
+// half of their keys for both.
+enum class Blocks { kAlone, kPaired };
+
+template <class Element_, Blocks kBlocks>
+struct Traits {
+  using Element = Element_;
+  static constexpr int kClusterBlocks = kBlocks == Blocks::kPaired ? 2 : 1;
+  static constexpr int kDim = 576;
+  static constexpr int kDimV = 512;
+  static constexpr int kHalf = kDimV / kConsumers;  // columns of the output of a consumer
+
+  // Boxes of 64 columns side by side: [dim / 64][rows][64].
+  static constexpr int kBoxColumns = 64;
+  static constexpr int kBoxRowBytes = 128;
+  static constexpr int kBoxes = kDim / kBoxColumns;
+  static constexpr int kBoxesOfHalf = kHalf / kBoxColumns;
+  static constexpr int kBoxBytes = kBlockKeys * kBoxRowBytes;
+  static constexpr int kBlockBytes = kBoxes * kBoxBytes;
+
+  // The box behind those of values is done with when a block's scores are there: probabilities take
+  // its place.
+  static constexpr int kSpareBox = kDimV / kBoxColumns;
+
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  static constexpr int kUnitsPerRow = kDimV / 4;
+
+  struct State {
+    Segment segments[kSegments];
+    Share share;
+    Described window[kThreadsPerWarp];  // sequences that are described at a time
+    int64_t warp_units[kWarps];
+    uint64_t valid[kBuffers];  // keys of a block, a bit each
+    float2 row_maxima[kBuffers][kThreadsPerGroup];
+    float2 row_sums[kConsumers][kThreadsPerGroup];
+    uint32_t again[kRows / 32];  // rows to be computed again, a bit each
+    uint64_t full[kBuffers][kBoxes];
+    uint64_t empty[kBuffers][kConsumers];  // what a consumer has read of the values
+    uint64_t q_full;
+    uint64_t q_empty;
+    uint64_t segment_full[kSegments];
+    uint64_t segment_empty[kSegments];
+  };
+
+  static constexpr int kQOffset = 0;
+  static constexpr int kKOffset = kRows * kBoxes * kBoxRowBytes;
+  static constexpr int kStateOffset = kKOffset + kBuffers * kBlockBytes;
+  static constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(State));
+
+  static_assert(kDim % kBoxColumns == 0 && kDimV % kBoxColumns == 0 && kSpareBox < kBoxes);
+  static_assert(kRows == kBlockKeys, "a box of probabilities is as large as one of keys");
+  static_assert(kSharedBytes <= 227 * 1024, "an sm_90 block holds 227 KiB");
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                64 * 1024 / kThreadsPerGroup);
+};
+
+}  // namespace flashmoe::sm90_mla
