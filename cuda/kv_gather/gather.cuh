@@ -155,10 +155,12 @@ struct Piece {
   }
 };
 
-// Numbers `first` and `first` + 1 of the four of a word.
-__device__ __forceinline__ float2 widen_pair(uint32_t word, uint32_t first) {
-  return numeric::ElementTraits<__half>::unpack(
-      numeric::widen_pair<__half>(word, 0, first, first + 1));
+// The four numbers of a word.
+__device__ __forceinline__ void widen(float2 (&numbers)[2], uint32_t word) {
+  uint32_t pairs[2];
+  numeric::widen<__half>(pairs, word);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) numbers[i] = numeric::ElementTraits<__half>::unpack(pairs[i]);
 }
 
 // Of a cache of fp8: eight numbers of 16 bits, widened and multiplied in fp32.
@@ -171,10 +173,13 @@ struct Piece<Element, true> {
     ptx::load_streaming_or_zero(words, from, valid);
   }
   __device__ __forceinline__ uint4 result(float scale) const {
+    float2 numbers[2][2];
+    widen(numbers[0], words[0]);
+    widen(numbers[1], words[1]);
     uint32_t made[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 pair = widen_pair(words[i / 2], i % 2 * 2);
+      const float2 pair = numbers[i / 2][i % 2];
       made[i] =
           numeric::ElementTraits<Element>::pack(__fmul_rn(pair.x, scale), __fmul_rn(pair.y, scale));
     }
@@ -192,11 +197,12 @@ struct Piece<float, true> {
     word = valid ? *reinterpret_cast<const uint32_t*>(from) : 0;
   }
   __device__ __forceinline__ uint4 result(float scale) const {
-    const float2 low = widen_pair(word, 0);
-    const float2 high = widen_pair(word, 2);
-    return make_uint4(
-        __float_as_uint(__fmul_rn(low.x, scale)), __float_as_uint(__fmul_rn(low.y, scale)),
-        __float_as_uint(__fmul_rn(high.x, scale)), __float_as_uint(__fmul_rn(high.y, scale)));
+    float2 numbers[2];
+    widen(numbers, word);
+    return make_uint4(__float_as_uint(__fmul_rn(numbers[0].x, scale)),
+                      __float_as_uint(__fmul_rn(numbers[0].y, scale)),
+                      __float_as_uint(__fmul_rn(numbers[1].x, scale)),
+                      __float_as_uint(__fmul_rn(numbers[1].y, scale)));
   }
 };
 
