@@ -53,6 +53,8 @@ def case(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, dict[str
     for name, most in (("seqused_q", rows), ("seqused_k", keys), ("k_begin", keys // 2)):
         if rng.integers(2):
             given[name] = numbers(batch, most=most)
+    if not given:  # there is nothing to check then
+        given["seqused_k"] = numbers(batch, most=keys)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         if rng.integers(3) == 0:
             given[name] = int(rng.integers(1, 50))

@@ -26,8 +26,9 @@ class StepPairs {
 
   // Makes logits of the scores, and hides the keys that a row does not see by its bounds, its mask
   // or its bias. Bit 2a + half of `seen` is set where this lane's part of a row has a key. False,
-  // warp-uniformly, if all keys are known to be hidden. A score of a key that a bias hides makes a
-  // NaN of its row where it is one or infinite: the row then goes to the fallback.
+  // warp-uniformly, if all keys are known to be hidden: scores are then left as they are. A score
+  // of a key that a bias hides makes a NaN of its row where it is one or infinite: the row then
+  // goes to the fallback.
   __device__ __forceinline__ bool apply(Scores<Traits>& scores, uint32_t& seen) const {
     const bool bounded = step_ < steps_.left_steps || step_ >= steps_.right_steps;
     const bool masked = params_.pairs.mask.data != nullptr;

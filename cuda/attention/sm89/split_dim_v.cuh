@@ -236,7 +236,14 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     if (params.score.capped()) params.score.cap(scores);
     if constexpr (Traits::kBiased) {
       ptx::cp_async_wait<0>();
-      StepPairs<Traits>(params, steps, shared, step).apply(scores, statistics.seen);
+      if (!StepPairs<Traits>(params, steps, shared, step).apply(scores, statistics.seen)) {
+        // Other warps' rows see keys of this step, and all take part in its products.
+#pragma unroll
+        for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) scores[0][n][e] = -INFINITY;
+        }
+      }
       __syncwarp();  // numbers give way to P
     } else {
       mask_scores<Traits>(scores, params, steps, shared, step);
