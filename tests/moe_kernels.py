@@ -11,6 +11,7 @@ import kernels
 
 _CUDA = Path(__file__).resolve().parents[1] / "cuda" / "moe"
 ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
+_ONLY_OF_GRADIENTS = "_down_wide"  # results of fp32, or that are added
 
 
 def _enumerators(header: str, name: str) -> dict[str, int]:
@@ -104,13 +105,19 @@ def of_family(family: str) -> dict[str, str]:
 FAMILIES = ("route", "sm89_few_tokens", "sm90", "sm89", "combine")
 
 
-def every() -> dict[str, str]:
+def _made() -> dict[str, str]:
     return {name: f for family in FAMILIES for name, f in of_family(family).items()}
+
+
+def every() -> dict[str, str]:
+    """Of the forward."""
+    return {name: f for name, f in _made().items() if _ONLY_OF_GRADIENTS not in name}
 
 
 def of_gradients() -> dict[str, str]:
     """Of the backward of layers and grouped products."""
-    made = {
+    made = {name: f for name, f in _made().items() if _ONLY_OF_GRADIENTS in name}
+    made |= {
         "moe_backward_zeros": "moe_backward::zeros_kernel",
         "moe_route_backward": "moe_route_backward::route_backward_kernel",
     }

@@ -67,17 +67,16 @@ __device__ __forceinline__ void load_or_zero(uint32_t (&chunk)[4], const void* a
       : "l"(address), "r"(static_cast<uint32_t>(valid)));
 }
 
-// Numbers that no thread writes while the kernel runs: 4, 8 or 16 bytes. sm_70 and newer.
-__device__ __forceinline__ void load_read_only(uint32_t (&words)[1], const void* address) {
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(words[0]) : "l"(address));
+// 4, 8 or 16 bytes. Not by ld.global.nc, which promises that nothing is written from the kernel's
+// start on: the launch ahead may not have ended then. sm_70 and newer.
+__device__ __forceinline__ void load_words(uint32_t (&words)[1], const void* address) {
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(address));
 }
-__device__ __forceinline__ void load_read_only(uint32_t (&words)[2], const void* address) {
-  asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];"
-               : "=r"(words[0]), "=r"(words[1])
-               : "l"(address));
+__device__ __forceinline__ void load_words(uint32_t (&words)[2], const void* address) {
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(address));
 }
-__device__ __forceinline__ void load_read_only(uint32_t (&words)[4], const void* address) {
-  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+__device__ __forceinline__ void load_words(uint32_t (&words)[4], const void* address) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "l"(address));
 }

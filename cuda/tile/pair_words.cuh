@@ -133,7 +133,7 @@ struct PairWords {
       for (int c = 0; c < kCopies; ++c) {
         const int key = first + Keys::key_of(c * kCopyWords * kPerWord);
         uint32_t loaded[kCopyWords];
-        ptx::load_read_only(loaded, row + static_cast<int64_t>(key) * kBytes);
+        ptx::load_words(loaded, row + static_cast<int64_t>(key) * kBytes);
 #pragma unroll
         for (int w = 0; w < kCopyWords; ++w) words[c * kCopyWords + w] = loaded[w];
       }

@@ -58,8 +58,8 @@ def check_sequences(
         kernel, stream: As of flash_attention.
 
     Returns:
-        status: of each sequence bits of SequenceFault, 0 where nothing is wrong. A page number
-        counts if the sequence has a key in that page.
+        Of each sequence bits of SequenceFault, 0 where nothing is wrong. A page number counts if
+        the sequence has a key in that page.
 
     Raises: What flash_attention raises. A message names the argument.
     """
