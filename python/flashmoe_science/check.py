@@ -52,7 +52,8 @@ def check_sequences(
     Args:
         q, k: As of the call, of any dtype: their extents alone are looked at. Of kv_gather, and of
             kv_append with seqused_k of cache_seqlens and the new rows, k is the cache.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: As of the call.
+        k_begin, batch_index, page_table: As of the call.
         max_seqlen_q, max_seqlen_k, layout: As of the call.
         status: Where to write the result, [sequences] of int32. Not for JAX.
         kernel, stream: As of flash_attention.
