@@ -155,10 +155,7 @@ def test_sm89_fragments_come_by_ldmatrix(instructions: dict[Code, Counter[str]])
 
 def test_sm89_tiles_come_by_cp_async(instructions: dict[Code, Counter[str]]) -> None:
     for code, opcodes in _of(instructions, "sm89").items():
-        # Biases and masks come by as many bytes as they are aligned to.
-        biased = "Biased" in code.kernel.tuning
-        shorter = ("LDGSTS.E.64", "LDGSTS.E") if biased else ()
-        sass.check_cp_async(code, opcodes, shorter=shorter)
+        sass.check_cp_async(code, opcodes)
 
 
 @pytest.mark.parametrize("family", kernels.COPY_ENGINE)
