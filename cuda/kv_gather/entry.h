@@ -2,13 +2,14 @@
 #pragma once
 
 #include "core/dtype.h"
+#include "cuda/kv_append/entry.h"
 #include "cuda/launch.h"
 
 namespace flashmoe::kv_gather {
 
-inline constexpr int kThreads = 256;
-inline constexpr int kPieceBytes = 16;
-inline constexpr int kMostBlockRows = 128;  // whose places a block keeps
+using kv_append::kMostBlockRows;  // whose places a block keeps
+using kv_append::kPieceBytes;
+using kv_append::kThreads;  // rows are cut by cuda/kv_append/shares.h
 
 struct Entry {
   Kernel kernel;

@@ -7,6 +7,7 @@
 
 #include "core/backends.h"
 #include "core/status.h"
+#include "cuda/kv_append/shares.h"
 #include "cuda/kv_gather/entry.h"
 #include "cuda/kv_gather/params.h"
 #include "cuda/launch.h"
@@ -14,19 +15,15 @@
 namespace flashmoe::kv_gather {
 namespace {
 
+using kv_append::rows_of;
+using kv_append::Shares;
 using Problem = KvGatherProblem;
 
-// Units of a thread: one where that gives so few blocks that all run at a time, and else more, so
-// that blocks take longer than it takes to find their rows.
-constexpr int64_t kFewBlocks = 8;  // of a multiprocessor
-constexpr int64_t kManyUnits = 8;
-constexpr int64_t kMostParts = 65535;  // of a grid, along its second axis
+constexpr int64_t kManyUnits = 8;  // of a thread, where there are many
 
 // Nobody chooses by it.
 constexpr double kMicroseconds = 3.0;
 constexpr double kMemoryShare = 0.9;
-
-int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 int64_t numbers_of_piece(const Problem& p) { return kPieceBytes / dtype_bytes(p.k.dtype); }
 
@@ -35,37 +32,11 @@ bool is_packed(const Problem& p) { return p.cu_seqlens_k.data != nullptr; }
 // Of the results, of all sequences.
 int64_t rows_of_call(const Problem& p) { return is_packed(p) ? p.seq : p.batch * p.seq; }
 
-// What blocks have of the rows; see Params.
-struct Shares {
-  int64_t rows;
-  int64_t row_units;
-  int64_t block_rows;
-  int64_t block_units;
-  int64_t blocks;
-  int64_t parts;
-};
-
 // False where something does not fit in 31 bits.
 bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
   if (p.batch > INT_MAX || p.seq > INT_MAX || p.heads_kv > INT_MAX) return false;
-  Shares& s = *shares;
-  s.rows = rows_of_call(p);
-  s.row_units = p.heads_kv * ((p.dim + p.dim_v) / numbers_of_piece(p));
-  // Of a part that begins within them, so that numbers of units fit.
-  constexpr int64_t kMostUnits = INT_MAX - kThreads * kManyUnits;
-  if (s.rows > INT_MAX || s.row_units > kMostUnits) return false;
-  const bool few = static_cast<double>(s.rows) * static_cast<double>(s.row_units) <=
-                   static_cast<double>(kFewBlocks * multiprocessors * kThreads);
-  s.block_units = kThreads * (few ? 1 : kManyUnits);
-  s.block_rows =
-      std::clamp<int64_t>(s.block_units / std::max<int64_t>(s.row_units, 1), 1, kMostBlockRows);
-  s.parts = std::max<int64_t>(ceil_div(s.block_rows * s.row_units, s.block_units), 1);
-  if (s.parts > kMostParts) {
-    s.block_units = ceil_div(ceil_div(s.row_units, kMostParts), kThreads) * kThreads;
-    s.parts = ceil_div(s.row_units, s.block_units);
-  }
-  s.blocks = std::max<int64_t>(ceil_div(s.rows, s.block_rows), 1);
-  return true;
+  const int64_t row_units = p.heads_kv * ((p.dim + p.dim_v) / numbers_of_piece(p));
+  return kv_append::cut_rows(rows_of_call(p), row_units, kManyUnits, multiprocessors, shares);
 }
 
 const Entry& find_entry(const Problem& p) {
@@ -97,27 +68,8 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
   plan->info.microseconds = microseconds_of(p, shares, *facts);
-  flashmoe_launch& launch = plan_launch(kernel, device_id, "", shares.blocks, kThreads, 0, plan);
-  launch.grid[1] = static_cast<uint32_t>(shares.parts);
-  launch.tile_m = static_cast<int32_t>(shares.block_rows);
-  launch.tile_n = static_cast<int32_t>(shares.block_units);
-  launch.dim = static_cast<int32_t>(p.dim);
-  launch.dim_v = static_cast<int32_t>(p.dim_v);
-  launch.stages = 1;
+  kv_append::plan_rows(kernel, device_id, shares, p.dim, p.dim_v, plan);
   return FLASHMOE_OK;
-}
-
-// In bytes. A stride by which nothing is ever found may be any number: its product wraps round.
-int64_t bytes_of(int64_t stride, Dtype dtype) {
-  return static_cast<int64_t>(static_cast<uint64_t>(stride) *
-                              static_cast<uint64_t>(dtype_bytes(dtype)));
-}
-
-template <class Data>
-Rows rows_of(const RowsView<Data>& view) {
-  return {const_cast<char*>(static_cast<const char*>(view.data)),
-          bytes_of(view.strides.batch, view.dtype), bytes_of(view.strides.seq, view.dtype),
-          bytes_of(view.strides.head, view.dtype)};
 }
 
 Scales scales_of(const KeyScales& given) {

@@ -1,0 +1,80 @@
+// What blocks have of the rows that appending and gathering move, and where rows are. Host code.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+
+#include "core/ops/attention/problem.h"
+#include "cuda/kv_append/entry.h"
+#include "cuda/kv_append/params.h"
+#include "cuda/launch.h"
+
+namespace flashmoe::kv_append {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// See Params.
+struct Shares {
+  int64_t rows;
+  int64_t row_units;
+  int64_t block_rows;
+  int64_t block_units;
+  int64_t blocks;
+  int64_t parts;
+};
+
+// Cuts so many rows of so many units. Units of a thread: one where that gives so few blocks that
+// all run at a time, and else `many_units`, so that blocks take longer than it takes to begin them.
+// False where something does not fit in 31 bits.
+inline bool cut_rows(int64_t rows, int64_t row_units, int64_t many_units, int multiprocessors,
+                     Shares* shares) {
+  constexpr int64_t kFewBlocks = 8;      // of a multiprocessor
+  constexpr int64_t kMostUnits = 8;      // of a thread
+  constexpr int64_t kMostParts = 65535;  // of a grid, along its second axis
+  // Of a part that begins within them, so that numbers of units fit.
+  constexpr int64_t kMostRowUnits = INT_MAX - kThreads * kMostUnits;
+  if (rows > INT_MAX || row_units > kMostRowUnits) return false;
+  const bool few = static_cast<double>(rows) * static_cast<double>(row_units) <=
+                   static_cast<double>(kFewBlocks * multiprocessors * kThreads);
+  Shares& s = *shares;
+  s.rows = rows;
+  s.row_units = row_units;
+  s.block_units = kThreads * (few ? 1 : std::min(many_units, kMostUnits));
+  s.block_rows =
+      std::clamp<int64_t>(s.block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
+  s.parts = std::max<int64_t>(ceil_div(s.block_rows * row_units, s.block_units), 1);
+  if (s.parts > kMostParts) {
+    s.block_units = ceil_div(ceil_div(row_units, kMostParts), kThreads) * kThreads;
+    s.parts = ceil_div(row_units, s.block_units);
+  }
+  s.blocks = std::max<int64_t>(ceil_div(rows, s.block_rows), 1);
+  return true;
+}
+
+// The launch of rows of dimensions `dim` and `dim_v`.
+inline void plan_rows(const Kernel& kernel, int device_id, const Shares& shares, int64_t dim,
+                      int64_t dim_v, Plan* plan) {
+  flashmoe_launch& launch = plan_launch(kernel, device_id, "", shares.blocks, kThreads, 0, plan);
+  launch.grid[1] = static_cast<uint32_t>(shares.parts);
+  launch.tile_m = static_cast<int32_t>(shares.block_rows);
+  launch.tile_n = static_cast<int32_t>(shares.block_units);
+  launch.dim = static_cast<int32_t>(dim);
+  launch.dim_v = static_cast<int32_t>(dim_v);
+  launch.stages = 1;
+}
+
+// In bytes. A stride by which nothing is ever found may be any number: its product wraps round.
+inline int64_t bytes_of(int64_t stride, Dtype dtype) {
+  return static_cast<int64_t>(static_cast<uint64_t>(stride) *
+                              static_cast<uint64_t>(dtype_bytes(dtype)));
+}
+
+template <class Data>
+Rows rows_of(const RowsView<Data>& view) {
+  return {const_cast<char*>(static_cast<const char*>(view.data)),
+          bytes_of(view.strides.batch, view.dtype), bytes_of(view.strides.seq, view.dtype),
+          bytes_of(view.strides.head, view.dtype)};
+}
+
+}  // namespace flashmoe::kv_append
