@@ -59,7 +59,8 @@ def test_every_operator_is_checked() -> None:
               if name.startswith("flashmoe::")}  # fmt: skip
     ragged = {"ragged_attention", "ragged_attention_with_lse",
               "ragged_attention_backward"}  # by test_sequences.py  # fmt: skip
-    ragged |= {"kv_append", "kv_append_with_q"}  # by test_kv_append.py
+    # By test_kv_append.py, test_kv_gather.py and tests/cpu/test_check_sequences.py.
+    ragged |= {"kv_append", "kv_append_with_q", "kv_gather", "kv_gather_keys", "check_sequences"}
     # By test_torch_autograd.py and test_torch_moe_autograd.py.
     backward = {"attention_backward", "moe_backward", "moe_route_backward",
                 "grouped_product_backward"}  # fmt: skip
