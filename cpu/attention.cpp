@@ -33,7 +33,11 @@ const AttentionKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
     case cpu::Isa::kAvx512Bf16:
       if (dtype == Dtype::kBFloat16) return cpu::kAvx512Bf16Attention;
       return cpu::kAvx512Attention[index];
-    case cpu::Isa::kAmx:  // of Intel alone
+    case cpu::Isa::kAmx:
+#if FLASHMOE_CPU_AMX
+      if (dtype == Dtype::kBFloat16) return cpu::kAmxAttention;
+#endif
+      return cpu::kAvx512Attention[index];
     case cpu::Isa::kAvx512: return cpu::kAvx512Attention[index];
     case cpu::Isa::kAvx2: return cpu::kAvx2Attention[index];
 #endif

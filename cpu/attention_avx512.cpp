@@ -18,6 +18,7 @@ namespace avx512 {
 #include "cpu/attention_pack.h"
 #include "cpu/attention_tile.h"
 #include "cpu/attention_few_rows.h"
+#include "cpu/attention_backward_rows.h"
 #include "cpu/attention_backward_step.h"
 #include "cpu/attention_compute.h"
 // clang-format on

@@ -21,6 +21,7 @@ namespace avx512bf16 {
 #include "cpu/attention_pack.h"
 #include "cpu/attention_tile.h"
 #include "cpu/attention_few_rows.h"
+#include "cpu/attention_backward_rows.h"
 #include "cpu/attention_backward_step.h"
 #include "cpu/attention_compute.h"
 // clang-format on

@@ -33,7 +33,11 @@ const AttentionBackwardKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
     case cpu::Isa::kAvx512Bf16:
       if (dtype == Dtype::kBFloat16) return cpu::kAvx512Bf16AttentionBackward;
       return cpu::kAvx512AttentionBackward[index];
-    case cpu::Isa::kAmx:  // of Intel alone
+    case cpu::Isa::kAmx:
+#if FLASHMOE_CPU_AMX
+      if (dtype == Dtype::kBFloat16) return cpu::kAmxAttentionBackward;
+#endif
+      return cpu::kAvx512AttentionBackward[index];
     case cpu::Isa::kAvx512: return cpu::kAvx512AttentionBackward[index];
     case cpu::Isa::kAvx2: return cpu::kAvx2AttentionBackward[index];
 #endif

@@ -48,6 +48,9 @@ extern const AttentionBackwardKernel kScalarAttentionBackward[3];
 extern const AttentionBackwardKernel kAvx2AttentionBackward[3];
 extern const AttentionBackwardKernel kAvx512AttentionBackward[3];
 extern const AttentionBackwardKernel kAvx512Bf16AttentionBackward;  // bf16 only
+#if FLASHMOE_CPU_AMX
+extern const AttentionBackwardKernel kAmxAttentionBackward;  // bf16 only
+#endif
 #endif
 extern const AttentionBackwardKernel kFp64AttentionBackward;
 

@@ -17,9 +17,7 @@
 // out unless Q, K or dOut hold a NaN or an infinity: then what they are multiplied by is added pair
 // by pair.
 //
-// Included after cpu/attention_tile.h.
-
-#include "cpu/attention_sink_gradient.h"
+// Included after cpu/attention_tile.h and cpu/attention_backward_rows.h.
 
 constexpr int kBackwardRows = 96;                        // of a block
 constexpr int kMostBackwardKeys = 192;                   // of a tile
@@ -122,33 +120,16 @@ FLASHMOE_INLINE void multiply_group_into(const float* a, const float* b, int64_t
   }
 }
 
-template <typename Element>
-float dot_of_row(const Element* a, const Element* b, int64_t dim) {
-  Vector sum = Simd::zero();
-  for (int64_t column = 0; column < dim; column += kLanes) {
-    const int64_t n = dim - column;
-    sum = Simd::multiply_add(Simd::load_first(a + column, n), Simd::load_first(b + column, n), sum);
-  }
-  return Simd::sum_of(sum);
-}
-
 template <typename Product>
-class BackwardStep : TileRows {
+class BackwardStep : BackwardRows<Product> {
  public:
+  using Base = BackwardRows<Product>;
   using Element = typename Product::Element;
   static constexpr int kPack = Product::kPack;
 
   BackwardStep(const AttentionBackwardProblem& problem, const AttentionBackwardStep& step,
                const BackwardScratch& scratch)
-      : TileRows(problem, step.rows),
-        b_(problem),
-        step_(step),
-        tile_k_(backward_keys(problem, kPack)),
-        dim_panels_((problem.dim + kPanel - 1) / kPanel),
-        dim_v_panels_((problem.dim_v + kPanel - 1) / kPanel),
-        rows_(step.rows.rows),
-        seen_(rows_ > 0 ? seen_by(0, rows_) : KeyRange{0, 0}),
-        s_(scratch) {}
+      : Base(problem, step), tile_k_(backward_keys(problem, kPack)), s_(scratch) {}
 
   void begin_keys() {
     const auto key_of = [&](const RowsView<const void>& view) {
@@ -159,15 +140,15 @@ class BackwardStep : TileRows {
     };
     const auto k = key_of(b_.k);
     pack_transposed<Product, kPanel>(k, 0, step_.keys, b_.dim, s_.k_columns);
-    if (needs_dscores()) {
+    if (this->needs_dscores()) {
       pack_transposed<Product, kPanel>(key_of(b_.v), 0, step_.keys, b_.dim_v, s_.v_columns);
     }
-    if (wants_dq()) {
+    if (this->wants_dq()) {
       s_.finite->k =
           pack_across<Product>(k, 0, step_.keys, b_.dim, tile_k_ / kPack * kPanel, s_.k_rows);
     }
-    if (wants_dk()) clear(s_.dk, tile_k_ * dim_panels_ * kPanel);
-    if (wants_dv()) clear(s_.dv, tile_k_ * dim_v_panels_ * kPanel);
+    if (this->wants_dk()) clear(s_.dk, tile_k_ * dim_panels_ * kPanel);
+    if (this->wants_dv()) clear(s_.dv, tile_k_ * dim_v_panels_ * kPanel);
   }
 
   void add_rows() {
@@ -175,10 +156,10 @@ class BackwardStep : TileRows {
     pack_rows();
     for (int64_t first = 0; first < rows_; first += kGroupRows) score(first);
     for (int64_t row = 0; row < rows_; row += kPack) weigh(row);
-    if (wants_dv()) {
+    if (this->wants_dv()) {
       add_to_keys(s_.weights, s_.dout_rows, s_.finite->dout != 0, dim_v_panels_, b_.dim_v, s_.dv);
     }
-    if (wants_dk()) {
+    if (this->wants_dk()) {
       add_to_keys(s_.dscores, s_.q_rows, s_.finite->q != 0, dim_panels_, b_.dim, s_.dk);
     }
   }
@@ -188,7 +169,7 @@ class BackwardStep : TileRows {
     for (int64_t row = 0; row < rows_; row += kGroupRows) {
       float* const group = sums + row * dim_panels_ * kPanel;
       const int64_t rows = smaller(kGroupRows, rows_ - row);
-      const KeyRange seen = seen_by(row, rows);
+      const KeyRange seen = this->seen_by(row, rows);
       if (first && (seen.begin == seen.end || !multiplies_all(s_.finite->k != 0))) {
         clear(group, kGroupRows * dim_panels_ * kPanel);
       }
@@ -202,32 +183,30 @@ class BackwardStep : TileRows {
     if (!last) return;
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t r = row % kGroupRows;
-      write_row(b_.dq, this->offset_of(row, b_.dq.strides), b_.dim, b_.scale,
-                sums + (row - r) * dim_panels_ * kPanel + r * kPanel);
+      this->write_row(b_.dq, this->offset_of(row, b_.dq.strides), b_.dim, b_.scale,
+                      sums + (row - r) * dim_panels_ * kPanel + r * kPanel);
     }
   }
 
   void end_keys() {
     for (int64_t key = 0; key < step_.keys; ++key) {
-      if (wants_dk()) write_key(b_.dk, key, b_.dim, b_.scale, dim_panels_, s_.dk);
-      if (wants_dv()) write_key(b_.dv, key, b_.dim_v, 1.0f, dim_v_panels_, s_.dv);
+      if (this->wants_dk()) write_key(b_.dk, key, b_.dim, b_.scale, dim_panels_, s_.dk);
+      if (this->wants_dv()) write_key(b_.dv, key, b_.dim_v, 1.0f, dim_v_panels_, s_.dv);
     }
   }
 
  private:
-  bool wants_dq() const { return b_.dq.data != nullptr; }
-  bool wants_dk() const { return b_.dk.data != nullptr; }
-  bool wants_dv() const { return b_.dv.data != nullptr; }
-  bool needs_dscores() const { return wants_dq() || wants_dk(); }
+  using Base::b_;
+  using Base::dim_panels_;
+  using Base::dim_v_panels_;
+  using Base::rows_;
+  using Base::seen_;
+  using Base::step_;
+  using typename Base::KeyRange;
+  using typename Base::Pair;
 
   static void clear(float* to, int64_t count) {
     for (int64_t i = 0; i < count; i += kLanes) Simd::store(to + i, Simd::zero());
-  }
-
-  // The keys of the tile that some of the rows see.
-  KeyRange seen_by(int64_t row, int64_t rows) const {
-    const int64_t begin = clamp(this->first_key(row) - step_.first_key, 0, step_.keys);
-    return {begin, clamp(this->end_key(row + rows - 1) - step_.first_key, begin, step_.keys)};
   }
 
   // Whether every row sees every key of the tile.
@@ -248,10 +227,10 @@ class BackwardStep : TileRows {
     const auto dout = row_of(b_.dout);
     constexpr int64_t kWords = kBackwardRows / kPack;
     pack_transposed<Product, kGroupRows>(q, 0, rows_, b_.dim, s_.q_columns);
-    if (wants_dk()) {
+    if (this->wants_dk()) {
       s_.finite->q = pack_across<Product>(q, 0, rows_, b_.dim, kWords * kPanel, s_.q_rows);
     }
-    if (wants_dv()) {
+    if (this->wants_dv()) {
       s_.finite->dout =
           pack_across<Product>(dout, 0, rows_, b_.dim_v, kWords * kPanel, s_.dout_rows);
     }
@@ -259,23 +238,15 @@ class BackwardStep : TileRows {
     for (int64_t row = 0; row < rows_; ++row) {
       s_.half_lse[row] = -0.5f * lse[this->offset_of(row, b_.lse_strides)];
     }
-    if (!needs_dscores()) return;
+    if (!this->needs_dscores()) return;
     pack_transposed<Product, kGroupRows>(dout, 0, rows_, b_.dim_v, s_.dout_columns);
-    for (int64_t row = 0; row < rows_; ++row) s_.delta[row] = delta_of(row, dout(row));
-  }
-
-  float delta_of(int64_t row, const Element* dout) const {
-    const Element* const out =
-        static_cast<const Element*>(b_.out.data) + this->offset_of(row, b_.out.strides);
-    const float* const dlse = static_cast<const float*>(b_.dlse);
-    return dot_of_row(dout, out, b_.dim_v) -
-           (dlse != nullptr ? dlse[this->offset_of(row, b_.dlse_strides)] : 0.0f);
+    for (int64_t row = 0; row < rows_; ++row) s_.delta[row] = this->delta_of(row, dout(row));
   }
 
   // Scores and dweights of a group of rows.
   void score(int64_t first) {
     const int64_t rows = smaller(kGroupRows, rows_ - first);
-    const KeyRange seen = seen_by(first, rows);
+    const KeyRange seen = this->seen_by(first, rows);
     const int64_t words = b_.dim / kPack;
     const int64_t words_v = b_.dim_v / kPack;
     float* const scores = s_.weights + first * kPairStride;
@@ -284,53 +255,11 @@ class BackwardStep : TileRows {
       multiply_group_into<Product, 1, kGroupRows, kPairStride>(
           s_.q_columns + first * words, s_.k_columns + key * words, rows, seen.end - key, words,
           Product::kScoreRun, false, scores + key);
-      if (!needs_dscores()) continue;
+      if (!this->needs_dscores()) continue;
       multiply_group_into<Product, 1, kGroupRows, kPairStride>(
           s_.dout_columns + first * words_v, s_.v_columns + key * words_v, rows, seen.end - key,
           words_v, Product::kScoreRun, false, dweights + key);
     }
-  }
-
-  struct Pair {
-    Vector weight;
-    Vector dscore;
-  };
-
-  // Of a row and kLanes keys.
-  FLASHMOE_INLINE Pair pair_of(int64_t row, int64_t key, const float* bias) const {
-    Vector score = Simd::load(s_.weights + row * kPairStride + key);
-    Vector slope = Simd::broadcast(1.0f);  // of the softcap
-    float logit_scale = b_.scale;
-    if (b_.softcap != 0.0f) {
-      score = capped(score);
-      slope = Simd::subtract(slope, Simd::multiply(score, score));
-      logit_scale = b_.softcap;
-    }
-    // Halves, because the difference of two finite logits may be infinite. The product is rounded
-    // as the lse of a row is: of a key that has all of the weight it is 1, however large the logit.
-    const bool biased = this->has_pairs();
-    const Vector added = biased ? Simd::load(bias) : Simd::zero();
-    const Vector half =
-        biased ? Simd::multiply(biased_logit(score, logit_scale, added), Simd::broadcast(0.5f))
-               : Simd::multiply(score, Simd::broadcast(0.5f * logit_scale));
-    const Vector above = Simd::add(Simd::rounded(half), Simd::broadcast(s_.half_lse[row]));
-    Vector weight = exp_of_twice(above);
-    // A row that sees no key has an lse of -inf, and a hidden key may have a V of NaN.
-    const Vector lowest = Simd::broadcast(-kInfinity);
-    if (biased) weight = Simd::zero_where_at_most(added, lowest, weight);
-    if (!needs_dscores()) return {weight, weight};
-    const Vector dweight = Simd::load(s_.dscores + row * kPairStride + key);
-    Vector dscore = Simd::multiply(weight, Simd::subtract(dweight, Simd::broadcast(s_.delta[row])));
-    if (b_.softcap != 0.0f) dscore = Simd::multiply(dscore, slope);
-    if (biased) dscore = Simd::zero_where_at_most(added, lowest, dscore);
-    return {weight, dscore};
-  }
-
-  // As AttentionRows::cap.
-  Vector capped(Vector score) const {
-    const Vector inverse =
-        Simd::broadcast(1.0f / (b_.softcap > kLeastSoftcap ? b_.softcap : kLeastSoftcap));
-    return tanh_of(Simd::multiply(Simd::multiply(score, Simd::broadcast(b_.scale)), inverse));
   }
 
   // Weights and dscores of kPack rows, of all keys that the block may be multiplied by: 0 for those
@@ -362,16 +291,18 @@ class BackwardStep : TileRows {
       for (int i = 0; i < kPack; ++i) {
         weights[i] = dscores[i] = Simd::zero();
         if (key >= visible[i].end || key + kLanes <= visible[i].begin) continue;
-        const Pair pair = pair_of(row + i, key, bias[i] + key);
+        const Pair pair = this->pair_of(Simd::load(weights_to + i * kPairStride + key),
+                                        dscores_to + i * kPairStride + key, s_.half_lse[row + i],
+                                        s_.delta[row + i], bias[i] + key);
         weights[i] = pair.weight;
         dscores[i] = pair.dscore;
         if (key < visible[i].begin || key + kLanes > visible[i].end) {
-          weights[i] = only(visible[i], key, weights[i]);
-          dscores[i] = only(visible[i], key, dscores[i]);
+          weights[i] = this->only(visible[i], key, weights[i]);
+          dscores[i] = this->only(visible[i], key, dscores[i]);
         }
       }
       Product::store_rows(weights_to + key, weights);
-      if (!needs_dscores()) continue;
+      if (!this->needs_dscores()) continue;
       Product::store_rows(dscores_to + key, dscores);
       if constexpr (kPack > 1) {
         for (int i = 0; i < kPack; ++i) {
@@ -379,13 +310,6 @@ class BackwardStep : TileRows {
         }
       }
     }
-  }
-
-  // x of the keys from `key` on that are in `keys`, else 0.
-  static Vector only(KeyRange keys, int64_t key, Vector x) {
-    if (key + kLanes > keys.end) x = Simd::first_or(x, keys.end - key, Simd::zero());
-    if (key < keys.begin) x = Simd::first_or(Simd::zero(), keys.begin - key, x);
-    return x;
   }
 
   // sums[key] += the sum over rows of pairs[row][key] values[row]. `values` are packed across.
@@ -486,38 +410,11 @@ class BackwardStep : TileRows {
   void write_key(const RowsView<void>& to, int64_t key, int64_t dim, float factor, int64_t panels,
                  const float* sums) const {
     const int64_t k = key % kGroupRows;
-    write_row(to, this->offset_of_keys(to.strides) + (step_.first_key + key) * to.strides.seq, dim,
-              factor, sums + (key - k) * panels * kPanel + k * kPanel);
+    this->write_row(to, this->offset_of_keys(to.strides) + (step_.first_key + key) * to.strides.seq,
+                    dim, factor, sums + (key - k) * panels * kPanel + k * kPanel);
   }
 
-  // `sums` is the first panel of a row in a group.
-  void write_row(const RowsView<void>& to, int64_t offset, int64_t dim, float factor,
-                 const float* sums) const {
-    if (to.dtype == Dtype::kFloat32) {
-      write_row(static_cast<float*>(to.data) + offset, dim, factor, sums);
-    } else {
-      write_row(static_cast<Element*>(to.data) + offset, dim, factor, sums);
-    }
-  }
-
-  template <typename T>
-  void write_row(T* to, int64_t dim, float factor, const float* sums) const {
-    for (int64_t column = 0; column < dim; column += kLanes) {
-      const float* const from = sums + column / kPanel * kGroupRows * kPanel + column % kPanel;
-      const int64_t n = dim - column;
-      Vector x = Simd::multiply(Simd::load(from), Simd::broadcast(factor));
-      if (b_.accumulate) x = Simd::add(x, Simd::load_first(to + column, n));
-      Simd::store_first(to + column, x, n);
-    }
-  }
-
-  const AttentionBackwardProblem& b_;
-  const AttentionBackwardStep& step_;
   const int64_t tile_k_;
-  const int64_t dim_panels_;
-  const int64_t dim_v_panels_;
-  const int64_t rows_;
-  const KeyRange seen_;  // that some row of the block sees
   const BackwardScratch s_;
 };
 
@@ -568,73 +465,6 @@ template <typename Product>
 void backward_end_keys(const AttentionBackwardProblem& p, const AttentionBackwardStep& step,
                        void* scratch) {
   backward_step<Product>(p, step, scratch).end_keys();
-}
-
-// `to` becomes x, or that is added to it.
-template <typename T>
-void write_number(T* to, float x, bool accumulate) {
-  Vector number = Simd::broadcast(x);
-  if (accumulate) number = Simd::add(number, Simd::load_first(to, 1));
-  Simd::store_first(to, number, 1);
-}
-
-// Of the keys [first, end), with a bias or a mask.
-template <typename Element>
-bool sees_some_key(const AttentionProblem& p, int64_t batch, int64_t head, int64_t query,
-                   int64_t first, int64_t end) {
-  struct Row : TileRows {
-    Row(const AttentionProblem& problem, const AttentionTile& tile) : TileRows(problem, tile) {}
-    bool sees(int64_t key) const { return !this->template is_hidden<Element>(0, key); }
-  };
-  const int64_t group = p.heads_q / p.heads_kv;
-  AttentionTile tile;
-  tile.batch = batch;
-  tile.kv_head = head / group;
-  tile.first_row = query * group + head % group;
-  tile.rows = 1;
-  const Row row(p, tile);
-  while (first < end && !row.sees(first)) ++first;
-  return first < end;
-}
-
-template <typename Product>
-double backward_add_dsink(const AttentionBackwardProblem& p, int64_t head, double sum) {
-  using Element = typename Product::Element;
-  const auto number = [](const auto* at) {
-    return static_cast<double>(Simd::sum_of(Simd::load_first(at, 1)));
-  };
-  const int64_t at = head * p.sinks.stride;
-  const double sink = p.sinks.dtype == Dtype::kFloat32
-                          ? number(static_cast<const float*>(p.sinks.data) + at)
-                          : number(static_cast<const Element*>(p.sinks.data) + at);
-  const auto row_of = [head](const auto& view, int64_t batch, int64_t query) {
-    return static_cast<const Element*>(view.data) + batch * view.strides.batch +
-           query * view.strides.seq + head * view.strides.head;
-  };
-  return sink_gradient<float>(
-      p, head, sink, sum,
-      [&](int64_t batch, int64_t query) {
-        const int64_t first = visible_keys::first_key(p, query);
-        const int64_t end = visible_keys::end_key(p, query);
-        if (p.bias.data == nullptr && p.mask.data == nullptr) return first < end;
-        return sees_some_key<Element>(p, batch, head, query, first, end);
-      },
-      [&](int64_t batch, int64_t query) {
-        return static_cast<double>(
-            dot_of_row(row_of(p.dout, batch, query), row_of(p.out, batch, query), p.dim_v));
-      });
-}
-
-template <typename Product>
-void backward_write_dsink(const AttentionBackwardProblem& p, int64_t head, double sum) {
-  using Element = typename Product::Element;
-  const auto dsink = static_cast<float>(sum);
-  const int64_t to = head * p.dsinks.stride;
-  if (p.dsinks.dtype == Dtype::kFloat32) {
-    write_number(static_cast<float*>(p.dsinks.data) + to, dsink, p.accumulate);
-  } else {
-    write_number(static_cast<Element*>(p.dsinks.data) + to, dsink, p.accumulate);
-  }
 }
 
 template <typename Product>

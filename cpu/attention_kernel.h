@@ -56,6 +56,9 @@ extern const AttentionKernel kFp64Attention;  // for any processor
 extern const AttentionKernel kAvx2Attention[3];
 extern const AttentionKernel kAvx512Attention[3];
 extern const AttentionKernel kAvx512Bf16Attention;  // bf16 only
+#if FLASHMOE_CPU_AMX
+extern const AttentionKernel kAmxAttention;  // bf16 only
+#endif
 #endif
 
 }  // namespace flashmoe::cpu

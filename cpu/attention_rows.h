@@ -368,42 +368,59 @@ class AttentionRows : protected TileRows {
     }
   }
 
-  // Turns the scores of a row into weights, of the keys `row_keys` that it sees of the step that
-  // begins with `first`; 0 for the others of `keys`, which its group sees.
-  void weigh_row(int64_t row, int64_t r, int64_t first, KeyRange row_keys, KeyRange keys) {
-    float* scores = scores_.scores + r * kScoreStride;
-    const Vector lowest = Simd::broadcast(-kInfinity);
-    const int64_t begin = keys.begin / kLanes * kLanes;
-    const int64_t most = keys.end;
-    int64_t seen = begin;  // the end of what is weighed
-    if (row_keys.begin < row_keys.end) {
-      seen = row_keys.end;
-      if (step_rows_.k_scale != nullptr) scale_scores(scores, {begin, seen});
-      if (p_.softcap != 0.0f) cap(scores, {begin, seen});
-      if (this->has_pairs()) add_bias(row, first, scores, row_keys);
-      // Keys before the window weigh exp(-inf).
-      for (int64_t hidden = begin; hidden < row_keys.begin; hidden += kLanes) {
-        const Vector now = Simd::load(scores + hidden);
-        Simd::store(scores + hidden, Simd::first_or(lowest, row_keys.begin - hidden, now));
-      }
-      if (step_has_hidden_) {
-        for (int64_t key = row_keys.begin; key < row_keys.end; ++key) {
-          if (step_rows_.k[key] == kHiddenRow) scores[key] = -kInfinity;
-        }
+  // Where the keys end that a row weighs, of the keys `row_keys` that it sees of the step that
+  // begins with `first`; of the vectors from `begin` to there what is not yet done to its scores.
+  int64_t prepare_scores(int64_t row, int64_t r, int64_t first, KeyRange row_keys, int64_t begin) {
+    if (row_keys.begin >= row_keys.end) return begin;
+    float* const scores = scores_.scores + r * kScoreStride;
+    if (step_rows_.k_scale != nullptr) scale_scores(scores, {begin, row_keys.end});
+    if (p_.softcap != 0.0f) cap(scores, {begin, row_keys.end});
+    if (this->has_pairs()) add_bias(row, first, scores, row_keys);
+    // Keys before the window weigh exp(-inf).
+    for (int64_t hidden = begin; hidden < row_keys.begin; hidden += kLanes) {
+      const Vector now = Simd::load(scores + hidden);
+      Simd::store(scores + hidden,
+                  Simd::first_or(Simd::broadcast(-kInfinity), row_keys.begin - hidden, now));
+    }
+    if (step_has_hidden_) {
+      for (int64_t key = row_keys.begin; key < row_keys.end; ++key) {
+        if (step_rows_.k[key] == kHiddenRow) scores[key] = -kInfinity;
       }
     }
+    return row_keys.end;
+  }
+
+  // The maxima of some scores, lane by lane.
+  FLASHMOE_INLINE static Vector maxima_of(const float* scores, int64_t begin, int64_t end) {
+    const Vector lowest = Simd::broadcast(-kInfinity);
     Vector highest = lowest;
     Vector highest2 = lowest;
     int64_t key = begin;
-    for (; key + 2 * kLanes <= seen; key += 2 * kLanes) {
+    for (; key + 2 * kLanes <= end; key += 2 * kLanes) {
       highest = Simd::max(highest, Simd::load(scores + key));
       highest2 = Simd::max(highest2, Simd::load(scores + key + kLanes));
     }
-    for (; key < seen; key += kLanes) {
-      highest = Simd::max(highest, Simd::first_or(Simd::load(scores + key), seen - key, lowest));
+    for (; key < end; key += kLanes) {
+      highest = Simd::max(highest, Simd::first_or(Simd::load(scores + key), end - key, lowest));
     }
+    return Simd::max(highest, highest2);
+  }
+
+  // Turns the scores of a row into weights, of the keys `row_keys` that it sees of the step that
+  // begins with `first`; 0 for the others of `keys`, which its group sees.
+  void weigh_row(int64_t row, int64_t r, int64_t first, KeyRange row_keys, KeyRange keys) {
+    const int64_t begin = keys.begin / kLanes * kLanes;
+    const int64_t seen = prepare_scores(row, r, first, row_keys, begin);
+    const Vector here = maxima_of(scores_.scores + r * kScoreStride, begin, seen);
+    weigh_scores(row, r, Simd::max_of(here), row_keys, {begin, seen}, keys.end);
+  }
+
+  // What is left of it for prepared scores, whose maximum is `here`: `prepared` are weighed, and
+  // 0 is behind them up to `end`.
+  void weigh_scores(int64_t row, int64_t r, float here, KeyRange row_keys, KeyRange prepared,
+                    int64_t end) {
+    float* const scores = scores_.scores + r * kScoreStride;
     const float before = state_.maxima[row];
-    const float here = Simd::max_of(Simd::max(highest, highest2));
     const float maximum = here > before ? here : before;
     state_.maxima[row] = maximum;
     // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
@@ -418,29 +435,32 @@ class AttentionRows : protected TileRows {
     const Vector rescale = weight(Simd::broadcast(before));
     Simd::store_first(scores_.rescale + r, rescale, 1);
     Vector sum = Simd::multiply(Simd::load(state_.sums + row * kLanes), rescale);
-    // Times the scale of V. That of a key that the row does not see may be anything.
-    const Vector one = Simd::broadcast(1.0f);
-    const auto of_values = [&](Vector weights) {
-      if (step_rows_.v_scale == nullptr) return weights;
-      Vector scales = Simd::load(step_rows_.v_scale + key);
-      if (key < row_keys.begin) scales = Simd::first_or(one, row_keys.begin - key, scales);
-      if (key + kLanes > seen) scales = Simd::first_or(scales, seen - key, one);
-      return Simd::multiply(weights, scales);
-    };
-    for (key = begin; key + kLanes <= seen; key += kLanes) {
+    int64_t key = prepared.begin;
+    for (; key + kLanes <= prepared.end; key += kLanes) {
       const Vector weights = weight(Simd::load(scores + key));
       sum = Simd::add(sum, weights);
-      Product::store_weights(scores, key, of_values(weights));
+      Product::store_weights(scores, key, scale_by_values(weights, key, row_keys));
     }
-    if (key < seen) {
+    if (key < prepared.end) {
       const Vector weights =
-          Simd::first_or(weight(Simd::load(scores + key)), seen - key, Simd::zero());
+          Simd::first_or(weight(Simd::load(scores + key)), prepared.end - key, Simd::zero());
       sum = Simd::add(sum, weights);
-      Product::store_weights(scores, key, of_values(weights));
+      Product::store_weights(scores, key, scale_by_values(weights, key, row_keys));
       key += kLanes;
     }
-    for (; key < most; key += kLanes) Product::store_weights(scores, key, Simd::zero());
+    for (; key < end; key += kLanes) Product::store_weights(scores, key, Simd::zero());
     Simd::store(state_.sums + row * kLanes, sum);
+  }
+
+  // Weights of the keys from `key` on times their scales of V. That of a key that the row does not
+  // see may be anything.
+  FLASHMOE_INLINE Vector scale_by_values(Vector weights, int64_t key, KeyRange row_keys) const {
+    if (step_rows_.v_scale == nullptr) return weights;
+    const Vector one = Simd::broadcast(1.0f);
+    Vector scales = Simd::load(step_rows_.v_scale + key);
+    if (key < row_keys.begin) scales = Simd::first_or(one, row_keys.begin - key, scales);
+    if (key + kLanes > row_keys.end) scales = Simd::first_or(scales, row_keys.end - key, one);
+    return Simd::multiply(weights, scales);
   }
 
   float* output_of(int64_t row, int64_t panel) const {

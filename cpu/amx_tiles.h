@@ -1,0 +1,100 @@
+// Products of bf16 pairs in the tile registers of AMX, of what is packed in words of two elements.
+// A tile is 16 rows of 64 bytes. tdpbf16ps multiplies 16 rows of 16 words by 16 columns of as many
+// words, [word][column], into 16 x 16 sums in fp32. Denormal inputs and sums count as 0.
+//
+// Two tiles of rows by two of columns are multiplied at a time. Every sum runs in the order of
+// depth, whatever is beside it.
+//
+// Included after cpu/products.h.
+
+constexpr int kTileEdge = 16;                          // rows, columns and words of a tile
+constexpr int64_t kTileWords = kTileEdge * kTileEdge;  // as many sums
+constexpr int64_t kTileDepth = 2 * kTileEdge;          // elements that a step multiplies
+
+// All eight tiles are whole ones. What the thread had in tiles is lost.
+class TileRegisters {
+ public:
+  TileRegisters() {
+    struct alignas(64) {
+      uint8_t palette = 1;
+      uint8_t start_row = 0;
+      uint8_t reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    static_assert(sizeof config == 64);
+    _tile_loadconfig(&config);
+  }
+  ~TileRegisters() { _tile_release(); }
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+};
+
+// Tiles of words: from row to row of a tile, to the tile of the next rows or columns, and of the
+// next step of depth. In words.
+struct TileOperand {
+  const float* first;
+  int64_t row;
+  int64_t beside;
+  int64_t step;
+};
+
+// Packed tile by tile: of each step those that are multiplied together.
+FLASHMOE_INLINE TileOperand packed_tiles(const float* first, int64_t together) {
+  return {first, kTileEdge, kTileWords, together * kTileWords};
+}
+
+struct TileSums {
+  float* first;
+  int64_t row;  // from row to row; tiles of columns lie side by side
+};
+
+// sums = or, to add, += the product over `steps` steps of depth, of kRows by kColumns tiles.
+template <int kRows, int kColumns>
+FLASHMOE_NOINLINE void multiply_tiles(TileOperand a, TileOperand b, int64_t steps, bool add,
+                                      TileSums sums) {
+  constexpr int64_t kWord = sizeof(float);
+  const int64_t next = sums.row * kWord;
+  float* const second = sums.first + kTileEdge * sums.row;
+  if (add) {
+    _tile_loadd(0, sums.first, next);
+    if (kColumns == 2) _tile_loadd(1, sums.first + kTileEdge, next);
+    if (kRows == 2) _tile_loadd(2, second, next);
+    if (kRows == 2 && kColumns == 2) _tile_loadd(3, second + kTileEdge, next);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t i = 0; i < steps; ++i) {
+    _tile_loadd(4, a.first, a.row * kWord);
+    _tile_loadd(6, b.first, b.row * kWord);
+    _tile_dpbf16ps(0, 4, 6);
+    if (kColumns == 2) {
+      _tile_loadd(7, b.first + b.beside, b.row * kWord);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (kRows == 2) {
+      _tile_loadd(5, a.first + a.beside, a.row * kWord);
+      _tile_dpbf16ps(2, 5, 6);
+      if (kColumns == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+    a.first += a.step;
+    b.first += b.step;
+  }
+  _tile_stored(0, sums.first, next);
+  if (kColumns == 2) _tile_stored(1, sums.first + kTileEdge, next);
+  if (kRows == 2) _tile_stored(2, second, next);
+  if (kRows == 2 && kColumns == 2) _tile_stored(3, second + kTileEdge, next);
+}
+
+FLASHMOE_INLINE void multiply_tiles(int64_t rows, int64_t columns, const TileOperand& a,
+                                    const TileOperand& b, int64_t steps, bool add,
+                                    const TileSums& sums) {
+  if (rows > kTileEdge) {
+    (columns > kTileEdge ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)(a, b, steps, add, sums);
+  } else {
+    (columns > kTileEdge ? multiply_tiles<1, 2> : multiply_tiles<1, 1>)(a, b, steps, add, sums);
+  }
+}
