@@ -240,8 +240,8 @@ typedef struct flashmoe_plan {
   char isa[16];        /* the code that runs: "sm_90a", "avx512" */
   double microseconds; /* the family's estimate, by which it is chosen; 0: it has none */
   double flops;        /* of the products, a multiply-add counting as two: of attention, pairs that
-                             causal or the window hides do not count; of experts, as if every pair had
-                             one here; 0 where lengths are in tensors, which plans do not read */
+                          causal or the window hides do not count; of experts, as if every pair had
+                          one here; 0 where lengths are in tensors, which plans do not read */
   double bytes;        /* of the tensors that the call reads and writes, each counted once */
   uint64_t workspace_bytes;
   int32_t launch_count;
@@ -443,8 +443,8 @@ typedef struct flashmoe_attention_forward_params {
   uint32_t reserved;          /* 0 */
   const char* kernel;         /* NULL: the best here. Else a kernel family ("cpu", "sm89"), a
                                  schedule of one ("sm90_split_kv") or a kernel's full name as a plan
-                                 gives it: that one runs, or the call fails with the reason; it never
-                                 falls back. */
+                                 gives it: that one runs, or the call fails with the reason; it
+                                 never falls back. */
   uint32_t window;            /* bits of flashmoe_window; 0: no window */
   float softcap;              /* finite and positive; 0: none */
   int64_t window_left;        /* keys before the query's, >= 0; 0 without FLASHMOE_WINDOW_LEFT */
@@ -472,15 +472,14 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
 }
 
 /* Fills *plan with what flashmoe_attention_forward would do with these arguments; launches
- * nothing, reads no tensor data. Errors: those of flashmoe_attention_forward, but for its memory.
- */
+ * nothing, reads no tensor data. Errors: those of flashmoe_attention_forward, but its memory's. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_plan* plan);
 
 /* Bytes of workspace the call needs, at most 16 MiB on a GPU, with split_size 0.3 MiB for each of
- * its multiprocessors, and 8 for each sequence; 0 is common. On the CPU they depend
- * on the number of threads, of every operation: what was told stays enough when that number
- * changes, since a call uses no more threads than it has room for. */
+ * its multiprocessors, and 8 for each sequence; 0 is common. On the CPU they depend on the number
+ * of threads, of every operation: what was told stays enough when that number changes, since a
+ * call uses no more threads than it has room for. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
     const flashmoe_attention_forward_params* params, size_t* bytes);
 
@@ -500,10 +499,11 @@ flashmoe_attention_forward(const flashmoe_attention_forward_params* params, void
 /* ------------------------------------------------------------------------------------------------
  * Attention, backward
  *
- * The gradients of a loss by q, k, v and sinks, of those by out and, if it is used, by lse: with
- * the names above, p[b,i,j,h] = exp(logit[b,i,j,h] - lse[b,h,i]) and delta[b,h,i] = dout[b,i,h,:] .
- * out[b,i,h,:]
+ * The gradients of a loss by q, k, v and sinks, of those by out and, if it is used, by lse. With
+ * the names above:
  *
+ *   p[b,i,j,h]      = exp(logit[b,i,j,h] - lse[b,h,i])
+ *   delta[b,h,i]    = dout[b,i,h,:] . out[b,i,h,:]
  *   dv[b,j,g,:]     = sum_h sum_i p[b,i,j,h] dout[b,i,h,:]
  *   dlogit[b,i,j,h] = p[b,i,j,h] (dout[b,i,h,:] . v[b,j,g,:] - delta[b,h,i] + dlse[b,h,i])
  *   dscore          = scale * dlogit, with a softcap times 1 - (logit / softcap)^2
@@ -571,8 +571,7 @@ static inline flashmoe_attention_backward_params flashmoe_attention_backward_par
 }
 
 /* Fills *plan with what flashmoe_attention_backward would do with these arguments; launches
- * nothing, reads no tensor data. Errors: those of flashmoe_attention_backward, but for its memory.
- */
+ * nothing, reads no tensor data. Errors: those of flashmoe_attention_backward, but its memory's. */
 FLASHMOE_API flashmoe_status flashmoe_attention_backward_plan(
     const flashmoe_attention_backward_params* params, flashmoe_plan* plan);
 
@@ -611,10 +610,12 @@ flashmoe_attention_backward(const flashmoe_attention_backward_params* params, vo
  *   lses       [partials, batch, heads, seq]         fp32, with outs of fp64 fp64; any strides; of
  *                                                    rank 3 with outs of rank 4
  *   prior_out  [batch, seq, heads, dim_v]            one more partial, before the others: fp16,
- * bf16 or fp32; with outs of fp64 fp64. NULL: none prior_lse  [batch, heads, seq] as lses; NULL
- * without prior_out out        [batch, seq, heads, dim_v]            fp16, bf16 or fp32, whichever
- * the partials are; with outs of fp64 fp64 lse        [batch, heads, seq]                   as
- * lses; NULL if not wanted
+ *                                                    bf16 or fp32; with outs of fp64 fp64. NULL:
+ *                                                    none
+ *   prior_lse  [batch, heads, seq]                   as lses; NULL without prior_out
+ *   out        [batch, seq, heads, dim_v]            fp16, bf16 or fp32, whichever the partials
+ *                                                    are; with outs of fp64 fp64
+ *   lse        [batch, heads, seq]                   as lses; NULL if not wanted
  *
  * in layout BSHD; in layout BHSD seq and heads of outs, prior_out and out are exchanged. dim_v is a
  * multiple of 8, and every other extent may be 0: of no partial, out is 0 and lse -inf. In outs,
@@ -681,10 +682,10 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_p
  * in its place: it reads the tables alone, and what it finds stays on the device until it is asked
  * for.
  *
- *   q, k      as of the attention call, of any dtype: their extents alone are looked at
- *   sequences the tables of that call, and its bounds
- *   status    [batch] int32, of any stride: of each sequence bits of flashmoe_sequence_fault, 0
- * where nothing is wrong
+ *   q, k       as of the attention call, of any dtype: their extents alone are looked at
+ *   sequences  the tables of that call, and its bounds
+ *   status     [batch] int32, of any stride: of each sequence bits of flashmoe_sequence_fault, 0
+ *              where nothing is wrong
  *
  * Of a length that is wrong no more is counted: those after it are held to what attention makes of
  * it. A page number counts if the sequence has a key in that page.
@@ -866,9 +867,11 @@ FLASHMOE_API flashmoe_status flashmoe_kv_append(const flashmoe_kv_append_params*
  * other: what flashmoe_attention_forward reads by the same tables.
  *
  *   k_cache  [rows of a batch, rows, heads_kv, dim], or with page_table [pages, page_size,
- * heads_kv, dim]; of k's dtype, or beside one of at most 32 bits fp8 (e4m3) v_cache  as k_cache
- * with dim_v; NULL with a v of NULL: keys alone k        [batch, seq, heads_kv, dim]       fp16,
- * bf16, fp32; on the CPU fp64 v        [batch, seq, heads_kv, dim_v]     of k's dtype
+ *                                          heads_kv, dim]; of k's dtype, or beside one of at most
+ *                                          32 bits fp8 (e4m3)
+ *   v_cache  as k_cache                    with dim_v; NULL with a v of NULL: keys alone
+ *   k        [batch, seq, heads_kv, dim]   fp16, bf16, fp32; on the CPU fp64
+ *   v        [batch, seq, heads_kv, dim_v] of k's dtype
  *
  * in layout BSHD; in layout BHSD the second and third extents are exchanged, in pages too. dim and
  * dim_v are multiples of 8 up to 1024, and every other extent may be 0. The last stride is 1 and
@@ -884,8 +887,8 @@ FLASHMOE_API flashmoe_status flashmoe_kv_append(const flashmoe_kv_append_params*
  * The i-th of them becomes row i of k[b], or with
  *
  *   cu_seqlens_k [batch + 1]   row cu_seqlens_k[b] + i of k[0], before row cu_seqlens_k[b + 1]; k
- * is then [1, total, heads_kv, dim]. A row that several sequences have, as of offsets that
- * decrease, is the first one's alone.
+ *                              is then [1, total, heads_kv, dim]. A row that several sequences
+ *                              have, as of offsets that decrease, is the first one's alone.
  *
  * Keys that k has no room for are left out. Rows of k and v that no key goes to are neither read
  * nor written, nor are rows of the cache that are no sequence's read.

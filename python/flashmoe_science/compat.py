@@ -1,8 +1,8 @@
 """Names of the predecessor of this package that still make sense.
 
 Its tensors were [batch, heads, seq, dim] and its options positional. New code uses
-flash_attention, of which these are thin aliases. Its names of the backward pass return with that
-feature. FlashMoELayer is in flashmoe_science.torch, for inference.
+flash_attention, of which these are thin aliases. flash_attention_backward is the package's, with
+arguments of its own, and FlashMoELayer is in flashmoe_science.torch.
 
 fused_moe is flashmoe_science.fused_moe under its old name, with other arguments: the predecessor's
 took one matrix an expert and dense probabilities, and returned its input. What it promised is

@@ -200,7 +200,9 @@ def test_outputs_are_the_graphs_own() -> None:
     [
         "flash_attention",
         "flash_attention_backward",
+        "check_sequences",
         "kv_append",
+        "kv_gather",
         "merge_states",
         "moe_route",
         "moe_route_given",
