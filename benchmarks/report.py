@@ -469,8 +469,9 @@ def render_cpu_padded(source: Source) -> str:
     document = source.document
     parts = [
         f"Padded batches on the CPU, {document['heads']} heads, lengths uniform from S/4 to S: "
-        "GFLOP/s of what is not padding, and in brackets the time of torch's scaled_dot_product_attention "
-        "with a boolean mask over ours. *right*: an encoder's batch; *left*: prompts, causal; "
+        "GFLOP/s of what is not padding, and in brackets the time of torch's "
+        "scaled_dot_product_attention with a boolean mask over ours. *right*: an encoder's batch; "
+        "*left*: prompts, causal; "
         "*jagged*: the time of torch's on jagged tensors over ours, where it was measured. "
         f"{_cpu_provenance(source)}"
     ]
