@@ -96,6 +96,30 @@ def test_blocks_and_lengths() -> None:
     assert lse.shape == (4, len(q))
 
 
+def test_gradients_of_sixteen_thousand_sequences() -> None:
+    """Against float64 on all rows at once, each beside the 9 keys that its sequence has at most."""
+    lengths = torch.randint(0, 10, (2, 16384), generator=torch.Generator().manual_seed(5))
+    queries, keys = lengths[0] // 2, lengths[1]
+    cu_q, cu_k = (F.pad(x.cumsum(0), (1, 0)).int() for x in (queries, keys))
+    q, k, v = (
+        normal(int(total), 1, 8, seed=seed).requires_grad_()
+        for seed, total in enumerate((cu_q[-1], cu_k[-1], cu_k[-1]))
+    )
+    out = fmt.varlen_attn(q, k, v, cu_q, cu_k, 4, 9, window_size=(-1, 0))
+    of = torch.arange(16384).repeat_interleave(queries)
+    last = torch.arange(len(of)) - cu_q[of] + keys[of] - queries[of]
+    at = (cu_k[of, None] + torch.arange(9)).clamp(max=len(k) - 1)  # [row, key]
+    seen = torch.arange(9) <= last[:, None].clamp(max=8)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    logits = torch.einsum("rd,rkd->rk", wide[0][:, 0], wide[1][at, 0]) / 8**0.5
+    weights = logits.masked_fill(~seen, -1e30).softmax(-1) * seen
+    want = torch.einsum("rk,rkd->rd", weights, wide[2][at, 0])
+    torch.testing.assert_close(out[:, 0].double(), want, atol=1e-5, rtol=1e-5)
+    made = torch.autograd.grad(out.sin().sum(), (q, k, v))
+    for a, b in zip(made, torch.autograd.grad(want.sin().sum(), wide), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.gpu
 def test_on_the_gpu_torchs_own_results_and_gradients() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
