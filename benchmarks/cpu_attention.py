@@ -5,21 +5,33 @@ See cpu_pairs.py for how they are timed. Every cell's result is checked against 
     python benchmarks/cpu_attention.py --output 'benchmarks/results/cpu_attention_<cpu>.json'
     python benchmarks/cpu_attention.py --decode --output 'benchmarks/results/cpu_decode_<cpu>.json'
 
+    python benchmarks/cpu_attention.py --padded --dtypes fp32 --add \
+        --output 'benchmarks/results/cpu_padded_fp32_<cpu>.json'
+
 Decoding is one query a sequence. torch gets the heads of a group as queries of one head, so that it
 reads keys and values once, as we do.
+
+Padded batches are as transformers makes them: on the right of an encoder's input, with a mask of
+keys, [batch, 1, 1, seq]; on the left of prompts, causal, with a mask of pairs, [batch, 1, seq,
+seq]. We get lengths, or where keys begin. Beside encoders torch's jagged tensors are timed, too,
+which are not padded, for the smaller batch: there they take long. --add keeps what a record of the
+same processor and commit has beside what is measured now.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import random
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from cpu_pairs import (
@@ -30,6 +42,8 @@ from cpu_pairs import (
     check_error,
     conclude,
     environment,
+    named_for,
+    seconds,
     set_threads,
     time_pairs,
 )
@@ -39,9 +53,18 @@ SEQUENCES = (128, 512, 1024, 2048, 4096)
 HEAD_DIMS = (64, 128)
 DECODE_SEQUENCES = (512, 4096, 16384)
 DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (8, 1))  # query and KV heads
+PADDED_BATCHES = (8, 32)
+PADDED_SEQUENCES = (256, 1024)
+SIDES = ("right", "left")  # which side padding is on
 
 
-def our_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[Call, str]:
+def our_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: str,
+    tables: dict[str, np.ndarray] | None = None,
+) -> tuple[Call, str]:
     """The call as a framework would make it: fresh output, workspace asked for and allocated."""
     lib = capi.load()
     size = capi.c.c_size_t()
@@ -62,7 +85,8 @@ def our_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) ->
         as_array(v),
         as_array(torch.empty_like(q)),
         layout="bhsd",
-        causal="top_left" if causal else "none",
+        causal=causal,
+        tables=tables,
     )
     return call, capi.attention_plan(params).launches[0].kernel.decode()
 
@@ -96,7 +120,7 @@ def measure_cell(
     heads_q, heads_kv = heads
     q = torch.randn(BATCH, heads_q, seq_q, dim).to(DTYPES[dtype])
     k, v = (torch.randn(BATCH, heads_kv, seq_k, dim).to(DTYPES[dtype]) for _ in range(2))
-    ours, kernel = our_call(q, k, v, causal)
+    ours, kernel = our_call(q, k, v, "top_left" if causal else "none")
     # One query's heads of a group are as many queries of one head.
     folded = q.view(BATCH, heads_kv, -1, dim)
 
@@ -125,6 +149,65 @@ def measure_cell(
     }
 
 
+def measure_padded_cell(
+    threads: int,
+    dtype: str,
+    dim: int,
+    batch: int,
+    seq: int,
+    side: str,
+    pairs: int,
+    order: random.Random,
+) -> dict[str, object]:
+    """Lengths are uniform from a quarter of seq to seq, one of them seq."""
+    lengths = torch.randint(seq // 4, seq + 1, (batch,))
+    lengths[0] = seq
+    q, k, v = (torch.randn(batch, HEADS, seq, dim).to(DTYPES[dtype]) for _ in range(3))
+    at = torch.arange(seq)
+    if side == "right":
+        held = at < lengths[:, None]  # [batch, seq]
+        mask = held[:, None, None]
+        tables = {"seqused_q": lengths.int().numpy(), "seqused_k": lengths.int().numpy()}
+        seen = int((lengths**2).sum())
+    else:
+        held = at >= seq - lengths[:, None]
+        mask = held[:, None, None] & (at <= at[:, None])
+        tables = {"k_begin": (seq - lengths).int().numpy()}
+        seen = int((lengths * (lengths + 1) // 2).sum())
+    ours, kernel = our_call(q, k, v, "none" if side == "right" else "bottom_right", tables)
+
+    def theirs() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    reference = F.scaled_dot_product_attention(
+        q[:, :1].double(), k[:, :1].double(), v[:, :1].double(), attn_mask=mask
+    )
+    rows = [x[:, 0][held] for x in (ours(), theirs(), reference)]
+    error = check_error(*rows)
+    timed = time_pairs(ours, theirs, pairs, order)
+    cell = {
+        "threads": threads, "dtype": dtype, "dim": dim, "batch": batch, "seq": seq, "side": side,
+        "causal": side == "left", "kernel": kernel, **timed,
+        "ours_gflops": 4.0 * HEADS * dim * seen / float(str(timed["ours_ms"])) / 1e6,
+        "max_error": error,
+    }  # fmt: skip
+    if side == "right" and batch == PADDED_BATCHES[0]:
+        offsets = F.pad(lengths.cumsum(0), (1, 0))
+        jagged = [
+            torch.nested.nested_tensor_from_jagged(
+                x.transpose(1, 2)[held], offsets, min_seqlen=int(lengths.min()), max_seqlen=seq
+            ).transpose(1, 2)
+            for x in (q, k, v)
+        ]
+
+        def nested() -> torch.Tensor:
+            return F.scaled_dot_product_attention(*jagged)
+
+        nested()
+        cell["nested_ms"] = 1e3 * statistics.median(seconds(nested, 1, False) for _ in range(3))
+    return cell
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
@@ -137,7 +220,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=25, help="pairs of timings per cell")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
     parser.add_argument("--seq", nargs="+", type=int, help="keys of a sequence")
-    parser.add_argument("--decode", action="store_true", help="one query a sequence")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--decode", action="store_true", help="one query a sequence")
+    kinds.add_argument("--padded", action="store_true", help="batches of different lengths")
+    parser.add_argument("--batch", nargs="+", type=int, help="sequences, of --padded")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="of --padded")
+    parser.add_argument("--dims", nargs="+", type=int, default=HEAD_DIMS, help="head dimensions")
+    parser.add_argument("--add", action="store_true", help="keep what the output has of others")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file; <cpu> becomes the processor's name")
     return parser.parse_args()
@@ -145,7 +234,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def grid(arguments: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
     """Threads, dtype, head dimension, queries and keys, query and KV heads, causal."""
-    over = (arguments.threads, arguments.dtypes, HEAD_DIMS)
+    over = (arguments.threads, arguments.dtypes, arguments.dims)
     if arguments.decode:
         for *first, heads, seq in itertools.product(
             *over, DECODE_HEADS, arguments.seq or DECODE_SEQUENCES
@@ -182,20 +271,79 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
     return cells
 
 
+def measure_padded(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Likewise, of batches of different lengths."""
+    cells = []
+    print(
+        "threads dtype  dim batch  seq  side |  ours ms  torch ms nested ms "
+        "| torch/ours [quartiles]"
+    )
+    for what in itertools.product(
+        arguments.threads, arguments.dtypes, arguments.dims, arguments.batch or PADDED_BATCHES,
+        arguments.seq or PADDED_SEQUENCES, arguments.sides,
+    ):  # fmt: skip
+        set_threads(what[0])
+        torch.manual_seed(arguments.seed)  # lengths of a shape are the same for all
+        order = random.Random(arguments.seed)
+        cell = measure_padded_cell(*what, arguments.pairs, order)
+        cells.append(cell)
+        low, high = cell["ratio_quartiles"]
+        print(
+            "{:7} {:>5} {:4} {:5} {:4} {:>5}".format(*what)
+            + f" | {cell['ours_ms']:8.3f} {cell['torch_ms']:9.3f} "
+            f"{cell.get('nested_ms', float('nan')):9.1f} | "
+            f"{cell['ratio']:.2f} [{low:.2f}, {high:.2f}]",
+            flush=True,
+        )
+    return cells
+
+
+def kept_cells(
+    output: Path, env: dict[str, Any], cells: list[dict[str, object]]
+) -> list[dict[str, object]]:
+    """Of a record of this processor and commit those that were not measured again."""
+    if not output.exists():
+        return []
+    record = json.loads(output.read_text())
+    for name in ("cpu", "commit", "torch"):
+        if record["environment"][name] != env[name]:
+            raise SystemExit(
+                f"--add: {output} has {name} {record['environment'][name]}, accepted is {env[name]}"
+            )
+
+    def place(cell: dict[str, object]) -> tuple[object, ...]:
+        return tuple(
+            cell.get(name) for name in ("threads", "dtype", "dim", "batch", "seq", "side", "causal")
+        )
+
+    again = {place(cell) for cell in cells}
+    return [cell for cell in record["cells"] if place(cell) not in again]
+
+
 def main() -> int:
     arguments = parse_arguments()
     torch.manual_seed(arguments.seed)
     env = environment()
-    kind = "decoding, one query" if arguments.decode else f"{HEADS} heads"
-    print(f"{env['cpu']}, torch {torch.__version__}, batch {BATCH}, {kind}")
-    cells = measure(arguments)
-    what = {
+    batch: Any = BATCH
+    if arguments.padded:
+        kind, batch = "padded", list(PADDED_BATCHES)
+    else:
+        kind = "decoding, one query" if arguments.decode else f"{HEADS} heads"
+    print(f"{env['cpu']}, torch {torch.__version__}, batch {batch}, {kind}")
+    cells = measure_padded(arguments) if arguments.padded else measure(arguments)
+    detail = {"decoding, one query": ", one query a sequence", "padded": ", of padded batches"}
+    what: dict[str, object] = {
         "what": "attention forward on the CPU, ours against torch SDPA; ratio = torch / ours"
-        + (", one query a sequence" if arguments.decode else ""),
-        "batch": BATCH,
+        + detail.get(kind, ""),
+        "batch": batch,
     }
     if not arguments.decode:
         what["heads"] = HEADS
+    if arguments.add and arguments.output is not None:
+        arguments.output = named_for(arguments.output, env)
+        cells = kept_cells(arguments.output, env, cells) + cells
+        cells.sort(key=lambda cell: tuple(str(cell[name]).zfill(5) for name in
+                                          ("threads", "dtype", "dim", "batch", "seq")))  # fmt: skip
     return conclude(cells, env, what, arguments.output)
 
 

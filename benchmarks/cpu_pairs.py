@@ -131,6 +131,12 @@ def summarise(cells: list[dict[str, object]]) -> dict[str, object]:
     }
 
 
+def named_for(output: Path, env: dict[str, object]) -> Path:
+    """The file, where <cpu> stands for the processor's name."""
+    slug = re.sub(r"[^a-z0-9]+", "_", str(env["cpu"]).lower()).strip("_")
+    return Path(str(output).replace("<cpu>", slug))
+
+
 def conclude(
     cells: list[dict[str, object]],
     env: dict[str, object],
@@ -146,8 +152,7 @@ def conclude(
             f"{of['lowest']:.2f}, highest {of['highest']:.2f}"
         )
     if output is not None:
-        slug = re.sub(r"[^a-z0-9]+", "_", str(env["cpu"]).lower()).strip("_")
-        path = Path(str(output).replace("<cpu>", slug))
+        path = named_for(output, env)
         path.parent.mkdir(parents=True, exist_ok=True)
         document = {
             **what,

@@ -464,6 +464,42 @@ def render_cpu(source: Source) -> str:
     return "\n\n".join(parts)
 
 
+def render_cpu_padded(source: Source) -> str:
+    """Of a record of benchmarks/cpu_attention.py --padded."""
+    document = source.document
+    parts = [
+        f"Padded batches on the CPU, {document['heads']} heads, lengths uniform from S/4 to S: "
+        "GFLOP/s of what is not padding, and in brackets the time of torch's "
+        "scaled_dot_product_attention with a boolean mask over ours. *right*: an encoder's batch; "
+        "*left*: prompts, causal; "
+        "*jagged*: the time of torch's on jagged tensors over ours, where it was measured. "
+        f"{_cpu_provenance(source)}"
+    ]
+    across = sorted({(cell["batch"], cell["seq"]) for cell in document["cells"]})
+    headers = ["", *(f"B={batch} S={seq}" for batch, seq in across)]
+    for threads, summary in document["summary_by_threads"].items():
+        cells = [c for c in document["cells"] if c["threads"] == int(threads)]
+        rows: dict[str, dict[tuple[int, int], str]] = {}
+        for cell in cells:
+            shown = f"{cell['ours_gflops']:.0f} ({cell['ratio']:.2f})"
+            if "nested_ms" in cell:
+                shown += f", jagged {cell['nested_ms'] / cell['ours_ms']:.0f}"
+            name = f"{cell['dtype']} D={cell['dim']} {cell['side']}"
+            rows.setdefault(name, {})[cell["batch"], cell["seq"]] = shown
+        table = _table(headers, [[n, *(of.get(p, "-") for p in across)] for n, of in rows.items()])
+        parts += [_cpu_threads(threads, summary), table]
+    one = document["cells"][0]
+    script = "python benchmarks/cpu_attention.py --padded --threads"
+    parts.append(
+        _commands(
+            f"{script} {' '.join(document['summary_by_threads'])} --dtypes {one['dtype']}",
+            f"{script} {one['threads']} --dtypes {one['dtype']} --batch {one['batch']} "
+            f"--seq {one['seq']} --dims {one['dim']}",
+        )
+    )
+    return "\n\n".join(parts)
+
+
 def render_cpu_moe(source: Source) -> str:
     """Of a record of benchmarks/cpu_moe.py, likewise."""
     document = source.document
@@ -514,6 +550,7 @@ TABLES: dict[str, Callable[[Source], str]] = {
     "attention-sustained": render_sustained,
     "cpu-attention": render_cpu,
     "cpu-moe": render_cpu_moe,
+    "cpu-padded": render_cpu_padded,
     "host-cost": render_host_cost,
     "moe-list": render_moe,
 }

@@ -11,7 +11,11 @@ always deterministic: `deterministic` is accepted and changes nothing.
 
 The functions of variable lengths have gradients, but for keys in blocks.
 
-What is not there: dropout and ALiBi, which are refused.
+flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache also have the arguments of
+FlashAttention 3 and of vLLM's edition of both, by name alone: by position go FlashAttention 2's.
+Those that only guide its kernels change nothing: pack_gqa, sm_margin, scheduler_metadata.
+
+What is not there: dropout, ALiBi, qv and attention_chunk, which are refused.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ from typing import Any
 
 import torch
 
+from flashmoe_science import _flash_attn as arguments
 from flashmoe_science.append import kv_append
 from flashmoe_science.attention import flash_attention
-from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
+from flashmoe_science.errors import InvalidArgumentError
 from flashmoe_science.merge import merge_states
 
-_CHUNK = 1024  # keys, of num_splits=1
+_LEAST_DIM = 8  # of a head
 
 __all__ = [
     "flash_attn_func",
@@ -51,6 +56,19 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    s_aux: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """FlashAttention's flash_attn_func.
 
@@ -70,6 +88,21 @@ def flash_attn_func(
         alibi_slopes: None.
         deterministic: Whether gradients are to be the same bits on every run. They always are.
         return_attn_probs: Also return the log-sum-exp, and what stands for the probabilities.
+        qv: None.
+        q_descale: Not used: q is not of fp8.
+        k_descale, v_descale: fp32, [batch, heads_k], or [1, heads_k], or of one number: what each
+            number of a k and v of float8_e4m3fn is multiplied by. Of other dtypes they are not
+            read.
+        attention_chunk: 0.
+        num_splits: How many parts FlashAttention cuts the keys into. 1 has bits that depend on each
+            sequence alone, by flash_attention's split_size=1024; others are equal shares of all
+            keys.
+        pack_gqa, sm_margin: Accepted, and change nothing.
+        s_aux, learnable_sink: [heads_q], one of the two: a logit of each head that takes part in
+            every softmax and has no value.
+        return_softmax_lse: Return (out, softmax_lse), as FlashAttention 3 does.
+        out: Where to write the result. Not where gradients are recorded, nor in a graph of
+            torch.compile.
 
     Returns:
         out, [batch, seq_q, heads_q, dim_v], or (out, softmax_lse, S_dmask) with return_attn_probs.
@@ -78,18 +111,20 @@ def flash_attn_func(
         q's dtype, as FlashAttention from 2.7 on returns it without dropout.
 
     Raises:
-        NotImplementedError: There is dropout, or ALiBi, or no kernel serves the call.
+        NotImplementedError: There is dropout, or ALiBi, qv or attention_chunk, or no kernel serves
+            the call.
         ValueError, TypeError: As flashmoe_science.flash_attention.
     """
-    window = _refuse_or_window(dropout_p, alibi_slopes, window_size, causal)
-    how: dict[str, Any] = {
-        "causal": bool(causal), "window": window, "scale": softmax_scale,
-        "softcap": softcap if softcap > 0 else None,
-    }  # fmt: skip
-    if not return_attn_probs:
-        return flash_attention(q, k, v, **how)
-    out, lse = flash_attention(q, k, v, **how, return_lse=True)
-    return out, lse, q.new_empty(0)
+    how = arguments.options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, qv, attention_chunk,
+        num_splits, s_aux, learnable_sink,
+    )  # fmt: skip
+    how |= arguments.scales(k, k_descale, v_descale, of_sequences=True)
+    if not return_attn_probs and not return_softmax_lse:
+        made: torch.Tensor = flash_attention(q, k, v, **how, out=out)
+        return made
+    made, lse = flash_attention(q, k, v, **how, out=out, return_lse=True)
+    return (made, lse) if return_softmax_lse else (made, lse, q.new_empty(0))
 
 
 def flash_attn_qkvpacked_func(
@@ -115,7 +150,7 @@ def flash_attn_qkvpacked_func(
 
     Raises: What flash_attn_func raises.
     """
-    q, k, v = _unpacked("qkv", qkv, 3)
+    q, k, v = arguments.unpacked("qkv", qkv, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -147,7 +182,7 @@ def flash_attn_kvpacked_func(
 
     Raises: What flash_attn_func raises.
     """
-    k, v = _unpacked("kv", kv, 2)
+    k, v = arguments.unpacked("kv", kv, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -159,9 +194,9 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -171,6 +206,24 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    *,
+    page_table: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    scheduler_metadata: torch.Tensor | None = None,
+    fa_version: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """FlashAttention's flash_attn_varlen_func: sequences of any lengths, one behind the other.
 
@@ -182,13 +235,18 @@ def flash_attn_varlen_func(
         cu_seqlens_q: [batch + 1], int32: sequence b has q's rows from cu_seqlens_q[b] to before
             cu_seqlens_q[b + 1].
         cu_seqlens_k: [batch + 1], int32: the same of k and v. With block_table only the
-            differences count, which are the lengths.
+            differences count, which are the lengths; with seqused_k it is not read there, and may
+            be None.
         max_seqlen_q, max_seqlen_k: The most rows of a sequence. They may be more than that; of a
-            longer sequence those behind are left out.
+            longer sequence those behind are left out. None is as many as there are.
         dropout_p: As of flash_attn_func, and so are those that follow. causal and window_size
             count by each sequence's own lengths.
         block_table: [batch, blocks of a sequence], int32: which blocks of k and v have the keys of
-            each sequence, in their order.
+            each sequence, in their order. page_table is another name of it.
+        seqused_q, seqused_k: [batch], int32: of its rows each sequence has the first so many.
+        qv: As of flash_attn_func, and so are those that follow, but that k_descale and v_descale of
+            different sequences are refused.
+        scheduler_metadata, fa_version: Accepted, and change nothing.
 
     Returns:
         out, [total_q, heads_q, dim_v], or (out, softmax_lse, S_dmask) with return_attn_probs, as
@@ -197,25 +255,40 @@ def flash_attn_varlen_func(
 
     Raises: What flash_attn_func raises.
     """
-    window = _refuse_or_window(dropout_p, alibi_slopes, window_size, causal)
-    _check_rank(3, q=q)
-    _check_rank(3 if block_table is None else 4, k=k, v=v)
-    _check_rank(1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    how: dict[str, Any] = {
-        "causal": bool(causal), "window": window, "scale": softmax_scale,
-        "softcap": softcap if softcap > 0 else None,
-        "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+    how = arguments.options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, qv, attention_chunk,
+        num_splits, s_aux, learnable_sink,
+    )  # fmt: skip
+    table = arguments.one_of(block_table=block_table, page_table=page_table)
+    arguments.check_rank(3, q=q)
+    arguments.check_rank(3 if table is None else 4, k=k, v=v)
+    arguments.check_rank(1, cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_k is not None:
+        arguments.check_rank(1, cu_seqlens_k=cu_seqlens_k)
+    elif table is None or seqused_k is None:
+        raise InvalidArgumentError(
+            "cu_seqlens_k: got None, accepted are offsets, or seqused_k with block_table"
+        )
+    how |= arguments.scales(k, k_descale, v_descale, of_sequences=False)
+    how |= {
+        "cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q, "seqused_k": seqused_k,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
-    if block_table is None:
+    if table is None:
         k, v = k[None], v[None]
         how["cu_seqlens_k"] = cu_seqlens_k
     else:
-        _check_rank(2, block_table=block_table)
-        how |= {"seqused_k": cu_seqlens_k.diff(), "page_table": block_table}
-    if not return_attn_probs:
-        return flash_attention(q[None], k, v, **how)[0]
-    out, lse = flash_attention(q[None], k, v, **how, return_lse=True)
-    return out[0], lse[0], q.new_empty(0)
+        arguments.check_rank(2, block_table=table)
+        how["page_table"] = table
+        if seqused_k is None and cu_seqlens_k is not None:
+            how["seqused_k"] = cu_seqlens_k.diff()
+    into = None if out is None else out[None]
+    if not return_attn_probs and not return_softmax_lse:
+        made: torch.Tensor = flash_attention(q[None], k, v, **how, out=into)
+        return made[0] if out is None else out
+    made, lse = flash_attention(q[None], k, v, **how, out=into, return_lse=True)
+    rows = made[0] if out is None else out
+    return (rows, lse[0]) if return_softmax_lse else (rows, lse[0], q.new_empty(0))
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -245,7 +318,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Raises: What flash_attn_func raises.
     """
-    q, k, v = _unpacked("qkv", qkv, 3, "total")
+    q, k, v = arguments.unpacked("qkv", qkv, 3, "total")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -280,7 +353,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Raises: What flash_attn_func raises.
     """
-    k, v = _unpacked("kv", kv, 2, "total_k")
+    k, v = arguments.unpacked("kv", kv, 2, "total_k")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -307,6 +380,23 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: torch.Tensor | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    s_aux: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """FlashAttention's flash_attn_with_kvcache: attention over a cache, which new keys and values
     are written to first.
@@ -315,12 +405,14 @@ def flash_attn_with_kvcache(
     require grad are refused there.
 
     Args:
-        q: [batch, seq_q, heads_q, dim]; dtypes and rows as of flash_attn_func.
+        q: [batch, seq_q, heads_q, dim], or with cu_seqlens_q [total_q, heads_q, dim]; dtypes and
+            rows as of flash_attn_func.
         k_cache: [batch_cache, rows, heads_k, dim]. With block_table [blocks, block_size, heads_k,
-            dim], of any block size. k is written to it.
+            dim], of any block size. k is written to it. Of q's dtype, or float8_e4m3fn.
         v_cache: [batch_cache, rows, heads_k, dim_v], or [blocks, block_size, heads_k, dim_v].
         k: [batch, seq_new, heads_k, dim]: its row i of sequence b becomes row cache_seqlens[b] + i
-            of the cache, and is seen by the queries. None is no new keys.
+            of the cache, and is seen by the queries. With cu_seqlens_k_new [total_new, heads_k,
+            dim]. None is no new keys. To a cache of fp8 goes the nearest of its numbers.
         v: [batch, seq_new, heads_k, dim_v], with k.
         rotary_cos: [positions, rotary_dim / 2], of q's dtype or fp32: k, and q, are rotated at the
             positions from cache_seqlens on; q without causal and window_size at cache_seqlens
@@ -333,7 +425,7 @@ def flash_attn_with_kvcache(
         cache_leftpad: [batch], int32: how many keys of each sequence are padding before the first.
             They count as rows, and for rotary_cos as positions.
         block_table: [batch, blocks of a sequence], int32: which blocks have the keys of each
-            sequence, in their order.
+            sequence, in their order. page_table is another name of it.
         softmax_scale: As of flash_attn_func, and so are causal, which ends bottom-right at the last
             key of each sequence, window_size and softcap.
         rotary_interleaved: Pairs are numbers 2 i and 2 i + 1 of a head, else (NeoX) i and
@@ -343,21 +435,43 @@ def flash_attn_with_kvcache(
             sequence alone, by flash_attention's split_size=1024; others are equal shares of all
             keys.
         return_softmax_lse: Also return the log-sum-exp.
+        cu_seqlens_q, cu_seqlens_k_new: [batch + 1], int32: where q, and where k and v, have the
+            rows of each sequence.
+        max_seqlen_q: With cu_seqlens_q, the most rows of a sequence, or more; None is all.
+        rotary_seqlens: [batch], int32: the positions from which k, and q, are rotated. None is
+            cache_seqlens.
+        k_descale, v_descale: As of flash_attn_func, for new keys, too. Those of different sequences
+            are refused with block_table and with cache_batch_idx.
+        qv, q_descale, attention_chunk, pack_gqa, sm_margin, s_aux, learnable_sink, out: As of
+            flash_attn_func.
+        scheduler_metadata: Accepted, and changes nothing.
 
     Returns:
         out, [batch, seq_q, heads_q, dim_v], or (out, softmax_lse) with return_softmax_lse, as
-        flash_attn_func. New keys for which the cache has no room are not written and not seen;
-        what rows of q give that rotary_cos has no position for is undefined.
+        flash_attn_func; with cu_seqlens_q [total_q, heads_q, dim_v] and [heads_q, total_q]. New
+        keys for which the cache has no room are not written and not seen; what rows of q give that
+        rotary_cos has no position for is undefined.
 
     Raises: What flash_attn_func raises.
     """
-    window = _refuse_or_window(0.0, alibi_slopes, window_size, causal)
-    _check_rank(4, q=q, k_cache=k_cache, v_cache=v_cache)
-    rows = k_cache.shape[1]
-    if block_table is not None:
-        _check_rank(2, block_table=block_table)
-        rows *= block_table.shape[1]
-    lengths = _cache_lengths(cache_seqlens, q)
+    how = arguments.options(
+        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, qv, attention_chunk,
+        num_splits, s_aux, learnable_sink,
+    )  # fmt: skip
+    table = arguments.one_of(block_table=block_table, page_table=page_table)
+    arguments.check_rank(4 if cu_seqlens_q is None else 3, q=q)
+    arguments.check_rank(4, k_cache=k_cache, v_cache=v_cache)
+    rows, batch = k_cache.shape[1], q.shape[0]
+    if table is not None:
+        arguments.check_rank(2, block_table=table)
+        rows *= table.shape[1]
+    if cu_seqlens_q is not None:
+        arguments.check_rank(1, cu_seqlens_q=cu_seqlens_q)
+        q, batch = q[None], cu_seqlens_q.shape[0] - 1
+    scales = arguments.scales(
+        k_cache, k_descale, v_descale, of_sequences=table is None and cache_batch_idx is None
+    )
+    lengths = used = arguments.lengths("cache_seqlens", cache_seqlens, batch, q.device)
     if (k is None) != (v is None):
         name, other = ("v", "k") if v is None else ("k", "v")
         raise InvalidArgumentError(f"{name}: got None with {other}, accepted are both or none")
@@ -365,45 +479,59 @@ def flash_attn_with_kvcache(
         raise InvalidArgumentError(
             "rotary_cos: got one without k, accepted is None: FlashAttention rotates as it appends"
         )
-    used = lengths
     if k is not None and v is not None:
-        _check_rank(4, k=k, v=v)
+        arguments.check_rank(4 if cu_seqlens_k_new is None else 3, k=k, v=v)
         if lengths is None:
             raise InvalidArgumentError(
                 "cache_seqlens: got None with k, accepted are lengths: where k is to be written"
             )
-        rotated: dict[str, Any] = {}
+        if cu_seqlens_k_new is None:
+            new: Any = k.shape[1]
+        else:
+            arguments.check_rank(1, cu_seqlens_k_new=cu_seqlens_k_new)
+            k, v, new = k[None], v[None], cu_seqlens_k_new.diff()
+        rotation: dict[str, Any] = {}
         if rotary_cos is not None:
-            rotated = {
-                "q": q, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-                "interleaved": rotary_interleaved, "q_stays": not causal and window is None,
-            }  # fmt: skip
+            rotation = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+                        "interleaved": rotary_interleaved}  # fmt: skip
+            stays = not causal and how["window"] is None
+            if rotary_seqlens is cu_seqlens_q is cu_seqlens_k_new is None:
+                rotation |= {"q": q, "q_stays": stays}
+            else:
+                at = lengths if rotary_seqlens is None else rotary_seqlens
+                arguments.check_rank(1, rotary_seqlens=at)
+                positions = arguments.positions(at, cu_seqlens_q, q.shape[1], stays)
+                q = _rotated(q, positions, **rotation)
+                rotation["positions"] = arguments.positions(at, cu_seqlens_k_new, k.shape[1])
         elif rotary_sin is not None:
             raise InvalidArgumentError("rotary_sin: got one, accepted is None without rotary_cos")
         turned = kv_append(
-            k, v, k_cache, v_cache, cache_seqlens=lengths, batch_index=cache_batch_idx,
-            page_table=block_table, **rotated,
+            k, v, k_cache, v_cache, cache_seqlens=lengths, cu_seqlens=cu_seqlens_k_new,
+            batch_index=cache_batch_idx, page_table=table, **rotation, **scales,
         )  # fmt: skip
-        q = turned if rotated else q
-        used = (lengths + k.shape[1]).clamp(max=rows)
-    tables: dict[str, Any] = {
-        "seqused_k": used, "batch_index": cache_batch_idx, "page_table": block_table,
-        "k_begin": cache_leftpad, "split_size": _CHUNK if num_splits == 1 else None,
+        q = turned if "q" in rotation else q
+        used = (lengths + new).clamp(max=rows)
+    how |= {
+        **scales, "cu_seqlens_q": cu_seqlens_q, "seqused_k": used, "batch_index": cache_batch_idx,
+        "page_table": table, "k_begin": cache_leftpad,
+        "max_seqlen_q": None if cu_seqlens_q is None else max_seqlen_q,
     }  # fmt: skip
     attend: Any = flash_attention  # of either kind of result
-    return attend(
-        q, k_cache, v_cache, causal=bool(causal), window=window, scale=softmax_scale,
-        softcap=softcap if softcap > 0 else None, return_lse=return_softmax_lse, **tables,
-    )  # fmt: skip
+    if cu_seqlens_q is None:
+        return attend(q, k_cache, v_cache, **how, return_lse=return_softmax_lse, out=out)
+    into = None if out is None else out[None]
+    made = attend(q, k_cache, v_cache, **how, return_lse=return_softmax_lse, out=into)
+    first = made[0][0] if return_softmax_lse else made[0]
+    first = first if out is None else out
+    return (first, made[1][0]) if return_softmax_lse else first
 
 
-def _cache_lengths(given: Any, q: torch.Tensor) -> torch.Tensor | None:
-    if isinstance(given, int) and not isinstance(given, bool):
-        return torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
-    if given is not None:
-        _check_rank(1, cache_seqlens=given)
-    lengths: torch.Tensor | None = given
-    return lengths
+def _rotated(q: torch.Tensor, positions: torch.Tensor, **rotation: Any) -> torch.Tensor:
+    """q, [batch, seq, heads, dim], rotated at positions [batch, seq]: an append of q to itself."""
+    turned, few = torch.empty_like(q), q[..., :_LEAST_DIM]
+    slots = torch.arange(positions.numel(), device=q.device).view_as(positions)
+    kv_append(q, few, turned, torch.empty_like(few), slots=slots, positions=positions, **rotation)
+    return turned
 
 
 def merge_attn_states(
@@ -413,6 +541,8 @@ def merge_attn_states(
     suffix_output: torch.Tensor,
     suffix_lse: torch.Tensor,
     output_lse: torch.Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: torch.Tensor | None = None,
 ) -> None:
     """vLLM's merge_attn_states: attention over a prefix and a suffix, from that over each.
 
@@ -428,72 +558,39 @@ def merge_attn_states(
             output is not read. flashmoe_science.merge_states takes +inf for what it is.
         output_lse: [heads, tokens]: where to write the merged one, -inf where neither part has a
             key; None if it is not wanted. It may be prefix_lse.
+        prefill_tokens_with_context: So many tokens, the first, have a prefix; of the others the
+            prefix is not read. None is all.
+        output_scale: One number of fp32, where output is float8_e4m3fn: it gets the nearest of its
+            numbers to the result divided by this, of those beyond 448 that.
 
     Raises:
         NotImplementedError: The tensors are on a GPU.
         ValueError, TypeError: As flashmoe_science.merge_states.
     """
-    _check_rank(3, output=output, prefix_output=prefix_output, suffix_output=suffix_output)
-    _check_rank(2, prefix_lse=prefix_lse, suffix_lse=suffix_lse)
+    arguments.check_rank(3, output=output, prefix_output=prefix_output, suffix_output=suffix_output)
+    arguments.check_rank(2, prefix_lse=prefix_lse, suffix_lse=suffix_lse)
+    if (output.dtype == torch.float8_e4m3fn) != (output_scale is not None):
+        given = "None" if output_scale is None else "one"
+        raise InvalidArgumentError(
+            f"output_scale: got {given} with an output of {output.dtype}, accepted is a number "
+            "with torch.float8_e4m3fn, and None with other dtypes"
+        )
+    prefix_lse, suffix_lse = (_empty_is_negative(x) for x in (prefix_lse, suffix_lse))
+    if prefill_tokens_with_context is not None:
+        prefix_lse[..., prefill_tokens_with_context:] = -torch.inf
+    wide = output if output_scale is None else torch.empty_like(output, dtype=torch.float32)
     merge_states(
         (prefix_output[None], suffix_output[None]),
-        (_empty_is_negative(prefix_lse), _empty_is_negative(suffix_lse)),
-        out=output[None],
+        (prefix_lse, suffix_lse),
+        out=wide[None],
         lse=None if output_lse is None else output_lse[None],
     )
+    if output_scale is not None:
+        largest = torch.finfo(output.dtype).max
+        output.copy_((wide / output_scale).clamp(-largest, largest))
 
 
 def _empty_is_negative(lse: torch.Tensor) -> torch.Tensor:
     """[1, heads, tokens] with -inf in the place of +inf, in memory of its own: FlashAttention 2's
     word for a row without a key."""
     return torch.where(lse == torch.inf, -torch.inf, lse)[None]
-
-
-def _refuse_or_window(
-    dropout_p: float, alibi_slopes: Any, window_size: tuple[int, int], causal: bool
-) -> tuple[int | None, int | None] | None:
-    """The window as flash_attention has it, unless something is asked for that is not there."""
-    if dropout_p != 0.0:
-        raise UnsupportedError(
-            f"dropout_p: got {dropout_p}, accepted is 0.0: attention has no dropout; "
-            "train without it, or keep flash_attn's own function where it is needed"
-        )
-    if alibi_slopes is not None:
-        raise UnsupportedError(
-            "alibi_slopes: got slopes, accepted is None: attention has no ALiBi; keep flash_attn's "
-            "own function where it is needed"
-        )
-    left, right = (None if extent < 0 else extent for extent in window_size)
-    if causal:
-        right = None
-    return None if left is None and right is None else (left, right)
-
-
-def _unpacked(
-    name: str, packed: Any, parts: int, rows: str = "batch, seq"
-) -> tuple[torch.Tensor, ...]:
-    """Views of the parts, which are behind `rows`. By unbind: its gradient is one stack, where that
-    of an index is zeros of the whole for each part, and their sum."""
-    _check_tensor(name, packed)
-    axis = 1 + rows.count(",")
-    if packed.dim() != axis + 3 or packed.shape[axis] != parts:
-        raise InvalidArgumentError(
-            f"{name}: got shape {tuple(packed.shape)}, accepted is [{rows}, {parts}, heads, dim]"
-        )
-    parts_of: tuple[torch.Tensor, ...] = packed.unbind(axis)
-    return parts_of
-
-
-def _check_tensor(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentTypeError(f"{name}: got {type(tensor).__name__}, accepted is a torch.Tensor")
-
-
-def _check_rank(rank: int, **tensors: Any) -> None:
-    for name, tensor in tensors.items():
-        _check_tensor(name, tensor)
-        if tensor.dim() != rank:
-            verb = "is" if rank == 1 else "are"
-            raise InvalidArgumentError(
-                f"{name}: got {tensor.dim()} dimensions, accepted {verb} {rank}"
-            )

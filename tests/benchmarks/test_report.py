@@ -269,6 +269,29 @@ def test_a_cpu_record() -> None:
     assert "2 threads; geometric mean of the ratios 1.50, from 1.20 to 2.00:" in lines
 
 
+def test_padded_batches_on_the_cpu() -> None:
+    cells = [
+        {"threads": 2, "dtype": "fp32", "dim": 64, "batch": batch, "seq": seq, "side": side,
+         "ours_gflops": 49.6, "ratio": 1.5, "ours_ms": 2.0}
+        for batch, seq, side in ((8, 256, "right"), (32, 256, "right"), (8, 256, "left"))
+    ]  # fmt: skip
+    cells[0]["nested_ms"] = 30.0
+    record = {
+        "batch": [8, 32],
+        "heads": 8,
+        "environment": {"cpu": "A CPU", "isa": "avx2", "torch": "2.13.0", "commit": "abc",
+                        "time": "2026-11-21T10:00:00"},
+        "summary_by_threads": {"2": {"geometric_mean": 1.5, "lowest": 1.2, "highest": 2.0}},
+        "cells": cells,
+    }  # fmt: skip
+    lines = report.render_cpu_padded(source(record)).splitlines()
+    assert "|  | B=8 S=256 | B=32 S=256 |" in lines
+    assert "| fp32 D=64 right | 50 (1.50), jagged 15 | 50 (1.50) |" in lines
+    assert "| fp32 D=64 left | 50 (1.50) | - |" in lines
+    command = "python benchmarks/cpu_attention.py --padded --threads 2 --dtypes fp32"
+    assert f"{command} --batch 8 --seq 256 --dims 64" in lines
+
+
 def test_what_calls_cost_the_host() -> None:
     lines = report.render_host_cost(source(bench_records.host_cost())).splitlines()
     assert lines == [

@@ -24,14 +24,9 @@
 #include "flashmoe/flashmoe.h"
 #include "fuzz_call.h"
 #include "fuzz_faults.h"
+#include "fuzz_gradients.h"
 
 namespace {
-
-// Of outputs of magnitude 2; a logit is a sum of `dim` products, and its error enters the exponent.
-double tolerance(flashmoe_dtype dtype, double scale, int64_t dim) {
-  const double unit = dtype.bits >= 32 ? 2e-5 : dtype.code == FLASHMOE_DTYPE_FLOAT ? 4e-3 : 3e-2;
-  return unit * (1 + scale * static_cast<double>(dim) / 64);
-}
 
 // ---- running and judging --------------------------------------------------------------------
 
@@ -108,13 +103,6 @@ void expect_refusal(const Call& call, const Judgement& judgement, flashmoe_statu
 
 void expect_memory_unchanged(const Call& call) {
   for (const Argument* argument : call.arguments) EXPECT(call, argument->unchanged());
-}
-
-// An element's bytes become what they were before the call.
-void restore(Argument* argument, const unsigned char* element) {
-  const size_t offset = static_cast<size_t>(element - argument->block.get());
-  std::memcpy(argument->block.get() + offset, argument->before.data() + offset,
-              argument->tensor.dtype.bits / 8);
 }
 
 // The extents of a valid call.
@@ -199,53 +187,6 @@ void expect_output(Call* call) {
   expect_memory_unchanged(*call);
 }
 
-// A gradient in double precision, and the sum of the magnitudes of its terms.
-class Sums {
- public:
-  Sums(int64_t batch, int64_t seq, int64_t heads, int64_t dim)
-      : seq_(seq),
-        heads_(heads),
-        dim_(dim),
-        sums_(static_cast<size_t>(batch * seq * heads * dim)) {}
-
-  void add(int64_t b, int64_t s, int64_t h, int64_t d, double term) {
-    Sum& sum = sums_[index(b, s, h, d)];
-    sum.value += term;
-    sum.magnitude += std::fabs(term);
-  }
-
-  // Each element of the gradient against its sum.
-  void compare(Call* call, Argument* gradient, double unit) {
-    for (size_t i = 0; i < sums_.size(); ++i) {
-      const auto at = static_cast<int64_t>(i);
-      const int64_t d = at % dim_, h = at / dim_ % heads_, s = at / dim_ / heads_ % seq_;
-      const int64_t b = at / dim_ / heads_ / seq_;
-      const unsigned char* element = gradient->rank == 1 ? gradient->element(h, 0, 0, 0)
-                                                         : element_at(*call, *gradient, b, s, h, d);
-      const double got = load(element, gradient->tensor.dtype);
-      restore(gradient, element);
-      const double before = load(element, gradient->tensor.dtype);
-      const double expected = sums_[i].value + (call->backward.accumulate != 0 ? before : 0.0);
-      const double allowed = unit * (sums_[i].magnitude + std::fabs(expected));
-      // Beyond fp16 there is infinity, and below it nothing.
-      const bool overflows = std::fabs(expected) + allowed >= 65504;
-      EXPECT(*call, overflows || std::fabs(got - expected) <= allowed + 1e-7);
-    }
-  }
-
- private:
-  struct Sum {
-    double value = 0;
-    double magnitude = 0;
-  };
-  size_t index(int64_t b, int64_t s, int64_t h, int64_t d) const {
-    return static_cast<size_t>(((b * seq_ + s) * heads_ + h) * dim_ + d);
-  }
-
-  int64_t seq_, heads_, dim_;
-  std::vector<Sum> sums_;
-};
-
 // The gradients against a plain loop; then everything but their elements against the poison.
 void expect_gradients(Call* call) {
   const Extents e(*call);
@@ -310,10 +251,10 @@ void expect_gradients(Call* call) {
     }
   }
   const double unit = tolerance(call->q.tensor.dtype, scale, e.dim);
-  if (call->backward.dq != nullptr) dq.compare(call, &call->dq, unit);
-  if (call->backward.dk != nullptr) dk.compare(call, &call->dk, unit);
-  if (call->backward.dv != nullptr) dv.compare(call, &call->dv, unit);
-  if (call->backward.dsinks != nullptr) dsinks.compare(call, &call->dsinks, unit);
+  EXPECT(*call, call->backward.dq == nullptr || dq.are(*call, &call->dq, unit));
+  EXPECT(*call, call->backward.dk == nullptr || dk.are(*call, &call->dk, unit));
+  EXPECT(*call, call->backward.dv == nullptr || dv.are(*call, &call->dv, unit));
+  EXPECT(*call, call->backward.dsinks == nullptr || dsinks.are(*call, &call->dsinks, unit));
   expect_memory_unchanged(*call);
 }
 

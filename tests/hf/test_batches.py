@@ -233,3 +233,32 @@ def test_generation_from_a_padded_batch(
     assert len(launches) >= 2 * 8
     assert said(caplog) == []
     assert (hf.report().ours, hf.report().stock) == (2 * 8, 0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_decoding_that_inductor_compiles(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """From a padded batch into a static cache: one graph of all steps, whose launches are ours."""
+    ours, stock, _ = models(kind, "cpu", torch.float32)
+    kernels: list[str] = []
+    other = torch.zeros(1, 1, 1, 8)
+
+    def read_back(_: Any, scores: Any) -> Any:
+        kernels.extend(launch.kernel for launch in flashmoe_science.last_launches())
+        flashmoe_science.flash_attention(other, other, other)  # what is not ours leaves this one
+        return scores
+
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0,
+                "attention_mask": masked("left")}  # fmt: skip
+    compiling = transformers.CompileConfig(fullgraph=True, backend="inductor", mode="default")
+    compiling._compile_all_devices = True  # the CPU as well
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    made = ours.generate(TOKENS, **settings, logits_processor=[read_back],
+                         cache_implementation="static", compile_config=compiling)  # fmt: skip
+    assert torch.equal(made, stock.generate(TOKENS, **settings))
+    assert torch._dynamo.utils.counters["inductor"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert len(kernels) == 6
+    assert all(kernel.endswith("_d16_dv16") for kernel in kernels), kernels
+    assert said(caplog) == []
+    assert sum(layer.ours for layer in hf.report().compiled) >= 2

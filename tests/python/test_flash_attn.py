@@ -40,13 +40,21 @@ TENSORS = {
     "flash_attn_func": ["q", "k", "v"],
     "flash_attn_qkvpacked_func": ["qkv"],
     "flash_attn_kvpacked_func": ["q", "kv"],
-    "flash_attn_varlen_func": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-                               "max_seqlen_k"],
+    "flash_attn_varlen_func": ["q", "k", "v", "cu_seqlens_q"],
     "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen"],
     "flash_attn_varlen_kvpacked_func": ["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
                                         "max_seqlen_k"],
 }  # fmt: skip
+OFFSETS = ["cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]  # of varlen_func, before the options
 FURTHER = {"flash_attn_varlen_func": {"block_table": None}}
+# By name alone, as FlashAttention 3 and vLLM have them.
+NAMED = {
+    "flash_attn_func": ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk",
+                        "num_splits", "pack_gqa", "sm_margin", "s_aux", "learnable_sink",
+                        "return_softmax_lse", "out"],
+}  # fmt: skip
+NAMED["flash_attn_varlen_func"] = ["page_table", "seqused_q", "seqused_k", "scheduler_metadata",
+                                   "fa_version", *NAMED["flash_attn_func"]]  # fmt: skip
 # What is said, and what it means as flash_attention and the reference have it.
 MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -79,9 +87,13 @@ def test_arguments_are_flash_attentions(name: str) -> None:
     parameters = inspect.signature(getattr(flash_attn, name)).parameters
     required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]
     assert required == TENSORS[name]
-    options = {n: p.default for n, p in parameters.items() if n not in required}
-    assert list(options.items()) == list((OPTIONS | FURTHER.get(name, {})).items())
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+    options = {n: p.default for n, p in parameters.items()
+               if n not in required and p.kind is p.POSITIONAL_OR_KEYWORD}  # fmt: skip
+    offsets = OFFSETS if name == "flash_attn_varlen_func" else []
+    want = dict.fromkeys(offsets) | OPTIONS | FURTHER.get(name, {})
+    assert list(options.items()) == list(want.items())
+    named = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    assert sorted(named) == sorted(NAMED.get(name, []))
 
 
 def test_what_there_is() -> None:
@@ -411,7 +423,8 @@ def merged_of(prefix: Any, prefix_lse: Any, suffix: Any, suffix_lse: Any) -> tup
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_merge_attn_states(dtype: Any) -> None:
-    names = ["output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse"]
+    names = ["output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse",
+             "prefill_tokens_with_context", "output_scale"]  # fmt: skip
     assert list(inspect.signature(flash_attn.merge_attn_states).parameters) == names
     prefix, prefix_lse, suffix, suffix_lse = given = parts(dtype)
     prefix_lse[0, 1], suffix_lse[1, 2] = torch.inf, -torch.inf
@@ -447,8 +460,44 @@ def test_merge_attn_states_of_prefix_and_suffix() -> None:
     torch.testing.assert_close(output_lse, lse[0])
 
 
+def test_merge_attn_states_of_tokens_without_context() -> None:
+    prefix, prefix_lse, suffix, suffix_lse = parts()
+    output, output_lse = torch.empty_like(prefix), torch.empty_like(prefix_lse)
+    flash_attn.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse)
+    want = torch.cat([output[:4], suffix[4:]])
+    before = prefix_lse.clone()
+    prefix[4:] = torch.nan
+    flash_attn.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse, 4)
+    assert torch.equal(output, want)
+    assert torch.equal(output_lse[:, 4:], suffix_lse[:, 4:])
+    assert torch.equal(prefix_lse, before)
+
+
+def test_merge_attn_states_to_fp8() -> None:
+    given = parts(torch.bfloat16)
+    given[0][2, 1], given[2][2, 1] = 1000, 1000
+    scale = torch.tensor([0.25])
+    output = torch.empty_like(given[0], dtype=torch.float8_e4m3fn)
+    flash_attn.merge_attn_states(output, *given, output_scale=scale)
+    wide = torch.empty_like(given[0], dtype=torch.float32)
+    flash_attn.merge_attn_states(wide, *given)
+    assert (output[2, 1].float() == 448).all()
+    torch.testing.assert_close(output.double(), (wide.double() * 4).clamp(-448, 448),
+                               rtol=2.0**-4, atol=2.0**-10)  # fmt: skip
+
+
 def test_merge_attn_states_refuses() -> None:
     prefix, prefix_lse, suffix, suffix_lse = parts()
+    with pytest.raises(ValueError, match=r"^output_scale: got None with an output of torch.float8"):
+        flash_attn.merge_attn_states(
+            torch.empty_like(prefix, dtype=torch.float8_e4m3fn),
+            prefix, prefix_lse, suffix, suffix_lse,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^output_scale: got one with an output of torch.float32"):
+        flash_attn.merge_attn_states(
+            torch.empty_like(prefix), prefix, prefix_lse, suffix, suffix_lse,
+            output_scale=torch.ones(1),
+        )  # fmt: skip
     output = torch.empty_like(prefix)
     call = flash_attn.merge_attn_states
     with pytest.raises(ValueError, match="prefix_lse: got 3 dimensions, accepted are 2"):

@@ -15,6 +15,10 @@ torch = pytest.importorskip("torch", minversion="2.6")
 import flashmoe_science as fm  # noqa: E402
 import flashmoe_science.torch as fmt  # noqa: E402
 from flashmoe_science import _warn_once  # noqa: E402
+from flashmoe_science.flash_attn import (  # noqa: E402
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 
 F = torch.nn.functional
 LENGTHS_Q, LENGTHS_K = (5, 0, 9, 1), (7, 3, 9, 20)
@@ -92,6 +96,30 @@ def test_blocks_and_lengths() -> None:
     assert lse.shape == (4, len(q))
 
 
+def test_gradients_of_sixteen_thousand_sequences() -> None:
+    """Against float64 on all rows at once, each beside the 9 keys that its sequence has at most."""
+    lengths = torch.randint(0, 10, (2, 16384), generator=torch.Generator().manual_seed(5))
+    queries, keys = lengths[0] // 2, lengths[1]
+    cu_q, cu_k = (F.pad(x.cumsum(0), (1, 0)).int() for x in (queries, keys))
+    q, k, v = (
+        normal(int(total), 1, 8, seed=seed).requires_grad_()
+        for seed, total in enumerate((cu_q[-1], cu_k[-1], cu_k[-1]))
+    )
+    out = fmt.varlen_attn(q, k, v, cu_q, cu_k, 4, 9, window_size=(-1, 0))
+    of = torch.arange(16384).repeat_interleave(queries)
+    last = torch.arange(len(of)) - cu_q[of] + keys[of] - queries[of]
+    at = (cu_k[of, None] + torch.arange(9)).clamp(max=len(k) - 1)  # [row, key]
+    seen = torch.arange(9) <= last[:, None].clamp(max=8)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    logits = torch.einsum("rd,rkd->rk", wide[0][:, 0], wide[1][at, 0]) / 8**0.5
+    weights = logits.masked_fill(~seen, -1e30).softmax(-1) * seen
+    want = torch.einsum("rk,rkd->rd", weights, wide[2][at, 0])
+    torch.testing.assert_close(out[:, 0].double(), want, atol=1e-5, rtol=1e-5)
+    made = torch.autograd.grad(out.sin().sum(), (q, k, v))
+    for a, b in zip(made, torch.autograd.grad(want.sin().sum(), wide), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.gpu
 def test_on_the_gpu_torchs_own_results_and_gradients() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
@@ -157,6 +185,43 @@ def test_one_graph_for_all_lengths() -> None:
         assert torch.equal(compiled(*given), call(*given))
 
 
+@pytest.mark.parametrize(
+    ("name", "gradients"),
+    [("varlen_attn", False), ("varlen_attn", True), ("varlen_func", False), ("varlen_func", True),
+     ("with_kvcache", False)],
+)  # fmt: skip
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_one_graph_for_all_bounds(dynamic: bool | None, name: str, gradients: bool) -> None:
+    """The longest sequences of each batch as numbers: symbols from the first call, or from the
+    second."""
+    keys = [normal(2, 30, 2, 16, seed=seed) for seed in (5, 6)]
+
+    def call(q: Any, k: Any, v: Any, cu: Any, longest_q: int, longest_k: int) -> Any:
+        if name == "varlen_attn":
+            return fmt.varlen_attn(q, k, v, cu, cu, longest_q, longest_k, window_size=(-1, 0))
+        if name == "varlen_func":
+            return flash_attn_varlen_func(q, k, v, cu, cu, longest_q, longest_k, causal=True)
+        return flash_attn_with_kvcache(
+            q, *keys, k, v, cache_seqlens=cu[:2], cu_seqlens_q=cu, cu_seqlens_k_new=cu,
+            max_seqlen_q=longest_q, causal=True,
+        )  # fmt: skip
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    learnt = 1 if dynamic else 2
+    batches = ((9, 6), (5, 10), (13, 2), (14, 1), (8, 7))  # of as many tokens: bounds alone differ
+    for number, lengths in enumerate(batches):
+        rows = [normal(15, 2, 16, seed=seed).requires_grad_(gradients) for seed in (1, 2, 3)]
+        given = (*rows, starts(lengths), max(lengths), max(lengths) + number % 2)
+        with torch.compiler.set_stance("default" if number < learnt else "fail_on_recompile"):
+            out = compiled(*given)
+        want = call(*given)
+        assert torch.equal(out, want)
+        if gradients:
+            made, expected = (torch.autograd.grad(x.sin().sum(), rows) for x in (out, want))
+            assert all(map(torch.equal, made, expected))
+
+
 # ---- jagged tensors ---------------------------------------------------------------------------
 
 
@@ -207,21 +272,46 @@ def test_jagged_tensors_with_holes_and_grouped_heads() -> None:
         assert torch.equal(out[b].transpose(0, 1), want[0])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_jagged_tensors_in_a_graph(backend: str) -> None:
-    def call(q: Any, k: Any, v: Any, offsets: Any) -> Any:
-        q, k, v = (
+BATCHES = (LENGTHS_Q, (3, 14), (1, 1, 1, 12, 0), (20, 7), (4,), (2,) * 9)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("given", ["rows", "jagged"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_jagged_tensors_in_one_graph(dynamic: bool | None, given: str, gradients: bool) -> None:
+    """Of any number of sequences, tokens and lengths: dynamic from the first call, or by what torch
+    learns from the second. Nested tensors are made in the graph, or are its inputs."""
+
+    def nest(q: Any, k: Any, v: Any, offsets: Any) -> list[Any]:
+        return [
             torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in (q, k, v)
-        )
+        ]
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
         out = fmt.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).values()
 
+    def of_rows(*given: Any) -> Any:
+        return attend(*nest(*given))
+
     torch._dynamo.reset()
-    compiled = torch.compile(call, backend=backend, dynamic=True)
-    q, k, v = (normal(15, 2, 16, seed=seed) for seed in (1, 2, 3))
-    for lengths in (LENGTHS_Q, (3, 12), (1, 1, 1, 12, 0)):
+    function = of_rows if given == "rows" else attend
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    learnt = 1 if dynamic else 2
+    for call, lengths in enumerate(BATCHES):
+        rows = [normal(sum(lengths), 2, 16, seed=seed) for seed in (1, 2, 3)]
+        rows = [x.requires_grad_(gradients) for x in rows]
         offsets = starts(lengths).long()
-        torch.testing.assert_close(compiled(q, k, v, offsets), call(q, k, v, offsets))
+        tensors = (*rows, offsets) if given == "rows" else nest(*rows, offsets)
+        with torch.compiler.set_stance("default" if call < learnt else "fail_on_recompile"):
+            out = compiled(*tensors)
+        cu = offsets.int()
+        want = fm.flash_attention(*(x[None] for x in rows), causal=True, cu_seqlens_q=cu,
+                                  cu_seqlens_k=cu)[0]  # fmt: skip
+        assert torch.equal(out, want)
+        if gradients:
+            made, expected = (torch.autograd.grad(x.sin().sum(), rows) for x in (out, want))
+            assert all(map(torch.equal, made, expected))
 
 
 def test_nested_tensors_that_are_not_ours(caplog: pytest.LogCaptureFixture) -> None:

@@ -137,10 +137,12 @@ def _checked(fake: Callable[..., Any], check: Callable[..., Any]) -> Callable[..
 
 
 def _check_early(check: Callable[..., Any], *arguments: Any) -> None:
-    """check(*arguments) where all extents are known, and it is known what the device lacks: what it
-    raises is right then. Those that are symbols are checked when the graph runs."""
+    """check(*arguments) where all numbers are known, and it is known what the device lacks: what it
+    raises is right then. Those that are symbols are checked when the graph runs: reading one here
+    would make a graph of its value alone."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
+    numbers = (n for x in tensors for n in (*x.shape, *x.stride()))
+    known = not any(isinstance(n, torch.SymInt) for n in (*arguments, *numbers))
     if not known or len({x.device for x in tensors}) != 1:
         return
     try:
