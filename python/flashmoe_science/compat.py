@@ -1,8 +1,9 @@
 """Names of the predecessor of this package that still make sense.
 
 Its tensors were [batch, heads, seq, dim] and its options positional. New code uses
-flash_attention, of which these are thin aliases. Its names of the backward pass return with that
-feature. FlashMoELayer is in flashmoe_science.torch, for inference.
+flash_attention, of which these are thin aliases. Gradients are flash_attention_backward's, with
+arguments of today, and torch's and JAX's differentiation calls it by itself. FlashMoELayer and
+FlashMoEScienceAttention are in flashmoe_science.torch, and train.
 
 fused_moe is flashmoe_science.fused_moe under its old name, with other arguments: the predecessor's
 took one matrix an expert and dense probabilities, and returned its input. What it promised is
