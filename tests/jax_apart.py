@@ -3,9 +3,10 @@
     python tests/jax_apart.py fp32      on the first two devices of JAX's default platform
 
 Tokens apart with the same weights, experts apart with the outputs added up, groups of ragged_dot
-apart, heads apart, keys apart from queries that all devices have: as without shard_map, and nothing
-but the sum of outputs is exchanged; gradients likewise, where they are computed. Then arrays that
-are apart without shard_map, pmap, and arrays of one device or no device yet.
+apart, heads apart, with sinks and without, keys apart from queries that all devices have: as
+without shard_map, and nothing but the sum of outputs is exchanged; gradients likewise, where they
+are computed. Then arrays that are apart without shard_map, pmap, and arrays of one device or no
+device yet.
 """
 
 from __future__ import annotations
@@ -156,6 +157,22 @@ def main(dtype: str) -> None:
         for got, summed in zip(gradients, jax.grad(in_turn, (0, 1))(q[:2], q), strict=True):
             assert float(jnp.abs(summed).max()) > 3 * tolerance
             close(got, summed)
+
+        # Sinks are apart with their heads; of sequences apart each device has a share of dsinks.
+        sinks = jnp.asarray([0.5, -1.0], jnp.float32)
+
+        def with_sinks(q: Any, sinks: Any) -> Any:
+            return fm.flash_attention(q, q, q, causal=True, sinks=sinks)
+
+        undivided = jax.grad(loss(with_sinks), (0, 1))(q, sinks)
+        assert float(jnp.abs(undivided[1]).max()) > 3 * tolerance
+        for part, of_sinks in ((P(None, None, "d"), P("d")), (P("d"), P())):
+            parted = shard_map(with_sinks, mesh=mesh, in_specs=(part, of_sinks), out_specs=part)
+            for transform in (lambda f: f, jax.checkpoint):
+                made = jax.jit(jax.grad(loss(transform(parted)), (0, 1)))(q, sinks)
+                assert made[1].dtype == jnp.float32
+                for got, summed in zip(made, undivided, strict=True):
+                    close(got, summed)
 
     # XLA gathers what it knows no way to part.
     for spec in (P("d"), P(None, None, "d"), P()):

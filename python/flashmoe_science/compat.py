@@ -1,8 +1,9 @@
 """Names of the predecessor of this package that still make sense.
 
 Its tensors were [batch, heads, seq, dim] and its options positional. New code uses
-flash_attention, of which these are thin aliases. flash_attention_backward is the package's, with
-arguments of its own, and FlashMoELayer is in flashmoe_science.torch.
+flash_attention, of which these are thin aliases. Gradients are flash_attention_backward's, with
+arguments of today, and torch's and JAX's differentiation calls it by itself. FlashMoELayer and
+FlashMoEScienceAttention are in flashmoe_science.torch, and train.
 
 fused_moe is flashmoe_science.fused_moe under its old name, with other arguments: the predecessor's
 took one matrix an expert and dense probabilities, and returned its input. What it promised is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import capi
@@ -310,31 +311,45 @@ def test_gradients_in_fp32(isa_library: ctypes.CDLL, dtype: str) -> None:
         np.testing.assert_array_equal(bits(x.astype(y.dtype)), bits(y))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
 @pytest.mark.parametrize("wide", [False, True], ids=["as_the_tensors", "fp32"])
-def test_accumulate(isa_library: ctypes.CDLL, dtype: str, wide: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": "top_left"},
+        {"window": (60, 30), "dlse": True},
+        {"softcap": 1.5, "dlse": True},
+        {"causal": "bottom_right", "window": (50, None), "softcap": 3.0, "dlse": True},
+    ],
+    ids=str,
+)
+def test_accumulate(
+    isa_library: ctypes.CDLL, dtype: str, wide: bool, options: dict[str, Any]
+) -> None:
     rng = np.random.default_rng(12)
-    kind = capi.DTYPES[dtype]
+    kind = capi.DTYPES.get(dtype, FP64)
+    exactly = FP64 if dtype == "fp64" else np.dtype(np.float32)
     case = Case(
-        rng, kind, seq=(210, 230), heads=(4, 2), dims=(72, 40), causal="top_left",
-        sinks=np.array([0, 1, 2, 3], np.float32).astype(kind), lib=isa_library,
+        rng, kind, seq=(210, 190), heads=(4, 2), dims=(72, 40),
+        sinks=np.array([0, 1, 2, 3], np.float32).astype(kind), lib=isa_library, **options,
     )  # fmt: skip
     own = np.dtype(np.float32) if wide else kind
     given = (case.q, case.k, case.v, case.sinks)
     before = Gradients(*(normal(rng, x.shape, own) for x in given))
     after = Gradients(*(x.copy() for x in before))
-    tensors = dict(zip(("dout", "q", "k", "v", "out", "lse"), case.inputs[:6], strict=True))
+    names = ("dout", "q", "k", "v", "out", "lse", "dlse")
+    tensors = dict(zip(names, case.inputs, strict=True))
     params = capi.attention_backward_params(
         tensors | after._asdict() | {"sinks": case.sinks}, accumulate=True, **case.options
     )
     capi.run_attention_backward(params, isa_library)
-    part = case.run(isa_library, dtype=np.dtype(np.float32))
+    part = case.run(isa_library, dtype=exactly)
     for x, old, added in zip(after, before, part, strict=True):
-        exact = old.astype(np.float32) + added
+        exact = old.astype(exactly) + added
         np.testing.assert_array_equal(bits(x), bits(exact.astype(own)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
 @pytest.mark.parametrize(
     "wanted",
     [("dq",), ("dk",), ("dv",), ("dsinks",), ("dq", "dv"), ("dk", "dv"), ("dq", "dk", "dsinks")],
@@ -343,7 +358,7 @@ def test_accumulate(isa_library: ctypes.CDLL, dtype: str, wide: bool) -> None:
 def test_wanted_gradients(isa_library: ctypes.CDLL, dtype: str, wanted: tuple[str, ...]) -> None:
     rng = np.random.default_rng(11)
     case = Case(
-        rng, capi.DTYPES[dtype], seq=(210, 230), causal="bottom_right",
+        rng, capi.DTYPES.get(dtype, FP64), seq=(210, 230), causal="bottom_right",
         sinks=np.array([0.5, 3.0], np.float32), lib=isa_library,
     )  # fmt: skip
     every = case.run(isa_library)
@@ -355,11 +370,11 @@ def test_wanted_gradients(isa_library: ctypes.CDLL, dtype: str, wanted: tuple[st
             assert getattr(some, name) is None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
 def test_any_strides(isa_library: ctypes.CDLL, dtype: str) -> None:
     """Of inputs and of gradients, between which nothing is written."""
     rng = np.random.default_rng(10)
-    kind = capi.DTYPES[dtype]
+    kind = capi.DTYPES.get(dtype, FP64)
     how = {"causal": "bottom_right", "lib": isa_library}
     case = Case(rng, kind, batch=2, seq=(130, 210), heads=(4, 2), dims=(24, 40), **how)
     straight = case.run(isa_library)
@@ -379,7 +394,7 @@ def test_any_strides(isa_library: ctypes.CDLL, dtype: str) -> None:
         name: middle(spread(x, np.nan))
         for name, x in zip(("dout", "q", "k", "v", "out"), case.inputs[:5], strict=True)
     }
-    wide = np.full((2, 130, 3, 4), np.nan, np.float32)
+    wide = np.full((2, 130, 3, 4), np.nan, case.lse.dtype)
     tensors["lse"] = wide[..., 1, :].transpose(0, 2, 1)
     tensors["lse"][...] = case.lse
     large = {name: spread(x, 7.0) for name, x in straight._asdict().items() if x is not None}
@@ -544,6 +559,42 @@ def test_hundred_runs(library: ctypes.CDLL, dtype: str) -> None:
     for _ in range(100):
         assert_same_bits(case.run(library), first)
     library.flashmoe_set_num_threads(0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+def test_thousand_runs_while_others_disturb(library: ctypes.CDLL, dtype: str) -> None:
+    """Threads of other calls take the processors away, so that parts of a call are late."""
+    kind = capi.DTYPES.get(dtype, FP64)
+    case = Case(
+        np.random.default_rng(18), kind, seq=(40, 100), heads=(4, 2), dims=(16, 24),
+        sinks=np.array([1.0, 2.0, 0.0, -1.0], np.float32), causal="bottom_right", dlse=True,
+    )  # fmt: skip
+    done = threading.Event()
+    others: list[int] = []
+
+    def disturb(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        other = Case(rng, kind, seq=(int(rng.integers(20, 100)), 30), dims=(8, 8))
+        calls = 0
+        while not done.is_set():
+            other.run(library)
+            calls += 1
+        others.append(calls)
+
+    library.flashmoe_set_num_threads(4)
+    threads = [threading.Thread(target=disturb, args=(seed,)) for seed in range(3)]
+    first = case.run(library)
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(1000):
+            assert_same_bits(case.run(library), first)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        library.flashmoe_set_num_threads(0)
+    assert len(others) == 3 and min(others) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,8 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import flashmoe_science as fm
 import ml_dtypes
 import numpy as np
+import producers
 import pytest
 from dlpack_objects import HandMade
+from producers import Producer
+from reference import to_numpy
 from reference_backward import assert_gradients_accurate
 
 torch = pytest.importorskip("torch")
@@ -101,6 +104,28 @@ def test_objects_with_dlpack_alone() -> None:
     got = fm.flash_attention_backward(*wrapped, **HOW)
     for x, y in zip(got[:3], want[:3], strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("producer", producers.ON_CPU, ids=str)
+def test_every_producer(producer: Producer) -> None:
+    """Its own arrays, in the bits of NumPy's; sinks and dlse, too."""
+    for dtype in producer.dtypes:
+        q, k, v, dout = (producers.cast(x, dtype) for x in inputs())
+        sinks = np.array([1, -2, 3, 0], np.float32)
+        out, lse = fm.flash_attention(q, k, v, sinks=sinks, return_lse=True, **HOW)
+        dlse = np.sin(lse)
+        want = fm.flash_attention_backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, **HOW)
+        tensors = [producer.make(x, dtype) for x in (dout, q, k, v, out)]
+        lse, dlse, sinks = (producer.as_is(x) for x in (lse, dlse, sinks))
+        got = fm.flash_attention_backward(*tensors, lse, dlse=dlse, sinks=sinks, **HOW)
+        strict = producer.name in ("array-api", "array-api-strict")
+        for x, y in zip(got, want, strict=True):
+            assert isinstance(x, producer.kind)
+            np.testing.assert_array_equal(np.asarray(x) if strict else to_numpy(x), to_numpy(y))
+        dq_only = fm.flash_attention_backward(
+            *tensors, lse, sinks=sinks, wanted=(True, False, False, False), **HOW
+        )
+        assert isinstance(dq_only.dq, producer.kind) and dq_only[1:] == (None, None, None)
 
 
 def test_given_and_wanted_gradients() -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from producers import Producer
-from reference import DTYPES, assert_accurate
+from reference import DTYPES, assert_accurate, to_numpy
+from reference_backward import gradients_float64
 
 TORCH = [p for p in producers.ON_CPU if p.name.startswith("torch")]
 STRIDED = [p for p in producers.ON_CPU if p.name == "numpy"] + TORCH
@@ -96,6 +97,36 @@ def check(call: dict[str, Any]) -> None:
     assert_accurate(out, lse, *inputs, **call["options"])
 
 
+NEAR = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}  # of the largest
+
+
+def check_gradients(call: dict[str, Any]) -> None:
+    """Gradients are the producer's own arrays, and NumPy's to the last bit."""
+    producer, dtype, options = call["producer"], call["dtype"], call["options"]
+    q, k, v = (call[name] if call[name].size else call[name].copy() for name in ("q", "k", "v"))
+    if producer.name.startswith("torch"):  # torch has no negative strides
+        q, k, v = (x if min(x.strides) >= 0 else x.copy() for x in (q, k, v))
+    out, lse = fm.flash_attention(q, k, v, return_lse=True, **options)
+    rng = np.random.default_rng(0)
+    dout = producers.cast(rng.standard_normal(out.shape, np.float32), dtype)
+    dlse = rng.standard_normal(lse.shape, np.float32)
+    want = fm.flash_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    # Whether the kernels are accurate tests/cpu asks: here, that they got what was meant.
+    exact = gradients_float64(dout, q, k, v, dlse, **options)
+    for x, reference in zip(want[:3], exact[:3], strict=True):
+        most = max(1.0, float(np.abs(reference).max(initial=0.0)))
+        np.testing.assert_allclose(to_numpy(x), reference, atol=NEAR[dtype] * most)
+    tensors = [producer.make(x, dtype) for x in (dout, q, k, v, out)]
+    got = fm.flash_attention_backward(
+        *tensors, producer.as_is(lse), dlse=producer.as_is(dlse), **options
+    )
+    assert got.dsinks is None
+    for x, y in zip(got[:3], want[:3], strict=True):
+        assert isinstance(x, producer.kind)
+        x = np.asarray(x) if producer.name in ("array-api", "array-api-strict") else to_numpy(x)
+        np.testing.assert_array_equal(x, to_numpy(y))
+
+
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(calls(STRIDED))
 def test_any_valid_call(call: dict[str, Any]) -> None:
@@ -106,6 +137,22 @@ def test_any_valid_call(call: dict[str, Any]) -> None:
 @given(calls([p for p in producers.ON_CPU if p not in STRIDED]))
 def test_any_valid_call_through_dlpack_and_jax(call: dict[str, Any]) -> None:
     check(call)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(calls(STRIDED))
+def test_any_gradients(call: dict[str, Any]) -> None:
+    check_gradients(call)
+
+
+@pytest.mark.parametrize("producer", [p for p in producers.ON_CPU if p not in STRIDED], ids=str)
+def test_any_gradients_through_dlpack_and_jax(producer: Producer) -> None:
+    @settings(deadline=None, max_examples=8, derandomize=True)
+    @given(calls([producer]))
+    def run(call: dict[str, Any]) -> None:
+        check_gradients(call)
+
+    run()
 
 
 WRONG_EXTENTS = st.sampled_from((-1, 0, 1, 3, 7, 12, 257, 264, 2**31, 2**62, 2**63 - 1))

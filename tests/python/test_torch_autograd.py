@@ -55,6 +55,47 @@ def test_gradcheck_of_out_and_lse(layout: str, how: dict[str, Any]) -> None:
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("seq_q", "how"),
+    [
+        (5, {"softcap": 1.5, "window": (2, 1)}),
+        (5, {"causal": "top_left", "window": (3, None)}),
+        (9, {"causal": "top_left", "scale": 0.7}),
+        (9, {"causal": True}),  # the first two rows see no key
+        (9, {"causal": True, "window": (1, None), "softcap": 0.8}),
+        (12, {"window": (0, 0), "softcap": 3.0}),  # nor do the first five
+    ],
+    ids=str,
+)
+def test_gradcheck_of_every_option(
+    seq_q: int, how: dict[str, Any], sinks: bool, layout: str
+) -> None:
+    """In float64, of out and lse where that is finite, by q, k, v and sinks."""
+    shapes = [(1, seq_q, 2, 8), (1, 7, 1, 8), (1, 7, 1, 16)]
+    tensors = [normal(shape, "cpu", torch.float64, seed) for seed, shape in enumerate(shapes)]
+    if layout == "bhsd":
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    if sinks:
+        tensors.append(torch.tensor([0.5, 3.0], dtype=torch.float64))
+
+    for function in (fm.flash_attention, fmt.flash_attention):
+
+        def outputs(
+            q: Any, k: Any, v: Any, sinks: Any = None, function: Any = function
+        ) -> tuple[Any, Any]:
+            out, lse = function(q, k, v, sinks=sinks, layout=layout, return_lse=True, **how)
+            return out, lse.where(lse > -torch.inf, 0.0)
+
+        fast = function is fmt.flash_attention
+        given = [x.requires_grad_() for x in tensors]
+        assert torch.autograd.gradcheck(outputs, given, fast_mode=fast)
+    _, lse = fm.flash_attention(*tensors[:3], layout=layout, return_lse=True, **how)
+    blind = 2 if how.get("causal") is True and seq_q == 9 else 5 if seq_q == 12 else 0
+    assert int((lse[0, 0] == -torch.inf).sum()) == blind
+
+
 def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = _autograd.flash_attention_backward

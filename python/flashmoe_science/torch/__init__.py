@@ -10,14 +10,18 @@ here, and modules with the weights of those people have.
 
 Importing this module registers the operators torch.ops.flashmoe.*, and tells torch.compile that the
 functions of flashmoe_science are these; where that package is imported, torch.compile imports this
-one by itself. Attention has gradients; of the mixture of experts they are refused.
+one by itself. Attention and the mixture of experts have gradients.
 """
 
 from flashmoe_science.torch.append import kv_append
 from flashmoe_science.torch.check import check_sequences
 from flashmoe_science.torch.gather import kv_gather
 from flashmoe_science.torch.merge import merge_states
-from flashmoe_science.torch.modules import FlashMoELayer, MultiheadAttention
+from flashmoe_science.torch.modules import (
+    FlashMoELayer,
+    FlashMoEScienceAttention,
+    MultiheadAttention,
+)
 from flashmoe_science.torch.operators import (
     flash_attention,
     flash_attention_backward,
@@ -32,6 +36,7 @@ from flashmoe_science.torch.varlen import varlen_attn, varlen_attn_out
 
 __all__ = [
     "FlashMoELayer",
+    "FlashMoEScienceAttention",
     "MultiheadAttention",
     "check_sequences",
     "flash_attention",

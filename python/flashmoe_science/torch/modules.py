@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,6 +109,158 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return split[None]
         return split if self.batch_first else split.transpose(0, 1)
+
+
+class FlashMoEScienceAttention(nn.Module):
+    """Self-attention with its projections, computed by flash_attention.
+
+    Parameters have the names and shapes of Hugging Face transformers' layers (version 5): Llama,
+    Mistral, with qkv_bias Qwen2, with sinks and all biases gpt-oss. There is no cache of keys.
+
+        q_proj.weight    [num_heads * head_dim, H]
+        k_proj.weight    [num_kv_heads * head_dim, H]
+        v_proj.weight    [num_kv_heads * head_dim_v, H]
+        o_proj.weight    [H, num_heads * head_dim_v]
+        q_proj.bias, k_proj.bias, v_proj.bias     with qkv_bias
+        o_proj.bias      [H], with out_bias
+        sinks            [num_heads], with sinks
+
+    Args:
+        hidden_size, num_heads: H, and how many heads queries have.
+        num_kv_heads: Heads of keys and values, a divisor of num_heads; None is as many.
+        head_dim: Of queries and keys; None is H / num_heads. head_dim_v: Of values; None is
+            head_dim.
+        causal, window, scale, softcap, kernel: As of flash_attention.
+        sinks: Whether each head has a learned sink.
+        qkv_bias, out_bias: Whether projections have biases.
+        device, dtype: Of the parameters.
+    """
+
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        head_dim_v: int | None = None,
+        causal: bool | str = False,
+        window: Sequence[int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        kernel: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim is None and hidden_size % num_heads != 0:
+            raise InvalidArgumentError(
+                f"num_heads: got {num_heads}, accepted without a head_dim are divisors of "
+                f"hidden_size, {hidden_size}"
+            )
+        heads_kv = num_heads if num_kv_heads is None else num_kv_heads
+        if heads_kv < 1 or num_heads % heads_kv != 0:
+            raise InvalidArgumentError(
+                f"num_kv_heads: got {heads_kv}, accepted are divisors of num_heads, {num_heads}"
+            )
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, heads_kv
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.head_dim_v = self.head_dim if head_dim_v is None else head_dim_v
+        self.options: dict[str, Any] = {
+            "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+            "kernel": kernel,
+        }  # fmt: skip
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, qkv_bias, **where)
+        self.k_proj = nn.Linear(hidden_size, heads_kv * self.head_dim, qkv_bias, **where)
+        self.v_proj = nn.Linear(hidden_size, heads_kv * self.head_dim_v, qkv_bias, **where)
+        self.o_proj = nn.Linear(num_heads * self.head_dim_v, hidden_size, out_bias, **where)
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **where)) if sinks else None
+
+    def reset_parameters(self) -> None:
+        """Projections as nn.Linear's, sinks 0."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            projection.reset_parameters()
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        seqused: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> torch.Tensor:
+        """Projects, attends, and projects.
+
+        Args:
+            hidden_states: [batch, seq, H], or [seq, H].
+            position_embeddings: (cos, sin) of each row, both [batch or 1, seq, head_dim], by which
+                queries and keys are rotated: what transformers' rotary embeddings return.
+            cu_seqlens: [sequences + 1], int32: where each of the packed sequences of [1, seq, H] or
+                [seq, H] begins, and where the last ends.
+            seqused: [batch], int32: the first so many rows of each sequence count. Not with
+                cu_seqlens.
+            max_seqlen: The most rows of a sequence, where that is known.
+
+        Returns:
+            hidden_states' shape. In rows that no sequence has attention is 0, and so is its
+            gradient.
+        """
+        if hidden_states.dim() not in (2, 3):
+            raise InvalidArgumentError(
+                f"hidden_states: got {hidden_states.dim()} dimensions, accepted are 2 or 3"
+            )
+        if cu_seqlens is not None and seqused is not None:
+            raise InvalidArgumentError("seqused: got one beside cu_seqlens, accepted is None")
+        x = hidden_states if hidden_states.dim() == 3 else hidden_states[None]
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
+        if position_embeddings is not None:
+            q, k = (_rotated(heads, *position_embeddings) for heads in (q, k))
+        out = flash_attention(
+            q, k, v, sinks=self.sinks, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            seqused_q=seqused, seqused_k=seqused, max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen, **self.options,
+        ).flatten(2)  # fmt: skip
+        outside = _rows_of_no_sequence(out, cu_seqlens, seqused)
+        if outside is not None:  # there it holds anything, which the last product would read
+            out = out.masked_fill(outside[..., None], 0)
+        made: torch.Tensor = self.o_proj(out)
+        return made if hidden_states.dim() == 3 else made[0]
+
+    def extra_repr(self) -> str:
+        heads = f"{self.hidden_size}, {self.num_heads}, {self.num_kv_heads}"
+        given = {name: x for name, x in self.options.items() if x not in (None, False)}
+        return ", ".join([heads, *(f"{name}={x!r}" for name, x in given.items())])
+
+
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """[batch, seq, heads, dim]: pairs of the first half and the second, turned."""
+    first, second = heads.chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (heads * cos[..., None, :] + turned * sin[..., None, :]).to(heads.dtype)
+
+
+def _rows_of_no_sequence(
+    rows: torch.Tensor, cu_seqlens: torch.Tensor | None, seqused: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Which of [batch, seq, ...], None where a sequence has each."""
+    if cu_seqlens is None and seqused is None:
+        return None
+    index = torch.arange(rows.shape[1], device=rows.device)[None]
+    if seqused is not None:
+        return index >= seqused[:, None]
+    assert cu_seqlens is not None
+    return (index < cu_seqlens[0]) | (index >= cu_seqlens[-1])
 
 
 class _Router(nn.Module):

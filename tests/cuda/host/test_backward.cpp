@@ -91,26 +91,28 @@ template <class Traits>
 static LoadedKernel loaded_of[3][kMaxDevices];
 template <class Traits>
 static Entry entry_of(const char* name, const char* prologue, const char* behind) {
-  return {{{{name, kMain, Traits::kSharedBytes, loaded_of<Traits>[0]},
-            Dtype::kBFloat16,
-            Traits::kDim,
-            Traits::kDimV,
-            Traits::kTileQ,
-            Traits::kTileK,
-            Traits::kStages,
-            Traits::kThreads},
-           Traits::kPanels,
-           {prologue, kPrologue, 0, loaded_of<Traits>[1]},
-           64,
-           256,
-           {behind, kBehind, 256, loaded_of<Traits>[2]},
-           512,
-           Traits::kSplitFloats,
-           132,
-           Traits::kCluster},
-          Traits::kCapped,
-          kBoxColumns,
-          kKeysPerGroup};
+  const intptr_t function = 0x90 + Traits::kDim * 0x1000 + Traits::kDimV;
+  return {
+      {{{name, reinterpret_cast<const void*>(function), Traits::kSharedBytes, loaded_of<Traits>[0]},
+        Dtype::kBFloat16,
+        Traits::kDim,
+        Traits::kDimV,
+        Traits::kTileQ,
+        Traits::kTileK,
+        Traits::kStages,
+        Traits::kThreads},
+       Traits::kPanels,
+       {prologue, kPrologue, 0, loaded_of<Traits>[1]},
+       64,
+       256,
+       {behind, kBehind, 256, loaded_of<Traits>[2]},
+       512,
+       Traits::kSplitFloats,
+       132,
+       Traits::kCluster},
+      Traits::kCapped,
+      kBoxColumns,
+      kKeysPerGroup};
 }
 extern const Entry entry_bf16_d64_dv64;
 const Entry entry_bf16_d64_dv64 = entry_of<Traits<__nv_bfloat16, 64, 64>>(
@@ -137,7 +139,7 @@ const Entry entry_bf16_d256_dv256 = entry_of<Traits<__nv_bfloat16, 256, 256>>(
 
 namespace flashmoe::sm89_backward {
 
-static const void* const kMain = reinterpret_cast<const void*>(0x89);
+static const void* const kMain = reinterpret_cast<const void*>(0x89);  // the first of them
 static const void* const kPrologue = reinterpret_cast<const void*>(0x8a);
 static const void* const kSinks = reinterpret_cast<const void*>(0x8b);
 
@@ -146,8 +148,9 @@ static LoadedKernel loaded[3][kMaxDevices];
 template <int kKernel>
 static Entry entry_of(const char* name, const char* prologue, const char* sinks, Dtype dtype,
                       int dim, int tile_q, int tile_k, int shared_bytes, bool ragged = false) {
+  const auto function = reinterpret_cast<const void*>(0x89 + kKernel * 0x1000);
   return {
-      {{name, kMain, shared_bytes, loaded<kKernel>[0]}, dtype, dim, dim, tile_q, tile_k, 3, 224},
+      {{name, function, shared_bytes, loaded<kKernel>[0]}, dtype, dim, dim, tile_q, tile_k, 3, 224},
       1,
       {prologue, kPrologue, 0, loaded<kKernel>[1]},
       24,
@@ -1203,6 +1206,77 @@ void sequences_have_head_dimensions_of_their_own() {
       std::string::npos);
 }
 
+// ---- the number of multiprocessors --------------------------------------------------------------
+
+// What a call's launches get on the device of that number: 0 has 132 multiprocessors, 1 has 10.
+struct OnDevice {
+  flashmoe_plan plan;
+  std::vector<attention_backward::RaggedParams> params;  // of dense calls CommonParams alone
+};
+OnDevice on_device(Call& call, int device, size_t bytes, flashmoe_tensor* offsets = nullptr) {
+  for (flashmoe_tensor& tensor : call.tensors) tensor.device.device_id = device;
+  if (offsets != nullptr) offsets->device.device_id = device;
+  static thread_local size_t params_bytes;
+  params_bytes = bytes;
+  watch_ragged<attention_backward::RaggedParams>();
+  fake::on_launch = [](const void* params) {
+    attention_backward::RaggedParams one;
+    std::memset(static_cast<void*>(&one), 0, sizeof one);
+    std::memcpy(static_cast<void*>(&one), params, params_bytes);
+    seen_ragged<attention_backward::RaggedParams>.push_back(one);
+  };
+  CHECK(call.run(workspace, fake::stream_of(device)) == FLASHMOE_OK);
+  return {call.plan(), seen_ragged<attention_backward::RaggedParams>};
+}
+
+// Fewer blocks take the same items by the same tickets, so that sums have one order: nothing but
+// grids differs. Returns whether even they are equal.
+bool check_devices(Call& call, size_t bytes, flashmoe_tensor* offsets = nullptr) {
+  const OnDevice large = on_device(call, 0, bytes, offsets);
+  const OnDevice small = on_device(call, 1, bytes, offsets);
+  CHECK(large.params.size() == small.params.size() && large.params.size() >= 2);
+  for (size_t i = 0; i < large.params.size(); ++i) {
+    CHECK(std::memcmp(&large.params[i], &small.params[i], bytes) == 0);
+  }
+  CHECK(large.plan.workspace_bytes == small.plan.workspace_bytes);
+  bool same_grids = true;
+  for (int i = 0; i < large.plan.launch_count; ++i) {
+    const flashmoe_launch& a = large.plan.launches[i];
+    const flashmoe_launch& b = small.plan.launches[i];
+    CHECK(std::strcmp(a.kernel, b.kernel) == 0 && a.tile_m == b.tile_m && a.tile_n == b.tile_n);
+    CHECK(a.cluster == b.cluster && a.grid[0] >= b.grid[0]);
+    same_grids = same_grids && a.grid[0] == b.grid[0];
+  }
+  return same_grids;
+}
+
+void bits_do_not_depend_on_multiprocessors() {
+  const Size sizes[] = {
+      {1, 128, 128, 1, 1, 64, 64},     {4, 700, 4000, 16, 16, 64, 64},
+      {2, 4096, 4096, 32, 8, 64, 64},  {1, 16384, 16384, 16, 16, 128, 128},
+      {3, 2048, 2048, 16, 16, 64, 64}, {40, 512, 512, 2, 2, 256, 256},
+  };
+  int different = 0;
+  bool descends = false, splits = false;
+  for (const char* family : {"sm90", "sm89"}) {
+    for (const Size& size : sizes) {
+      for (const auto causal : {FLASHMOE_CAUSAL_NONE, FLASHMOE_CAUSAL_BOTTOM_RIGHT}) {
+        Call call(size, FLASHMOE_DTYPE_BFLOAT);
+        call.params.kernel = family;
+        call.params.causal = causal;
+        different += check_devices(call, sizeof(CommonParams)) ? 0 : 1;
+        const CommonParams& p = seen_ragged<attention_backward::RaggedParams>[1];
+        descends = descends || p.order.descending > 0;
+        splits = splits || p.split.splits > 1;
+      }
+    }
+    RaggedCall packed(family);
+    different +=
+        check_devices(packed, sizeof(attention_backward::RaggedParams), &packed.offsets) ? 0 : 1;
+  }
+  CHECK(different == 2 * (2 * 5 + 1) && descends && splits);  // all but those of one item
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -1242,5 +1316,6 @@ int main(int argc, char** argv) {
   sums_are_of_sequences_of_several_tiles();
   ragged_maps_count_rows_of_the_batch();
   sequences_have_head_dimensions_of_their_own();
+  bits_do_not_depend_on_multiprocessors();
   return 0;
 }
