@@ -59,7 +59,8 @@ flashmoe_status plan(const AttentionProblem& p, Plan* plan, const Reason& reason
   cpu::Isa isa;
   FLASHMOE_TRY(cpu::chosen_isa(&isa, reason));
   const AttentionKernel& kernel = kernel_for(isa, p.q.dtype);
-  const int32_t most_threads = cpu::choose_threads(attention_flops(p), cpu::num_threads());
+  const int32_t most_threads =
+      cpu::choose_threads(attention_flops(p), cpu::flops_per_thread(p, kernel), cpu::num_threads());
   if (p.sequences.given) return cpu::plan_sequences(p, kernel, most_threads, plan, reason);
   const int64_t tile_q = choose_tile_q(p, kernel, most_threads);
   const int64_t tiles = tiles_of(p, tile_q);

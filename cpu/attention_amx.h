@@ -322,6 +322,9 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
   bool has_infinite_ = false;
 };
 
+// Tiles are so fast that a call of less than this, twice, is over before a helper is awake.
+constexpr double kAmxFlopsPerThread = 1e7;
+
 // Of fewer rows, K and V are read where they lie.
 constexpr int64_t kFewestAmxRows = 16;
 
@@ -357,4 +360,4 @@ inline void compute_amx_tile(const AttentionProblem& p, const AttentionTile& til
 
 constexpr AttentionKernel kAmxKernel = {
     "amx",         kGroupRows,        kAmxTileRows / kGroupRows, amx_has_few_rows,
-    amx_tile_keys, amx_scratch_bytes, compute_amx_tile};
+    amx_tile_keys, amx_scratch_bytes, compute_amx_tile,          kAmxFlopsPerThread};

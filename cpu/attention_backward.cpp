@@ -76,12 +76,13 @@ flashmoe_status check_count(const char* what, int64_t heads, int64_t each, const
       static_cast<long long>(heads), static_cast<long long>(each), what, UINT32_MAX);
 }
 
-int32_t choose_threads(const AttentionBackwardProblem& p, double pieces) {
+int32_t choose_threads(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
+                       double pieces) {
   const int32_t available = cpu::num_threads();
   const double rows = static_cast<double>(p.batch) * static_cast<double>(p.seq_q);
   const double of_sinks =
       static_cast<double>(sinks_of(p)) * rows * 2.0 * static_cast<double>(p.dim_v);
-  const double worth = (attention_backward_flops(p) + of_sinks) / cpu::kFlopsPerThread;
+  const double worth = (attention_backward_flops(p) + of_sinks) / kernel.flops_per_thread;
   const double most = worth < pieces ? worth : pieces;
   if (most >= available) return available;
   return most < 1 ? 1 : static_cast<int32_t>(most);
@@ -90,7 +91,7 @@ int32_t choose_threads(const AttentionBackwardProblem& p, double pieces) {
 // Fills the launch of `pieces` pieces of work, but for its workspace; returns its threads.
 int32_t add_launch(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
                    int64_t pieces, double most_threads, Plan* plan) {
-  const int32_t threads = choose_threads(p, most_threads);
+  const int32_t threads = choose_threads(p, kernel, most_threads);
   char name[sizeof flashmoe_launch::kernel];
   std::snprintf(name, sizeof name, "attention_backward_cpu_%s_%s_d%d_dv%d", kernel.isa,
                 dtype_name(p.q.dtype), static_cast<int>(p.dim), static_cast<int>(p.dim_v));

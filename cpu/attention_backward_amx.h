@@ -499,4 +499,5 @@ constexpr AttentionBackwardKernel kAmxBackwardKernel = {"amx",
                                                         amx_backward_add_dq,
                                                         amx_backward_end_keys,
                                                         backward_add_dsink<Bf16PairProduct>,
-                                                        backward_write_dsink<Bf16PairProduct>};
+                                                        backward_write_dsink<Bf16PairProduct>,
+                                                        kAmxFlopsPerThread};

@@ -40,6 +40,7 @@ struct AttentionBackwardKernel {
   double (*add_dsink)(const AttentionBackwardProblem& problem, int64_t head, double sum);
   // Writes such a sum.
   void (*write_dsink)(const AttentionBackwardProblem& problem, int64_t head, double sum);
+  double flops_per_thread = kFlopsPerThread;
 };
 
 // One per instruction set, indexed by Dtype.

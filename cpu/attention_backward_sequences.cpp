@@ -269,7 +269,7 @@ void launch_backward_sequences(const AttentionBackwardProblem& p,
   auto* const turns = reinterpret_cast<Turn*>(workspace + shared.list + shared.dq_sums);
   double all_work = 0;
   Sequence* const end = read_sequences(p, kernel, list, &all_work);
-  threads = choose_threads(all_work, threads);
+  threads = choose_threads(all_work, kernel.flops_per_thread, threads);
   Sequence* begin = list;
   do {
     int64_t tiles = 0;

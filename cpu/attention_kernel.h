@@ -34,6 +34,9 @@ struct KeyPages {
 // What is read in the place of a hidden row: zeros, as many as the widest row has bytes.
 extern const unsigned char kHiddenRow[kMaxHeadDim * sizeof(float)];
 
+// A thread must find this much work to be worth waking: ten microseconds of it and more, by FMAs.
+constexpr double kFlopsPerThread = 5e5;
+
 // The kernels of one instruction set for one dtype.
 struct AttentionKernel {
   const char* isa;
@@ -47,6 +50,7 @@ struct AttentionKernel {
   // `scratch` is 64-byte aligned. Writes out and lse of the tile's rows and nothing else.
   void (*compute)(const AttentionProblem& problem, const AttentionTile& tile, int32_t tile_q,
                   void* scratch);
+  double flops_per_thread = kFlopsPerThread;  // but of few rows, which are FMAs always
 };
 
 // One per instruction set, indexed by Dtype.

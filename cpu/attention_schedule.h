@@ -13,18 +13,19 @@ namespace flashmoe::cpu {
 
 inline constexpr size_t kCacheLine = 64;
 
-// A thread must find this much work to be worth waking: about ten microseconds of it.
-inline constexpr double kFlopsPerThread = 5e5;
-
 // Tiles per thread that even out their unequal lengths.
 inline constexpr int64_t kTilesPerThread = 3;
 
 inline int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-inline int32_t choose_threads(double flops, int32_t available) {
-  const double wanted = flops / kFlopsPerThread;
+inline int32_t choose_threads(double flops, double flops_per_thread, int32_t available) {
+  const double wanted = flops / flops_per_thread;
   if (wanted >= available) return available;
   return wanted < 1 ? 1 : static_cast<int32_t>(wanted);
+}
+
+inline double flops_per_thread(const AttentionProblem& p, const AttentionKernel& kernel) {
+  return kernel.has_few_rows(p) ? kFlopsPerThread : kernel.flops_per_thread;
 }
 
 // Of one (batch, KV head).

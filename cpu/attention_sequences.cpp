@@ -167,7 +167,8 @@ void launch_sequences(const AttentionProblem& p, const AttentionKernel& kernel,
   Sequence* const list = reinterpret_cast<Sequence*>(memory);
   double all_work = 0;
   Sequence* const end = read_sequences(p, list, &all_work);
-  const int32_t threads = choose_threads(all_work, static_cast<int32_t>(planned.block[0]));
+  const int32_t threads =
+      choose_threads(all_work, flops_per_thread(p, kernel), static_cast<int32_t>(planned.block[0]));
   const int64_t tiles = cut_tiles(p, kernel, threads, all_work, list, end);
   Launch launch = {p,
                    kernel,
