@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <limits>
 #include <type_traits>
 
@@ -99,7 +98,7 @@ class Weights {
 class Rows {
  public:
   explicit Rows(const Problem& p)
-      : heads_inside_(std::llabs(p.outs.strides.head) <= std::llabs(p.outs.strides.seq)),
+      : heads_inside_(distance(p.outs.strides.head) <= distance(p.outs.strides.seq)),
         inner_(heads_inside_ ? p.heads : p.seq),
         outer_(heads_inside_ ? p.seq : p.heads) {}
 
@@ -123,6 +122,12 @@ class Rows {
   }
 
  private:
+  // Of any stride: that of an axis of one may be the least of all numbers.
+  static uint64_t distance(int64_t stride) {
+    const auto bits = static_cast<uint64_t>(stride);
+    return stride < 0 ? 0 - bits : bits;
+  }
+
   bool heads_inside_;
   int64_t inner_;
   int64_t outer_;

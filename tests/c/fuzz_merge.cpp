@@ -163,8 +163,6 @@ void make_valid(Random* random, Merge* call) {
     x->tensor.dtype = of;
     x->tensor.device = {FLASHMOE_DEVICE_CPU, 0};
     x->allocate(random, output);
-    // cpu/merge_states.cpp compares magnitudes of strides by llabs, which this one has none of.
-    for (int64_t& stride : x->strides) stride = std::max(stride, -INT64_MAX);
   };
   const flashmoe_dtype of_lse = wide ? kDouble : kSingle;
   for (Stacked* x : {&c.outs, &c.lses}) {
