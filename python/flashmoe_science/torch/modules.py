@@ -128,8 +128,8 @@ class FlashMoEScienceAttention(nn.Module):
     Args:
         hidden_size, num_heads: H, and how many heads queries have.
         num_kv_heads: Heads of keys and values, a divisor of num_heads; None is as many.
-        head_dim: Of queries and keys; None is H / num_heads. head_dim_v: Of values; None is
-            head_dim.
+        head_dim: Of queries and keys; None is H / num_heads.
+        head_dim_v: Of values; None is head_dim.
         causal, window, scale, softcap, kernel: As of flash_attention.
         sinks: Whether each head has a learned sink.
         qkv_bias, out_bias: Whether projections have biases.
