@@ -37,10 +37,12 @@ class Steps(NamedTuple):
     compute: Callable[..., tuple[Any, ...]]
     """Outputs, of tensors."""
     differentiate: Callable[..., Sequence[Any]]
-    """The gradients of the tensors, or None: of those of the outputs, the tensors, the outputs, and
-    whether each tensor's is wanted."""
+    """The gradients of the tensors, or None: of those of the outputs, the tensors, the outputs that
+    are kept, and whether each tensor's is wanted."""
     differentiable: tuple[int, ...]
     """Which of the outputs have gradients."""
+    kept: tuple[int, ...] = ()
+    """Which of the outputs the gradients are computed from. No other is saved."""
 
 
 def _each(call: Callable[..., Any], info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -67,7 +69,7 @@ class _Recorded(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(x for i, x in enumerate(output) if i not in steps.differentiable)
         )
-        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_backward(*tensors, *(output[i] for i in steps.kept))
         ctx.steps, ctx.count = steps, len(tensors)
 
     @staticmethod

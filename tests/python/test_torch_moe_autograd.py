@@ -286,6 +286,59 @@ def test_a_module_learns() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+# ---- what is saved ----
+
+
+def saved(call: Any) -> tuple[Any, dict[int, int]]:
+    """What the call returns, and the bytes of each memory that it saved for gradients."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Any) -> Any:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        return call(), kept
+
+
+def addresses(*tensors: Any) -> set[int]:
+    return {x.data_ptr() for x in tensors}
+
+
+@MODULES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_saves_its_inputs_and_pre_activations(fm: Any, dtype: Any) -> None:
+    given = leaves(dtype)
+    x, *layer = (given[n] for n in ("tokens", "w_gate_up", "w_down"))
+    with torch.no_grad():
+        routing = fm.moe_route(torch.randn(T, E), K)
+    inputs = (x, *layer, *routing[1:5])
+    out, kept = saved(lambda: fm.moe_forward(x, *layer, routing))
+    rest = {address: size for address, size in kept.items() if address not in addresses(*inputs)}
+    assert addresses(*inputs) <= kept.keys()
+    assert list(rest.values()) == [2 * INNER * T * K * dtype.itemsize]
+    assert out.data_ptr() not in kept
+    out.relu_().sum().backward()  # in place of what nobody saved
+    (out, pre_activation), kept = saved(
+        lambda: fm.moe_forward(x, *layer, routing, return_pre_activation=True)
+    )
+    assert kept.keys() == addresses(*inputs, pre_activation)
+
+
+@MODULES
+def test_products_and_routings_save_no_result_but_ids(fm: Any) -> None:
+    x, w = torch.randn(9, 16, requires_grad=True), torch.randn(2, 8, 16, requires_grad=True)
+    bias, offsets = torch.randn(2, 8, requires_grad=True), torch.tensor([0, 4, 9]).int()
+    _, kept = saved(lambda: fm.grouped_product(x, w, offsets=offsets, bias=bias))
+    assert kept.keys() == addresses(x, w, offsets, bias)
+    logits = torch.randn(T, E, requires_grad=True)
+    routing, kept = saved(lambda: fm.moe_route(logits, K, return_lse=True))
+    assert kept.keys() == addresses(logits, routing.ids)
+    weights = torch.rand(T, K, requires_grad=True)
+    made, kept = saved(lambda: fm.moe_route_given(routing.ids, weights, num_experts=E))
+    assert kept.keys() == addresses(routing.ids, weights, made.ids)
+
+
 # ---- the workspace of gradients ----
 
 

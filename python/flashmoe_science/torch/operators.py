@@ -1148,14 +1148,12 @@ def _route_check(
     )  # fmt: skip
 
 
-def _routing_gradient(
-    grads: _Arguments, ids: Any, logits: Any, weights: Any, like: Any, *options: Any
-) -> Any:
+def _routing_gradient(grads: _Arguments, ids: Any, logits: Any, weights: Any, *options: Any) -> Any:
     """That of logits or of given weights, from those of a routing's parts."""
     dweights = grads[1]
     dlse = grads[5] if len(grads) > 5 else None
     if dweights is None:
-        dweights = torch.zeros_like(like)
+        dweights = torch.zeros_like(ids, dtype=torch.float32)
     dlse = None if dlse is None else dlse.resolve_neg()
     return _call(
         _route_backward, dweights.resolve_neg(), ids, logits, weights, dlse, *options
@@ -1174,16 +1172,13 @@ def _route_record(return_lse: bool) -> Callable[..., Any]:
             )  # fmt: skip
 
         def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
-            return (
-                _routing_gradient(
-                    grads, made[0], tensors[0], None, made[1], scoring, renormalize, scale
-                ),
-                None,
-            )
+            (ids,) = made
+            options = (scoring, renormalize, scale)
+            return _routing_gradient(grads, ids, tensors[0], None, *options), None
 
         names = ("logits", "selection_bias")
         differentiable = (1, 5) if return_lse else (1,)
-        steps = _moe_autograd.Steps(names, compute, differentiate, differentiable)
+        steps = _moe_autograd.Steps(names, compute, differentiate, differentiable, (0,))
         return _moe_autograd.recorded(steps, logits, bias)
 
     return record
@@ -1227,13 +1222,14 @@ def _route_given_record(
         return tuple(below(_route_given, ids, weights, num_experts, renormalize, scale, expert_map))
 
     def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+        (chosen,) = made
         made_of_weights = _routing_gradient(
-            grads, made[0], None, tensors[1], made[1], "softmax", renormalize, scale
+            grads, chosen, None, tensors[1], "softmax", renormalize, scale
         )
         return None, made_of_weights, None
 
     names = ("ids", "weights", "expert_map")
-    steps = _moe_autograd.Steps(names, compute, differentiate, (1,))
+    steps = _moe_autograd.Steps(names, compute, differentiate, (1,), (0,))
     return _moe_autograd.recorded(steps, ids, weights, expert_map)
 
 
@@ -1389,14 +1385,14 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
         def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
             flags = dict(zip(_LAYER_TENSORS, wanted, strict=True))
             gradients = _call(
-                _moe_backward, grads[0].resolve_neg(), *tensors, made[1],
+                _moe_backward, grads[0].resolve_neg(), *tensors, *made,
                 *(options[name] for name in _LAYER_OPTIONS),
                 [flags[name] for name in _LAYER_GRADIENTS], options["max_workspace_bytes"],
             )  # fmt: skip
             by_name = dict(zip(_LAYER_GRADIENTS, gradients, strict=True))
             return tuple(by_name[name] if flags[name] else None for name in _LAYER_TENSORS)
 
-        steps = _moe_autograd.Steps(_LAYER_TENSORS, compute, differentiate, (0,))
+        steps = _moe_autograd.Steps(_LAYER_TENSORS, compute, differentiate, (0,), (1,))
         out, pre_activation = _moe_autograd.recorded(steps, *tensors)
         return (out, pre_activation) if return_pre_activation else out
 
