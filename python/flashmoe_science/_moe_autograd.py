@@ -182,7 +182,7 @@ def moe_forward(
     x: Any, w_gate_up: Any, w_down: Any, routing: Any, w_up: Any, gate: Any, activation: Any,
     b_gate_up: Any, b_up: Any, b_down: Any, alpha: Any, limit: Any, up_offset: Any,
     weight_on_input: Any, out: Any, pre_activation: Any, return_pre_activation: Any,
-    max_workspace_bytes: Any, kernel: Any, stream: Any,
+    max_workspace_bytes: Any, recompute: Any, kernel: Any, stream: Any,
 ) -> Any:  # fmt: skip
     from flashmoe_science.torch import operators
 
@@ -191,12 +191,13 @@ def moe_forward(
         return _below_autocast(
             _core.moe_forward, x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
             b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
-            return_pre_activation, max_workspace_bytes, kernel, stream,
+            return_pre_activation, max_workspace_bytes, recompute, kernel, stream,
         )  # fmt: skip
     _refuse(out=out, pre_activation=pre_activation, stream=stream)
     return operators.traced_moe_forward(
         x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
-        b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes, kernel,
+        b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes, recompute,
+        kernel,
     )  # fmt: skip
 
 
@@ -217,12 +218,14 @@ def grouped_product(
 def fused_moe(*arguments: Any) -> Any:
     from flashmoe_science.torch import operators
 
-    *layer, out, max_workspace_bytes, kernel, stream = arguments
+    *layer, out, max_workspace_bytes, recompute, kernel, stream = arguments
     layer = cast_layer(layer)
     if not _is_recorded(*layer):
-        return _below_autocast(_core.fused_moe, *layer, out, max_workspace_bytes, kernel, stream)
+        return _below_autocast(
+            _core.fused_moe, *layer, out, max_workspace_bytes, recompute, kernel, stream
+        )
     _refuse(out=out, stream=stream)
-    return operators.traced_fused_moe(*layer, max_workspace_bytes, kernel)
+    return operators.traced_fused_moe(*layer, max_workspace_bytes, recompute, kernel)
 
 
 _FUSED_MATRICES = (0, 1, 2, 3, 13)  # tokens, router_weights, w_gate_up, w_down, w_up

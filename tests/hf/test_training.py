@@ -316,3 +316,34 @@ def test_the_workspace_of_experts_gradients_is_bounded() -> None:
             hf.register(max_workspace_bytes=0)
     finally:
         hf.register()
+
+
+def saved_bytes(model: Any) -> int:
+    """What a step saves, each memory once."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Any) -> Any:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    tokens = TOKENS.to(model.device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        held = model(tokens, labels=tokens)
+    del held
+    return sum(kept.values())
+
+
+def test_experts_gradients_are_recomputed() -> None:
+    """From inputs alone, to the same bits."""
+    model = make("mixtral")
+    model.set_experts_implementation(hf.NAME)
+    want, saved = gradients(model), saved_bytes(model)
+    try:
+        hf.register(recompute=True)
+        for name, gradient in gradients(model).items():
+            assert torch.equal(gradient, want[name]), name
+        pairs = TOKENS.numel() * model.config.num_experts_per_tok
+        each = 2 * model.config.intermediate_size * 4 * pairs
+        assert saved - saved_bytes(model) == each * model.config.num_hidden_layers
+    finally:
+        hf.register()
