@@ -1,4 +1,5 @@
-"""Gradients of layers on the CPU that may overwrite what the activation was applied to."""
+"""Which memory the gradients of layers and of products read and write on the CPU: that of tensors
+alone, whatever a routing holds, and that of pre_activation where it may be overwritten."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import capi
 import capi_moe
 import numpy as np
 import pytest
+from guarded import between_guards
 from moe_layers import Layer, make_layer, random_routing, rows_apart, run_forward
 
 GATES = tuple(capi_moe.GATES)
 PARTS = ("weights", "offsets", "pairs", "slots")
+HOSTILE = (-(2**31), -1, 0, 1, 7, 39, 40, 41, 2**30, 2**31 - 1)
 
 
 def of_layer(layer: Layer, tokens: int, top_k: int, dtype: Any) -> dict[str, np.ndarray]:
@@ -104,3 +107,73 @@ def test_what_is_overwritten_overlaps_nothing(library: ctypes.CDLL) -> None:
     backward(layer, given)
     with pytest.raises(capi.FlashmoeError, match=r"pre_activation: it shares memory with x, "):
         backward(layer, given, overwrite_pre_activation=1)
+
+
+# ---- hostile routings ----
+
+
+def hit(rng: np.random.Generator, array: np.ndarray) -> None:
+    """Values of any size in some places."""
+    places = rng.random(array.shape) < 0.3
+    array[places] = rng.choice(HOSTILE, array.shape)[places]
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("at_end", [False, True])
+def test_hostile_routings_of_layers(library: ctypes.CDLL, gate: str, at_end: bool) -> None:
+    """No byte outside of any tensor is touched: it would fault."""
+    rng = np.random.default_rng(GATES.index(gate))
+    kind = np.dtype(np.float32)
+    layer = make_layer(rng, 4, 264, 264, kind, gate=gate, bias="fp32")
+    weights = {name: between_guards(x, at_end) for name, x in layer.arguments.items()
+               if isinstance(x, np.ndarray)}  # fmt: skip
+    x, dout = (between_guards(capi.normal(rng, (20, 264), kind), at_end) for _ in range(2))
+    width = 264 if gate == "no_gate" else 2 * 264
+    for round_, on_input in itertools.product(range(6), (0, 1)):
+        routing = random_routing(rng, 20, 4, 2)
+        for array in (routing.offsets, routing.pairs, routing.slots):
+            hit(rng, array)
+        tensors = weights | {"x": x, "dout": dout}
+        tensors |= {name: between_guards(getattr(routing, name), at_end) for name in PARTS}
+        tensors |= {name: between_guards(x, at_end)
+                    for name, x in of_layer(layer, 20, 2, kind).items()}  # fmt: skip
+        options: dict[str, Any] = {"weight_on_input": on_input}
+        if round_ % 2:
+            before = capi.normal(rng, (40, width), kind)
+            tensors["pre_activation"] = between_guards(before, at_end)
+            options["overwrite_pre_activation"] = int(round_ > 3)
+        else:
+            size = backward(layer, tensors, **options)
+            options["max_workspace_bytes"] = size * 3 // 4
+        backward(layer, tensors, **options)
+        for name, gradient in tensors.items():
+            if name.startswith("d"):
+                assert np.isfinite(gradient).all(), name
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("at_end", [False, True])
+def test_hostile_bounds_of_products(library: ctypes.CDLL, counted: bool, at_end: bool) -> None:
+    rng = np.random.default_rng(int(counted))
+    kind = np.dtype(np.float32)
+    lead = (4, 9) if counted else (40,)
+
+    def normal(*shape: int) -> np.ndarray:
+        return between_guards(capi.normal(rng, shape, kind), at_end)
+
+    x, dout, w = normal(*lead, 72), normal(*lead, 40), normal(4, 40, 72)
+    for _ in range(30):
+        bounds = rng.integers(0, 9, 4 if counted else 5).astype(np.int32)
+        if not counted:
+            bounds = np.cumsum(bounds, dtype=np.int32)
+        hit(rng, bounds)
+        shapes = {"dx": x.shape, "dw": w.shape, "dbias": (4, 40)}
+        made = {name: between_guards(np.full(shape, np.nan, kind), at_end)
+                for name, shape in shapes.items()}  # fmt: skip
+        params = capi_moe.make_params(
+            capi_moe.ProductBackwardParams, dout=dout, x=x, w=w,
+            **{"counts" if counted else "offsets": between_guards(bounds, at_end)}, **made,
+        )  # fmt: skip
+        capi_moe.run(params)
+        for name, gradient in made.items():
+            assert np.isfinite(gradient).all(), name
