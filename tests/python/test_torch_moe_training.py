@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", minversion="2.6")
 import flashmoe_science as fm  # noqa: E402
 import flashmoe_science.torch as fmt  # noqa: E402
 import moe_gradients  # noqa: E402
-from flashmoe_science.moe import Activation, Scoring  # noqa: E402
+from flashmoe_science.moe import Activation, Gate, Scoring  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 T, H, INNER, E, K = 24, 32, 24, 8, 2
@@ -80,6 +80,55 @@ def test_layers_by_differences(activation: Any, gate: Any, weight_on_input: bool
                               weight_on_input=weight_on_input)  # fmt: skip
 
     assert by_differences(call, x, weights, *matrices)
+
+
+IDS = torch.tensor([[0, 1], [1, 0], [1, -1]], dtype=torch.int32)
+LIMIT = 1.5
+
+
+def clamped_layer(gate: str, **options: Any) -> dict[str, Any]:
+    """Tensors of a layer with biases, whose activation is applied to nothing near 0 or LIMIT."""
+    for seed in range(3000):
+        rows = 8 if gate in ("none", "separate") else 16
+        made = {
+            "x": normal(3, 8, seed=seed), "weights": normal(3, 2, seed=seed).sign() * 1.25,
+            "w_gate_up": normal(2, rows, 8, seed=seed + 1, scale=0.5),
+            "w_down": normal(2, 8, 8, seed=seed + 2, scale=0.5),
+            "b_gate_up": normal(2, rows, seed=seed + 3), "b_down": normal(2, 8, seed=seed + 4),
+        }  # fmt: skip
+        if gate == "separate":
+            made |= {"w_up": normal(2, 8, 8, seed=seed + 5, scale=0.5),
+                     "b_up": normal(2, 8, seed=seed + 6)}  # fmt: skip
+        before = run_layer(made, gate=gate, return_pre_activation=True, **options)[1][:5]
+        kinks = torch.tensor([-LIMIT, 0.0, LIMIT])
+        beyond = [(before > LIMIT).any(), (before < -LIMIT).any()]
+        if all(beyond) and ((before[..., None] - kinks).abs() > 0.04).all():
+            return made
+    raise AssertionError("no such seed")
+
+
+def run_layer(tensors: dict[str, Any], **options: Any) -> Any:
+    weights, *rest = (tensors[name] for name in ("weights", "x", "w_gate_up", "w_down"))
+    routing = fm.moe_route_given(IDS, weights, num_experts=2)
+    others = {name: x for name, x in tensors.items() if name.startswith("b_") or name == "w_up"}
+    return fm.moe_forward(*rest, routing, **others, **options)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gate", get_args(Gate))
+@pytest.mark.parametrize("weight_on_input", [False, True])
+def test_clamped_layers_by_differences(activation: Any, gate: Any, weight_on_input: bool) -> None:
+    """As gpt-oss has them, in every layout of gate and up: biases, a limit, alpha, an offset."""
+    options: dict[str, Any] = {
+        "gate": gate, "activation": activation, "limit": LIMIT, "weight_on_input": weight_on_input,
+        "alpha": 1.7 if activation == "silu" else 1.0, "up_offset": 0.0 if gate == "none" else 1.0,
+    }  # fmt: skip
+    tensors = clamped_layer(gate, weight_on_input=weight_on_input)
+
+    def call(*given: Any) -> Any:
+        return run_layer(dict(zip(tensors, given, strict=True)), **options)
+
+    assert by_differences(call, *tensors.values())
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
