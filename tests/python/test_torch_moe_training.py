@@ -509,6 +509,43 @@ def test_second_derivatives_by_transforms_are_refused(layer: Any) -> None:
         torch.func.hessian(loss)(x)
 
 
+# ---- dx now, gradients of weights later ----
+
+
+def test_gradients_of_weights_may_wait_for_all_micro_batches() -> None:
+    """As pipeline schedules without bubbles have them: dx and what the routing needs at once, then
+    weights' gradients in calls of their own, added to main_grad in fp32."""
+    given = {name: x.bfloat16() for name, x in parameters_of().items()}
+    w_gate_up, w_down, b_gate_up = (given[n] for n in ("w_gate_up", "w_down", "b_gate_up"))
+    batches, douts = (normal(3, T, H, seed=seed).bfloat16() for seed in (1, 2))
+    main_grad = {f"d{name}": torch.zeros(given[name].shape) for name in
+                 ("w_gate_up", "w_down", "b_gate_up")}  # fmt: skip
+    waiting, at_once_dx = [], []
+    for x, dout in zip(batches, douts, strict=True):
+        routing = fm.moe_route(x @ given["router"].T, K)
+        _, before = fm.moe_forward(x, w_gate_up, w_down, routing, b_gate_up=b_gate_up,
+                                   return_pre_activation=True)  # fmt: skip
+        call = (dout, x, w_gate_up, w_down, routing)
+        wanted = (True, *(False,) * 6, True)  # x and weights
+        made = fm.moe_backward(*call, b_gate_up=b_gate_up, pre_activation=before, wanted=wanted)
+        at_once_dx.append((made.x, made.weights))
+        waiting.append((call, before))
+    for call, before in waiting:
+        fm.moe_backward(*call, b_gate_up=b_gate_up, pre_activation=before, accumulate=True,
+                        overwrite_pre_activation=True, **main_grad)  # fmt: skip
+    want = {name: torch.zeros_like(x) for name, x in main_grad.items()}
+    for (call, _), (dx, dweights) in zip(waiting, at_once_dx, strict=True):
+        outputs = {name: torch.empty_like(x) for name, x in want.items()}
+        every = (True, *(False,) * 6, True)
+        made = fm.moe_backward(*call, b_gate_up=b_gate_up, wanted=every, **outputs)
+        assert torch.equal(made.x, dx)
+        assert torch.equal(made.weights, dweights)
+        for name, gradient in outputs.items():
+            want[name] += gradient
+    for name, gradient in main_grad.items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-6, atol=1e-6)
+
+
 # ---- processes ----
 
 
@@ -559,6 +596,60 @@ def train_one_of_two(rank: int, folder: str) -> None:
     torch.save(made, Path(folder) / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
+
+
+def pipeline(rank: int, folder: str) -> None:
+    """One of two processes, with every other of four blocks."""
+    from torch import distributed
+    from torch.distributed import pipelining
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/pipeline", rank=rank, world_size=2
+    )
+    made = {}
+    for schedule in SCHEDULES:
+        blocks = blocks_of()
+        own = {i: blocks[i] for i in range(rank, 4, 2)}
+        stages = [
+            pipelining.PipelineStage(block, i, 4, torch.device("cpu")) for i, block in own.items()
+        ]
+        kind: Any = getattr(pipelining, schedule)
+        run = kind(stages, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+        data, target = normal(2, 16, H, seed=8)
+        run.step(*([data] if rank == 0 else []), target=target if rank == 1 else None)
+        made[schedule] = {
+            f"{i}.{name}": p.grad for i, b in own.items() for name, p in b.named_parameters()
+        }
+    torch.save(made, Path(folder) / f"pipeline {rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+SCHEDULES = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+
+
+def blocks_of() -> list[Any]:
+    torch.manual_seed(3)
+    return [Block() for _ in range(4)]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+@pytest.mark.skipif(os.name != "posix", reason="gloo")
+def test_pipelines_train_as_one_process(tmp_path: Path) -> None:
+    """By schedules of torch, of which one has gradients of weights wait."""
+    torch.multiprocessing.spawn(pipeline, (str(tmp_path),), nprocs=2)
+    blocks = blocks_of()
+    data, target = normal(2, 16, H, seed=8)
+    for x, y in zip(data.chunk(4), target.chunk(4), strict=True):
+        (torch.nn.functional.mse_loss(torch.nn.Sequential(*blocks)(x), y) / 4).backward()
+    want = {f"{i}.{name}": p.grad for i, b in enumerate(blocks) for name, p in b.named_parameters()}
+    ranks = [torch.load(tmp_path / f"pipeline {rank}.pt") for rank in range(2)]
+    for schedule in SCHEDULES:
+        made = ranks[0][schedule] | ranks[1][schedule]
+        assert made.keys() == want.keys()
+        for name, gradient in want.items():
+            torch.testing.assert_close(made[name], gradient, msg=f"{schedule}, {name}")
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
