@@ -354,9 +354,18 @@ def _fraction(entry: dict[str, Any]) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def _mebibytes(entry: dict[str, Any]) -> str:
-    peak = entry.get("peak_bytes")
-    return "-" if peak is None else f"{peak / 2**20:.0f}"
+def _mebibytes(entry: dict[str, Any], name: str = "peak_bytes") -> str:
+    found = entry.get(name)
+    return "-" if found is None else f"{found / 2**20:.0f}"
+
+
+_GRADIENTS_OF_EXPERTS = ("moe_backward", "moe_training")
+
+
+def _saved_bytes(shape: dict[str, Any]) -> int:
+    """What a forward saves for its gradients of what the activation is applied to."""
+    numbers = 2 * shape["inner"] * shape["tokens"] * shape["top_k"]
+    return int(numbers * (4 if shape["dtype"] == "fp32" else 2))
 
 
 def render_moe(source: Source) -> str:
@@ -371,6 +380,11 @@ def render_moe(source: Source) -> str:
     shared, own = _varying(cells)
     # A backward writes gradients beside reading weights, and has no such rate.
     rates = any("weight_bytes_per_s" in rec.contenders(c).get(OURS, {}) for c in cells)
+    measured = [
+        p for p in peers if any("peak_bytes" in rec.contenders(c).get(p, {}) for c in cells)
+    ]
+    planned = any("workspace_bytes" in (c.get("plan") or {}) for c in cells)
+    saves = document["operation"] in _GRADIENTS_OF_EXPERTS
     rows = []
     for cell, fields in zip(cells, own, strict=True):
 
@@ -386,9 +400,24 @@ def render_moe(source: Source) -> str:
         if rates:
             of_weights = of_ours(lambda e: f"{e['weight_bytes_per_s'] * 1e-12 * factor:.2f}")
             numbers.insert(2, of_weights)
+        numbers += [_mebibytes(rec.contenders(cell).get(peer, {})) for peer in measured]
+        if planned:
+            numbers.append(_mebibytes(cell.get("plan") or {}, "workspace_bytes"))
+        if saves:
+            numbers.append(_mebibytes({"saved": _saved_bytes(cell["shape"])}, "saved"))
         rows.append([*fields.values(), *numbers, *(_ratio_cell(cell, p) for p in peers)])
     of_rates = [rate] if rates else []
-    headers = [*own[0], "us", unit, *of_rates, "of dense", "MiB", *(f"over {p}" for p in peers)]
+    of_memory = ["MiB", *(f"{p} MiB" for p in measured)]
+    of_memory += ["workspace"] * planned + ["saved"] * saves
+    headers = [
+        *own[0],
+        "us",
+        unit,
+        *of_rates,
+        "of dense",
+        *of_memory,
+        *(f"over {p}" for p in peers),
+    ]
     words = (
         f"All rows: {shared}. Times are of calls in a CUDA graph where they are under a "
         "millisecond, else between events. *of dense*: the time of plain matrix products of the "
@@ -397,6 +426,10 @@ def render_moe(source: Source) -> str:
     )
     if rec.on_cpu(document):
         words = f"All rows: {shared}."
+    if planned:
+        words += " *workspace*: of that ours, in MiB."
+    if saves:
+        words += " *saved*: what the activation is applied to, which the forward keeps, in MiB."
     table = _table(headers, rows)
     parts = [_caption(source), words, table, _means(document), _repeat(document)]
     return "\n\n".join(filter(None, parts))

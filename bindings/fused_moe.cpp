@@ -37,9 +37,11 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
                      nb::handle w_up, nb::handle gate, nb::handle activation, nb::handle b_gate_up,
                      nb::handle b_up, nb::handle b_down, nb::handle alpha, nb::handle limit,
                      nb::handle up_offset, nb::handle weight_on_input, nb::handle out,
-                     nb::handle max_workspace_bytes, nb::handle kernel, nb::handle stream) {
+                     nb::handle max_workspace_bytes, nb::handle recompute, nb::handle kernel,
+                     nb::handle stream) {
   parse_top_k(top_k);                              // before what the other half knows of tensors
   parse_max_workspace_bytes(max_workspace_bytes);  // of the gradients, which others compute
+  parse_flag("recompute", recompute);              // likewise
   const nb::handle options[] = {
       top_k,      scoring, renormalize, num_groups, top_groups,      scale, gate,
       activation, alpha,   limit,       up_offset,  weight_on_input, kernel};
@@ -47,6 +49,7 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   if (type == nullptr) {
     nb::dict named = named_options(FusedCall::kOptions, options);
     named["max_workspace_bytes"] = max_workspace_bytes;
+    named["recompute"] = recompute;
     return dispatch(
         "fused_moe",
         named_tensors({{"tokens", tokens}, {"w_gate_up", w_gate_up}, {"w_down", w_down}},
@@ -71,7 +74,7 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
     return record("fused_moe", tokens, router_weights, w_gate_up, w_down, top_k, logits,
                   router_bias, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
                   w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset,
-                  weight_on_input, out, max_workspace_bytes, kernel, stream);
+                  weight_on_input, out, max_workspace_bytes, recompute, kernel, stream);
   }
   const flashmoe_dtype dtype = call.tokens.tensor().dtype;
   const int rank = call.tokens.rank();
@@ -118,8 +121,9 @@ void define_fused_moe(nb::module_& module) {
              nb::arg("b_gate_up").none(), nb::arg("b_up").none(), nb::arg("b_down").none(),
              nb::arg("alpha").none(), nb::arg("limit").none(), nb::arg("up_offset").none(),
              nb::arg("weight_on_input").none(), nb::arg("out").none(),
-             nb::arg("max_workspace_bytes").none(), nb::arg("kernel").none(),
-             nb::arg("stream").none(), "flashmoe_science.fused_moe with all of its arguments.");
+             nb::arg("max_workspace_bytes").none(), nb::arg("recompute").none(),
+             nb::arg("kernel").none(), nb::arg("stream").none(),
+             "flashmoe_science.fused_moe with all of its arguments.");
 }
 
 }  // namespace flashmoe

@@ -150,15 +150,18 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
                        nb::handle b_gate_up, nb::handle b_up, nb::handle b_down, nb::handle alpha,
                        nb::handle limit, nb::handle up_offset, nb::handle weight_on_input,
                        nb::handle out, nb::handle pre_activation, nb::handle return_pre_activation,
-                       nb::handle max_workspace_bytes, nb::handle kernel, nb::handle stream) {
+                       nb::handle max_workspace_bytes, nb::handle recompute, nb::handle kernel,
+                       nb::handle stream) {
   const bool want_pre_activation = parse_flag("return_pre_activation", return_pre_activation);
   parse_max_workspace_bytes(max_workspace_bytes);  // of the gradients, which others compute
+  parse_flag("recompute", recompute);              // likewise
   const nb::handle options[] = {gate, activation, alpha, limit, up_offset, weight_on_input, kernel};
   const TensorType* type = tensor_type(x);
   if (type == nullptr) {
     nb::dict named = named_options(ForwardCall::kOptions, options);
     named["return_pre_activation"] = return_pre_activation;
     named["max_workspace_bytes"] = max_workspace_bytes;
+    named["recompute"] = recompute;
     return dispatch(
         "moe_forward",
         named_tensors(
@@ -181,7 +184,7 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
   if (caller.is_recorded() || is_cast(*type, {&call.x, &call.w_gate_up, &call.w_down})) {
     return record("moe_forward", x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
                   b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
-                  return_pre_activation, max_workspace_bytes, kernel, stream);
+                  return_pre_activation, max_workspace_bytes, recompute, kernel, stream);
   }
   nb::object result = nb::borrow(out);
   nb::object saved = nb::borrow(pre_activation);
@@ -247,8 +250,9 @@ void define_moe(nb::module_& module) {
              nb::arg("limit").none(), nb::arg("up_offset").none(),
              nb::arg("weight_on_input").none(), nb::arg("out").none(),
              nb::arg("pre_activation").none(), nb::arg("return_pre_activation").none(),
-             nb::arg("max_workspace_bytes").none(), nb::arg("kernel").none(),
-             nb::arg("stream").none(), "flashmoe_science.moe_forward with all of its arguments.");
+             nb::arg("max_workspace_bytes").none(), nb::arg("recompute").none(),
+             nb::arg("kernel").none(), nb::arg("stream").none(),
+             "flashmoe_science.moe_forward with all of its arguments.");
   module.def("grouped_product", &grouped_product, nb::arg("x").none(), nb::arg("w").none(),
              nb::arg("offsets").none(), nb::arg("counts").none(), nb::arg("bias").none(),
              nb::arg("out").none(), nb::arg("kernel").none(), nb::arg("stream").none(),

@@ -380,6 +380,13 @@ constexpr Option<Params> accumulate_option() {
           [](nb::handle given, Params* p) { p->accumulate = parse_flag("accumulate", given); }};
 }
 
+template <class Params>
+constexpr Option<Params> overwrite_pre_activation_option() {
+  return {"overwrite_pre_activation", [](nb::handle given, Params* p) {
+            p->overwrite_pre_activation = parse_flag("overwrite_pre_activation", given);
+          }};
+}
+
 // A gradient, and the tensor that it is of.
 template <class Call>
 struct Gradient {
@@ -466,6 +473,7 @@ struct BackwardCall {
       accumulate_option<Params>(),
       kernel_option<Params>(),
       max_workspace_bytes_option<Params>(),
+      overwrite_pre_activation_option<Params>(),
   };
 
   const TensorView& first() const { return dout; }

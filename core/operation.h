@@ -12,6 +12,7 @@
 //   make_problem(params, &problem)  every check, once, into zeros
 //   flops(problem), is_empty(problem)
 //   print(params, problem, text, size)  the call, for the log
+//   first_written(params)           only where an input may be written: in place of kFirstOutput
 //   params_apart(params)            only where an output may be an input: the call without that
 //   input
 // A problem has `device`, and `kernel`: what the caller asks for, "" for none.

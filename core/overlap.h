@@ -59,19 +59,32 @@ struct Memory {
 // refused.
 flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written);
 
+// Which of Operation::kTensors is the first that a call writes: kFirstOutput, unless the operation
+// says which may be written before it.
+template <class Operation>
+auto first_written(const typename Operation::Params& params, int)
+    -> decltype(Operation::first_written(params)) {
+  return Operation::first_written(params);
+}
+template <class Operation>
+size_t first_written(const typename Operation::Params&, long) {
+  return Operation::kFirstOutput;
+}
+
 // That the outputs of `params` and the workspace share no byte with one another or with any other
 // tensor: those of Operation::kTensors, outputs from kFirstOutput on.
 template <class Operation>
 flashmoe_status check_apart(const typename Operation::Params& params, const void* workspace,
                             uint64_t workspace_bytes) {
   constexpr size_t kTensors = Operation::kTensors.size();
+  const size_t first = first_written<Operation>(params, 0);
   Region regions[kTensors + 1];
   bool doubtful = false;
   for (size_t i = 0; i < kTensors; ++i) {
     const flashmoe_tensor* const tensor = Operation::kTensors[i].of(params);
     regions[i] = tensor != nullptr ? Region::of(tensor, Reach::of(tensor)) : Region{0, 0};
     doubtful |= regions[i].is_outside();
-    const size_t before = i >= Operation::kFirstOutput ? i : 0;
+    const size_t before = i >= first ? i : 0;
     for (size_t j = 0; j < before; ++j) doubtful |= regions[i].meets(regions[j]);
   }
   regions[kTensors] = Region::of(workspace, workspace_bytes);
@@ -86,7 +99,7 @@ flashmoe_status check_apart(const typename Operation::Params& params, const void
     memory[i] = {each.name, each.of(params), regions[i]};
   }
   memory[kTensors] = {"workspace", nullptr, regions[kTensors]};
-  return check_written_memory(memory, kTensors + 1, Operation::kFirstOutput);
+  return check_written_memory(memory, kTensors + 1, first);
 }
 
 }  // namespace flashmoe

@@ -12,6 +12,9 @@
 // With weight_on_input the weight multiplies x in the forward: then dz is without it, dw_gate_up is
 // of a dz that has it, and what has it is the sum over k.
 //
+// Where pre_activation may be overwritten, rows of dz take the place of those of g and u: the
+// activation reads what it writes over. Not of interleaved rows, which it would be ahead of.
+//
 // A bounded workspace has the stages up to dw go chunk by chunk of columns of I, and the others of
 // columns of H: see core/ops/moe/gradient_chunks.h.
 #include <algorithm>
@@ -59,6 +62,13 @@ struct Needs {
   bool activation() const { return da || a; }
   bool up(const Problem& p) const { return activation() && p.pre_activation.data == nullptr; }
 };
+
+bool dz_is_in_place(const Problem& p) {
+  return p.overwrites && p.order != FLASHMOE_MOE_INTERLEAVED;
+}
+
+// Else rows of dz are of one chunk.
+bool has_whole_dz(const Problem& p) { return Needs(p).dx_rows || dz_is_in_place(p); }
 
 int64_t pairs_of(const Problem& p) { return p.layer.tokens * p.layer.top_k; }
 int64_t element_of(const Problem& p) { return dtype_bytes(p.layer.x.dtype); }
@@ -126,8 +136,8 @@ struct Workspace {
     dz_rows = pointers(needs.dz);
     scaled_rows = pointers(needs.scaled_dz);
     a_rows = pointers(needs.a);
-    dz = matrix(carver, needs.dz, needs.dx_rows ? static_cast<uint64_t>(width_of(p)) : width,
-                element);
+    dz = matrix(carver, needs.dz && !dz_is_in_place(p),
+                needs.dx_rows ? static_cast<uint64_t>(width_of(p)) : width, element);
     scratch = carver.take(static_cast<uint64_t>(threads) * ThreadScratch::bytes(kernel));
     Carver of_hidden = carver;
     computed = matrix(carver, needs.up(p), width, element);
@@ -271,7 +281,11 @@ void point_to_chunk(Launch* launch) {
       w.before[0][row] = before;
       if (gated) w.before[1][row] = at(before, is_given ? chunk.inner : chunk.count);
     }
-    if (needs.dz) w.dz_rows[row] = at(w.dz, row * dz_width);
+    if (needs.dz) {
+      w.dz_rows[row] = dz_is_in_place(p)
+                           ? at(p.pre_activation.data, w.slots[row] * p.pre_activation.row_stride)
+                           : at(w.dz, row * dz_width);
+    }
     if (needs.scaled_dz) w.scaled_rows[row] = at(w.scaled_dz, row * own_width);
     if (needs.a) w.a_rows[row] = at(w.a, row * chunk.count);
   }
@@ -511,7 +525,7 @@ void plan_stages(const Problem& p, const MoeKernel& kernel, const GradientChunks
   const int64_t hidden_chunks = chunk_count(layer.hidden, chunks.hidden);
   // The last one's gradients are all that there may be.
   const InnerChunk last =
-      inner_chunk(p, chunks, (inner_chunks - 1) * chunks.inner, Needs(p).dx_rows);
+      inner_chunk(p, chunks, (inner_chunks - 1) * chunks.inner, has_whole_dz(p));
   const WeightGradients gradients = gradients_of(p, Workspace(nullptr, p, chunks, kernel, 1), last);
   const Stages stages(p, chunks);
   for (int i = 0; i < stages.count; ++i) {
@@ -636,7 +650,7 @@ flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, v
   list_rows(&launch);
   const Stages stages(p, chunks);
   for (int64_t first = 0; first < layer.inner && stages.of_inner > 0; first += chunks.inner) {
-    launch.chunk = inner_chunk(p, chunks, first, Needs(p).dx_rows);
+    launch.chunk = inner_chunk(p, chunks, first, has_whole_dz(p));
     launch.layer = layer_of(p, launch.chunk);
     point_to_chunk(&launch);
     WeightGradients gradients = gradients_of(p, workspace, launch.chunk);

@@ -114,7 +114,7 @@ class BackwardParams(c.Structure):
         ("up_offset", c.c_float),
         ("weight_on_input", c.c_int32),
         ("accumulate", c.c_int32),
-        ("reserved", c.c_uint32),
+        ("overwrite_pre_activation", c.c_int32),
         ("kernel", c.c_char_p),
         ("max_workspace_bytes", c.c_uint64),
     ]

@@ -41,6 +41,11 @@ MODELS = {
                     "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
                   "shared_expert_intermediate_size": 40, "intermediate_size": 96},
+    "deepseek_v3": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+                    "moe_intermediate_size": 40, "intermediate_size": 96,
+                    "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": None,
+                    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                    "v_head_dim": 16, "num_key_value_heads": 4},
     "llama4_text": {"intermediate_size": 96, "intermediate_size_mlp": 96, "head_dim": 16,
                     "num_local_experts": 4},
 }  # fmt: skip

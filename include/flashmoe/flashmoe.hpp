@@ -679,9 +679,10 @@ struct MoeBackward {
   float limit = 0;  // 0: none
   float up_offset = 0;
   bool weight_on_input = false;
-  bool accumulate = false;           // add to what the outputs hold
-  const char* kernel = nullptr;      // nullptr: the best here
-  uint64_t max_workspace_bytes = 0;  // 0: no bound
+  bool accumulate = false;                // add to what the outputs hold
+  const char* kernel = nullptr;           // nullptr: the best here
+  uint64_t max_workspace_bytes = 0;       // 0: no bound
+  bool overwrite_pre_activation = false;  // it may be workspace, and holds nothing afterwards
 };
 
 // The gradients of a routing: flashmoe_moe_route_backward.
@@ -1225,6 +1226,7 @@ struct Bound<MoeBackward> {
     params.accumulate = call.accumulate ? 1 : 0;
     params.kernel = call.kernel;
     params.max_workspace_bytes = call.max_workspace_bytes;
+    params.overwrite_pre_activation = call.overwrite_pre_activation ? 1 : 0;
   }
 };
 

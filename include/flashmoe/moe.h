@@ -326,6 +326,10 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  *
  * pre_activation is what the forward returned, or NULL: then it is computed again, to the same
  * bits as by the family's forward; w_gate_up and w_up are then on a GPU both transposed or neither.
+ * With overwrite_pre_activation its memory may take what the workspace else would, and its contents
+ * are undefined behind the call; it then overlaps nothing, as outputs do. A family that has no use
+ * for it plans the workspace that it plans without: so do those of GPUs, and the CPU's with
+ * INTERLEAVED.
  *
  * Beyond `limit` g and u have gradients of 0; at it they have their own. RELU has the slope 0 at 0.
  * Products are accumulated in fp32. What lies between them, the gradient of what act was applied to
@@ -363,11 +367,11 @@ typedef struct flashmoe_moe_backward_params {
   float alpha;        /* as in flashmoe_moe_forward */
   float limit;
   float up_offset;
-  int32_t weight_on_input;      /* 0 or 1 */
-  int32_t accumulate;           /* 1: add to what the outputs hold */
-  uint32_t reserved;            /* 0 */
-  const char* kernel;           /* NULL: the best here. Else a kernel family */
-  uint64_t max_workspace_bytes; /* the most that the workspace may have; 0: no bound */
+  int32_t weight_on_input;          /* 0 or 1 */
+  int32_t accumulate;               /* 1: add to what the outputs hold */
+  int32_t overwrite_pre_activation; /* 1: it may be workspace, and holds nothing afterwards */
+  const char* kernel;               /* NULL: the best here. Else a kernel family */
+  uint64_t max_workspace_bytes;     /* the most that the workspace may have; 0: no bound */
 } flashmoe_moe_backward_params;
 
 static inline flashmoe_moe_backward_params flashmoe_moe_backward_params_init(void) {

@@ -160,10 +160,14 @@ def _differentiate_layer(
     primals: Sequence[Any], tangents: Sequence[Any], *, call: Any, **_: Any
 ) -> Any:
     named = dict(zip(call.names, primals, strict=True))
-    made = _call(call.operation, named, **(dict(call.options) | {"return_pre_activation": True}))
+    options = dict(call.options)
+    saved = () if options["recompute"] else ("pre_activation",)
+    if saved:
+        options["return_pre_activation"] = True
+    made = _call(call.operation, named, **options)
     outs = [made[name] for name in calls._outputs(call, named)]
     dots = _perturbed(call, tangents)
-    kept = named | {"pre_activation": made["pre_activation"]}
+    kept = named | {name: made[name] for name in saved}
     out_dots = _tangents(call, dots, kept, outs[:1]) if dots else [_zero(outs[0])]
     return outs, [*out_dots, *map(_zero, outs[1:])]
 
@@ -361,7 +365,7 @@ def _in_parts(call: Any, named: _Arrays) -> Any:
     routing = _call("moe_route", given, **_options(call, _ROUTE_OPTIONS), return_lse=False)
     order = {name: routing[name] for name in ("weights", "offsets", "pairs", "slots")}
     layer = {"x": tokens} | _options_of(named, calls.LAYER_GRADIENTS) | order
-    names = (*_LAYER_OPTIONS, "max_workspace_bytes", "kernel")
+    names = (*_LAYER_OPTIONS, "max_workspace_bytes", "recompute", "kernel")
     options = _options(call, names) | {"return_pre_activation": False}
     return _call("moe_forward", layer, **options)["out"]
 

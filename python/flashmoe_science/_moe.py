@@ -193,11 +193,18 @@ def _differentiate(
     options: dict[str, Any],
     outputs: dict[str, Any],
     stream: Any,
+    overwritten: dict[str, Any] | None = None,
 ) -> list[Any]:
     """The outputs in their order, new where the library makes one. `named` are the tensors as
-    messages call them."""
-    given = _present(**outputs)
-    calls = _Calls(_present(**named), stream, given, BACKWARD)
+    messages call them, `overwritten` those among them that are written, too."""
+    given, named = _present(**outputs), _present(**named)
+    if overwritten and _framework(named, BACKWARD) is _JAX:
+        raise InvalidArgumentError(
+            "overwrite_pre_activation: JAX arrays cannot be written to; leave it False"
+        )
+    for name, tensor in (overwritten or {}).items():
+        _core.check_writable(name, tensor)
+    calls = _Calls(named, stream, given | (overwritten or {}), BACKWARD)
     if calls.framework is _JAX and options["accumulate"]:
         raise InvalidArgumentError("accumulate: JAX arrays cannot be added to; leave it False")
     made = calls.run(operation, _present(**tensors) | given, options)
@@ -214,7 +221,10 @@ def moe_backward(
     parts = _parts("routing", routing)
     parts = {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
     named = tensors | {f"routing.{name}": part for name, part in parts.items()}
-    return _differentiate("moe_backward", tensors | parts, named, options, outputs, stream)
+    written = {}
+    if options["overwrite_pre_activation"]:
+        written = _present(pre_activation=tensors["pre_activation"])
+    return _differentiate("moe_backward", tensors | parts, named, options, outputs, stream, written)
 
 
 def grouped_product_backward(

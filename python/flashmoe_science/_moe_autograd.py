@@ -37,10 +37,12 @@ class Steps(NamedTuple):
     compute: Callable[..., tuple[Any, ...]]
     """Outputs, of tensors."""
     differentiate: Callable[..., Sequence[Any]]
-    """The gradients of the tensors, or None: of those of the outputs, the tensors, the outputs, and
-    whether each tensor's is wanted."""
+    """The gradients of the tensors, or None: of those of the outputs, the tensors, the outputs that
+    are kept, and whether each tensor's is wanted."""
     differentiable: tuple[int, ...]
     """Which of the outputs have gradients."""
+    kept: tuple[int, ...] = ()
+    """Which of the outputs the gradients are computed from. No other is saved."""
 
 
 def _each(call: Callable[..., Any], info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -67,7 +69,7 @@ class _Recorded(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(x for i, x in enumerate(output) if i not in steps.differentiable)
         )
-        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_backward(*tensors, *(output[i] for i in steps.kept))
         ctx.steps, ctx.count = steps, len(tensors)
 
     @staticmethod
@@ -180,7 +182,7 @@ def moe_forward(
     x: Any, w_gate_up: Any, w_down: Any, routing: Any, w_up: Any, gate: Any, activation: Any,
     b_gate_up: Any, b_up: Any, b_down: Any, alpha: Any, limit: Any, up_offset: Any,
     weight_on_input: Any, out: Any, pre_activation: Any, return_pre_activation: Any,
-    max_workspace_bytes: Any, kernel: Any, stream: Any,
+    max_workspace_bytes: Any, recompute: Any, kernel: Any, stream: Any,
 ) -> Any:  # fmt: skip
     from flashmoe_science.torch import operators
 
@@ -189,12 +191,13 @@ def moe_forward(
         return _below_autocast(
             _core.moe_forward, x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
             b_up, b_down, alpha, limit, up_offset, weight_on_input, out, pre_activation,
-            return_pre_activation, max_workspace_bytes, kernel, stream,
+            return_pre_activation, max_workspace_bytes, recompute, kernel, stream,
         )  # fmt: skip
     _refuse(out=out, pre_activation=pre_activation, stream=stream)
     return operators.traced_moe_forward(
         x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
-        b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes, kernel,
+        b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes, recompute,
+        kernel,
     )  # fmt: skip
 
 
@@ -215,12 +218,14 @@ def grouped_product(
 def fused_moe(*arguments: Any) -> Any:
     from flashmoe_science.torch import operators
 
-    *layer, out, max_workspace_bytes, kernel, stream = arguments
+    *layer, out, max_workspace_bytes, recompute, kernel, stream = arguments
     layer = cast_layer(layer)
     if not _is_recorded(*layer):
-        return _below_autocast(_core.fused_moe, *layer, out, max_workspace_bytes, kernel, stream)
+        return _below_autocast(
+            _core.fused_moe, *layer, out, max_workspace_bytes, recompute, kernel, stream
+        )
     _refuse(out=out, stream=stream)
-    return operators.traced_fused_moe(*layer, max_workspace_bytes, kernel)
+    return operators.traced_fused_moe(*layer, max_workspace_bytes, recompute, kernel)
 
 
 _FUSED_MATRICES = (0, 1, 2, 3, 13)  # tokens, router_weights, w_gate_up, w_down, w_up

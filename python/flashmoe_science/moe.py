@@ -175,6 +175,7 @@ def moe_forward(
     pre_activation: _T | None = None,
     return_pre_activation: Literal[False] = False,
     max_workspace_bytes: int | None = None,
+    recompute: bool = False,
     kernel: str | None = None,
     stream: object = None,
 ) -> _T: ...
@@ -201,6 +202,7 @@ def moe_forward(
     pre_activation: _T | None = None,
     return_pre_activation: Literal[True],
     max_workspace_bytes: int | None = None,
+    recompute: bool = False,
     kernel: str | None = None,
     stream: object = None,
 ) -> tuple[_T, _T]: ...
@@ -226,6 +228,7 @@ def moe_forward(
     pre_activation: Any = None,
     return_pre_activation: bool = False,
     max_workspace_bytes: int | None = None,
+    recompute: bool = False,
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
@@ -273,6 +276,8 @@ def moe_forward(
         return_pre_activation: Also return it, in a new tensor if none was given.
         max_workspace_bytes: Of the gradients, where torch or JAX differentiates this call: as in
             moe_backward. The forward itself takes no notice of it.
+        recompute: Save for the gradients of torch or JAX no pre_activation: they compute it again,
+            by one product more. The forward itself takes no notice of it.
         kernel: Kernel family to use ("cpu", "sm89_few_tokens", "sm89", "sm90"): that one runs, or
             the call fails. None is the best.
         stream: As in flash_attention.
@@ -287,7 +292,7 @@ def moe_forward(
             return _core.moe_forward(
                 x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down,
                 alpha, limit, up_offset, weight_on_input, out, pre_activation,
-                return_pre_activation, max_workspace_bytes, kernel, stream,
+                return_pre_activation, max_workspace_bytes, recompute, kernel, stream,
             )  # fmt: skip
         except _TransformedError:  # as above
             pass
@@ -296,7 +301,7 @@ def moe_forward(
         b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
         up_offset=up_offset, weight_on_input=weight_on_input, out=out,
         pre_activation=pre_activation, return_pre_activation=return_pre_activation,
-        max_workspace_bytes=max_workspace_bytes, kernel=kernel, stream=stream,
+        max_workspace_bytes=max_workspace_bytes, recompute=recompute, kernel=kernel, stream=stream,
     )  # fmt: skip
 
 
@@ -373,6 +378,7 @@ def fused_moe(
     weight_on_input: bool = False,
     out: _T | None = None,
     max_workspace_bytes: int | None = None,
+    recompute: bool = False,
     kernel: str | None = None,
     stream: object = None,
 ) -> _T:
@@ -394,7 +400,7 @@ def fused_moe(
             As in moe_forward.
         out: Of the shape and dtype of tokens: where to write. May overlap no other tensor. Not for
             JAX.
-        max_workspace_bytes: As in moe_forward.
+        max_workspace_bytes, recompute: As in moe_forward.
         kernel: As in moe_forward, for the experts' products.
         stream: As in flash_attention.
 
@@ -409,7 +415,7 @@ def fused_moe(
                 tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
                 renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
                 b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out,
-                max_workspace_bytes, kernel, stream,
+                max_workspace_bytes, recompute, kernel, stream,
             )  # fmt: skip
         except _TransformedError:  # as above
             pass
@@ -419,6 +425,6 @@ def fused_moe(
         num_groups=num_groups, top_groups=top_groups, scale=scale, w_up=w_up, gate=gate,
         activation=activation, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha,
         limit=limit, up_offset=up_offset, weight_on_input=weight_on_input, out=out,
-        max_workspace_bytes=max_workspace_bytes, kernel=kernel, stream=stream,
+        max_workspace_bytes=max_workspace_bytes, recompute=recompute, kernel=kernel, stream=stream,
     )  # fmt: skip
     return traced

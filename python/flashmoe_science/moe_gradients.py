@@ -95,6 +95,7 @@ def moe_backward(
     up_offset: float = 0.0,
     weight_on_input: bool = False,
     pre_activation: Any = None,
+    overwrite_pre_activation: bool = False,
     wanted: Sequence[bool] | None = None,
     accumulate: bool = False,
     dx: Any = None,
@@ -127,6 +128,9 @@ def moe_backward(
         b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input: Likewise.
         pre_activation: What moe_forward returned with return_pre_activation; None computes it
             again, to the same bits.
+        overwrite_pre_activation: Its memory may take what the workspace else would, and holds
+            nothing afterwards. Of use on the CPU, but for "interleaved": the workspace is smaller
+            by so many bytes. Not for JAX.
         wanted: A flag for each of MoeGradients, in order; None is all. One that is not wanted, and
             not given below, is None in what is returned.
         accumulate: Add to the gradients that are given; those that are not are not computed.
@@ -153,6 +157,7 @@ def moe_backward(
         "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
         "up_offset": up_offset, "weight_on_input": weight_on_input, "accumulate": accumulate,
         "kernel": kernel, "max_workspace_bytes": max_workspace_bytes,
+        "overwrite_pre_activation": overwrite_pre_activation,
         "wanted": wanted_flags(wanted, MoeGradients),
     }  # fmt: skip
     return MoeGradients(*_moe.moe_backward(tensors, routing, options, outputs, stream))

@@ -179,6 +179,7 @@ def moe_backward_plan(
     up_offset: float = 0.0,
     weight_on_input: bool = False,
     pre_activation: Any = None,
+    overwrite_pre_activation: bool = False,
     wanted: Sequence[bool] | None = None,
     max_workspace_bytes: int | None = None,
     kernel: str | None = None,
@@ -200,6 +201,7 @@ def moe_backward_plan(
         "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
         "up_offset": up_offset, "weight_on_input": weight_on_input, "kernel": kernel,
         "max_workspace_bytes": max_workspace_bytes,
+        "overwrite_pre_activation": overwrite_pre_activation,
         "wanted": moe_gradients.wanted_flags(wanted, moe_gradients.MoeGradients),
     }  # fmt: skip
     return _plan("moe_backward", tensors, options)
@@ -282,6 +284,7 @@ def moe_backward_plan_for(
     transposed: bool = False,
     bias: bool = False,
     pre_activation: bool = True,
+    overwrite_pre_activation: bool = False,
     wanted: Sequence[bool] | None = None,
     max_workspace_bytes: int | None = None,
     kernel: str | None = None,
@@ -291,7 +294,7 @@ def moe_backward_plan_for(
     Args:
         tokens, hidden, inner, experts, top_k, dtype, device, transposed, bias: As in moe_plan_for.
         pre_activation: Whether the forward returned it; else it is computed again.
-        wanted, max_workspace_bytes: As in moe_backward.
+        overwrite_pre_activation, wanted, max_workspace_bytes: As in moe_backward.
 
     Raises what moe_backward would raise for such tensors.
     """
@@ -306,6 +309,7 @@ def moe_backward_plan_for(
         layer.routing(),
         **layer.options(gate, activation, transposed, bias),
         pre_activation=saved if parse_flag("pre_activation", pre_activation) else None,
+        overwrite_pre_activation=overwrite_pre_activation,
         wanted=wanted,
         max_workspace_bytes=max_workspace_bytes,
         kernel=kernel,

@@ -112,9 +112,29 @@ def test_mixtures_of_experts() -> None:
     ]
 
 
+@pytest.mark.parametrize("operation", ["moe_forward", "moe_backward", "moe_training"])
+def test_memory_of_mixtures_of_experts(operation: str) -> None:
+    """A peer's peak where the record has it, our workspace, and what the forward saves."""
+    document = bench_records.moe_grid(operation=operation)
+    for cell in document["cells"]:
+        cell["plan"]["workspace_bytes"] = 5 * 2**20
+    document["cells"][1]["contenders"]["torch-grouped"]["peak_bytes"] = 7 * 2**20
+    lines = report.render_moe(source(document)).splitlines()
+    saves = operation != "moe_forward"
+    memory = ["MiB", "torch-grouped MiB", "workspace", *(["saved"] if saves else [])]
+    assert any(f" | {' | '.join(memory)} | over torch-grouped |" in line for line in lines)
+    # Of 4096 tokens 4 T K I bytes, of 8 next to none.
+    short, long = ("3 | - | 5 | 0", "3 | 7 | 5 | 4") if saves else ("3 | - | 5", "3 | 7 | 5")
+    [row] = [line for line in lines if line.startswith("| 8 | uniform |")]
+    assert f"| {short} |" in row
+    [row] = [line for line in lines if line.startswith("| 4096 | uniform |")]
+    assert f"| {long} |" in row
+    assert any("*saved*" in line for line in lines) == saves
+
+
 def test_a_backward_of_experts_has_no_rate_of_weights() -> None:
     document = bench_records.moe_grid(operation="moe_backward")
-    with_rates = report.render_moe(source(bench_records.moe_grid())).splitlines()
+    with_rates = report.render_moe(source(document)).splitlines()
     for cell in document["cells"]:
         for entry in cell["contenders"].values():
             del entry["weight_bytes_per_s"]

@@ -579,6 +579,10 @@ void gradients() {
   backward.max_workspace_bytes = get(fm::workspace_size(backward));
   CHECK(get(fm::workspace_size(backward)) <= backward.max_workspace_bytes);
   done(fm::run(backward, workspace));
+  backward.overwrite_pre_activation = true;
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "overwrite_pre_activation: got 1, accepted without",
+        [&] { return fm::plan(backward); });
+  backward.overwrite_pre_activation = false;
   // Along one direction each, by differences.
   const auto check = [&](std::vector<float>& at, const std::vector<float>& gradient) {
     const std::vector<float> direction = random(at.size(), 22), held = at;

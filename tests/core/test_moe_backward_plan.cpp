@@ -194,7 +194,15 @@ void layers_are_refused() {
   using B = Backward;
   invalid<B>("flashmoe_moe_backward_params.struct_size", [](B& b) { b.params.struct_size = 8; });
   invalid<B>("accumulate: got 2", [](B& b) { b.params.accumulate = 2; });
-  invalid<B>("reserved: got 1", [](B& b) { b.params.reserved = 1; });
+  invalid<B>("overwrite_pre_activation: got 2, accepted are 0 and 1",
+             [](B& b) { b.params.overwrite_pre_activation = 2; });
+  invalid<B>("overwrite_pre_activation: got 1, accepted without pre_activation is 0",
+             [](B& b) { b.params.overwrite_pre_activation = 1; });
+  invalid<B>("pre_activation: its strides", [](B& b) {
+    b.params.pre_activation = &b.pre.view;
+    b.params.overwrite_pre_activation = 1;
+    b.pre.strides[0] = 0;
+  });
   refused<B>(FLASHMOE_ERROR_UNSUPPORTED, "cpu: max_workspace_bytes: got 1, accepted are 0, for no ",
              [](B& b) { b.params.max_workspace_bytes = 1; });
   invalid<B>("gate: got 9", [](B& b) { b.params.gate = 9; });
@@ -337,6 +345,19 @@ void plans() {
           none(b);
           b.params.db_down = &b.db_down.view;
         }) == "dw ");
+  const auto bytes_of = [](flashmoe_moe_gate gate, int overwrite) {
+    Backward call;
+    call.params.gate = gate;
+    call.params.pre_activation = &call.pre.view;
+    call.params.overwrite_pre_activation = overwrite;
+    size_t bytes = 0;
+    CHECK(flashmoe_moe_backward_workspace_size(&call.params, &bytes) == FLASHMOE_OK);
+    return bytes;
+  };
+  for (flashmoe_moe_gate gate : {FLASHMOE_MOE_GATE_UP, FLASHMOE_MOE_UP_GATE}) {
+    CHECK(bytes_of(gate, 0) - bytes_of(gate, 1) == kTokens * kTopK * 2 * kInner * 2);
+  }
+  CHECK(bytes_of(FLASHMOE_MOE_INTERLEAVED, 0) == bytes_of(FLASHMOE_MOE_INTERLEAVED, 1));
   CHECK(stages([](Backward& b) { b.dw_down.transpose(); }) == "up down activation dw dx combine ");
   flashmoe_plan plan = flashmoe_plan_init();
   {  // of a caller who knows no bound
@@ -366,7 +387,10 @@ void faults_at_random() {
       call.params.db_up = &call.db_up.view;
     }
     if (below(2) == 0) call.params.b_down = &call.b_down.view;
-    if (below(2) == 0) call.params.pre_activation = &call.pre.view;
+    if (below(2) == 0) {
+      call.params.pre_activation = &call.pre.view;
+      call.params.overwrite_pre_activation = static_cast<int32_t>(below(2));
+    }
     call.params.weight_on_input = static_cast<int32_t>(below(2));
     if (below(4) == 0) call.params.max_workspace_bytes = uint64_t{1} << below(40);
     for (Tensor* each : call.tensors()) each->allocate(0);

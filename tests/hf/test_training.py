@@ -278,17 +278,11 @@ def test_a_compiled_model_trains_in_one_graph() -> None:
 
 
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
-DEEPSEEK_V3 = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-    "moe_intermediate_size": 40, "intermediate_size": 96, "first_k_dense_replace": 1,
-    "n_shared_experts": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_follow_the_stock_loss(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    stock = make(kind, **(DEEPSEEK_V3 if kind == "deepseek_v3" else {}))
+    stock = make(kind)
     ours = copy.deepcopy(stock)
     ours.set_experts_implementation(hf.NAME)
     hf.reset_report()
@@ -298,6 +292,49 @@ def test_experts_follow_the_stock_loss(kind: str, caplog: pytest.LogCaptureFixtu
     assert hf.report().stock == 0
     assert hf.report().ours >= STEPS
     assert said(caplog) == []
+
+
+def layers_of(model: Any) -> int:
+    """That have experts."""
+    config = model.config
+    return int(config.num_hidden_layers - getattr(config, "first_k_dense_replace", 0))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_checkpoints_recompute_the_bits_of_experts(kind: str, use_reentrant: bool) -> None:
+    model = make(kind).train()
+    model.set_experts_implementation(hf.NAME)
+    want, saved = gradients(model), saved_bytes(model)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    hf.reset_report()
+    got = gradients(model, use_cache=False)
+    # Without reentrance a layer is left as soon as all that was saved is there again: in our call.
+    assert layers_of(model) <= hf.report().ours <= 2 * layers_of(model)
+    assert hf.report().stock == 0
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
+    assert saved_bytes(model) < saved / 2
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_under_autocast(kind: str) -> None:
+    """In bf16 as torch's autocast of the CPU has it, weights and gradients in fp32: as near as the
+    stock implementation. Of one layer, since another one's routing may be by a rounding."""
+    stock = make(kind, num_hidden_layers=2 if kind == "deepseek_v3" else 1).train()
+    ours = copy.deepcopy(stock)
+    ours.set_experts_implementation(hf.NAME)
+    want = gradients(in_float64(stock))
+    hf.reset_report()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, made = gradients(stock), gradients(ours)
+    assert (hf.report().ours, hf.report().stock) == (layers_of(ours), 0)
+    assert all(p.grad.dtype == torch.float32 for p in ours.parameters() if p.grad is not None)
+    assert made.keys() == want.keys()
+    for name, gradient in made.items():
+        size = want[name].norm()
+        error, ordinary = (gradient - want[name]).norm(), (expected[name] - want[name]).norm()
+        assert error <= 2 * ordinary + 0.02 * size, name
 
 
 def test_the_workspace_of_experts_gradients_is_bounded() -> None:
@@ -314,5 +351,36 @@ def test_the_workspace_of_experts_gradients_is_bounded() -> None:
             assert torch.equal(gradient, want[name]), name
         with pytest.raises(ValueError, match=r"^max_workspace_bytes: got 0, accepted are positive"):
             hf.register(max_workspace_bytes=0)
+    finally:
+        hf.register()
+
+
+def saved_bytes(model: Any) -> int:
+    """What a step saves, each memory once."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Any) -> Any:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    tokens = TOKENS.to(model.device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        held = model(tokens, labels=tokens)
+    del held
+    return sum(kept.values())
+
+
+def test_experts_gradients_are_recomputed() -> None:
+    """From inputs alone, to the same bits."""
+    model = make("mixtral")
+    model.set_experts_implementation(hf.NAME)
+    want, saved = gradients(model), saved_bytes(model)
+    try:
+        hf.register(recompute=True)
+        for name, gradient in gradients(model).items():
+            assert torch.equal(gradient, want[name]), name
+        pairs = TOKENS.numel() * model.config.num_experts_per_tok
+        each = 2 * model.config.intermediate_size * 4 * pairs
+        assert saved - saved_bytes(model) == each * model.config.num_hidden_layers
     finally:
         hf.register()

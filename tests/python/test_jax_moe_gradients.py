@@ -465,6 +465,26 @@ def test_what_the_activation_is_applied_to_has_no_gradient() -> None:
     assert_equal(jax.grad(lambda x: both(x)[0].sum())(a["tokens"]), alone(a["tokens"]))
 
 
+def residuals(a: Any, **options: Any) -> tuple[Any, int]:
+    """A gradient, and the bytes that it is computed from."""
+    _, pull = jax.vjp(lambda a: call(a, **options), a)
+    return pull(jnp.ones((T, H)))[0], sum(x.nbytes for x in jax.tree.leaves(pull))
+
+
+def test_recomputed_gradients_save_less() -> None:
+    """By the pre-activations alone, and have the same bits."""
+    a = leaves()
+    want, saved = residuals(a)
+    got, less = residuals(a, recompute=True)
+    assert saved - less == 2 * INNER * T * K * 4
+    assert_equal(got, want)
+    text = text_of(jax.grad(lambda a: loss(a, recompute=True)), a)
+    assert "pre_activation" not in "".join(outputs_of(text, "moe_forward"))
+    assert_equal(jax.jit(jax.grad(lambda a: loss(a, recompute=True)))(a), jax.grad(loss)(a))
+    both = jax.vmap(lambda x: residuals(a | {"tokens": x}, recompute=True)[0])
+    assert_equal(both(a["tokens"][None]), jax.tree.map(lambda x: x[None], want))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_workspace_of_gradients_is_bounded(compiled: bool) -> None:
     """To the same bits, of the functional call, too; one that is too low is told of."""

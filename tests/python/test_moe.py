@@ -659,3 +659,58 @@ def test_nothing_leaks() -> None:
             calls()
         gc.collect()
         assert [sys.getrefcount(thing) for thing in held] == before
+
+
+def backward_case() -> Any:
+    rng = np.random.default_rng(4)
+    x, dout = rng.standard_normal((2, 9, 32), np.float32)
+    w_gate_up = rng.standard_normal((4, 48, 32), np.float32)
+    w_down = rng.standard_normal((4, 32, 24), np.float32)
+    routing = fm.moe_route(rng.standard_normal((9, 4), np.float32), 2)
+    _, before = fm.moe_forward(x, w_gate_up, w_down, routing, return_pre_activation=True)
+    return (dout, x, w_gate_up, w_down, routing), before
+
+
+def test_gradients_that_overwrite_pre_activation() -> None:
+    call, before = backward_case()
+    held = before.copy()
+    want = fm.moe_backward(*call, pre_activation=before)
+    plans = [fm.moe_backward_plan(*call, pre_activation=before, overwrite_pre_activation=flag)
+             for flag in (False, True)]  # fmt: skip
+    assert plans[0].workspace_bytes - plans[1].workspace_bytes == before.nbytes
+    assert np.array_equal(before, held)
+    made = fm.moe_backward(*call, pre_activation=before, overwrite_pre_activation=True)
+    for ours, gradient in zip(made, want, strict=True):
+        assert np.array_equal(ours, gradient)
+    assert not np.array_equal(before, held)
+    held.flags.writeable = False
+    with pytest.raises((TypeError, ValueError), match=r"^pre_activation: .*read-only"):
+        fm.moe_backward(*call, pre_activation=held, overwrite_pre_activation=True)
+    with pytest.raises(ValueError, match=r"^overwrite_pre_activation: got 1, accepted without"):
+        fm.moe_backward(*call, overwrite_pre_activation=True)
+
+
+def test_torch_is_told_that_pre_activation_was_overwritten() -> None:
+    torch = pytest.importorskip("torch")
+    (dout, x, w_gate_up, w_down, routing), before = backward_case()
+    given = [torch.from_numpy(a) for a in (dout, x, w_gate_up, w_down)]
+    order = fm.MoeRouting(*(None if a is None else torch.from_numpy(a) for a in routing))
+    saved = torch.from_numpy(before)
+    version = saved._version
+    fm.moe_backward(*given, order, pre_activation=saved)
+    assert saved._version == version
+    fm.moe_backward(*given, order, pre_activation=saved, overwrite_pre_activation=True)
+    assert saved._version > version
+
+
+def test_jax_arrays_are_not_overwritten() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    (dout, x, w_gate_up, w_down, routing), before = backward_case()
+    given = [jnp.asarray(a) for a in (dout, x, w_gate_up, w_down)]
+    order = fm.MoeRouting(*(None if a is None else jnp.asarray(a) for a in routing))
+    with pytest.raises(
+        ValueError, match=r"^overwrite_pre_activation: JAX arrays cannot be written"
+    ):
+        fm.moe_backward(
+            *given, order, pre_activation=jnp.asarray(before), overwrite_pre_activation=True
+        )

@@ -286,6 +286,59 @@ def test_a_module_learns() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+# ---- what is saved ----
+
+
+def saved(call: Any) -> tuple[Any, dict[int, int]]:
+    """What the call returns, and the bytes of each memory that it saved for gradients."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Any) -> Any:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        return call(), kept
+
+
+def addresses(*tensors: Any) -> set[int]:
+    return {x.data_ptr() for x in tensors}
+
+
+@MODULES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_saves_its_inputs_and_pre_activations(fm: Any, dtype: Any) -> None:
+    given = leaves(dtype)
+    x, *layer = (given[n] for n in ("tokens", "w_gate_up", "w_down"))
+    with torch.no_grad():
+        routing = fm.moe_route(torch.randn(T, E), K)
+    inputs = (x, *layer, *routing[1:5])
+    out, kept = saved(lambda: fm.moe_forward(x, *layer, routing))
+    rest = {address: size for address, size in kept.items() if address not in addresses(*inputs)}
+    assert addresses(*inputs) <= kept.keys()
+    assert list(rest.values()) == [2 * INNER * T * K * dtype.itemsize]
+    assert out.data_ptr() not in kept
+    out.relu_().sum().backward()  # in place of what nobody saved
+    (out, pre_activation), kept = saved(
+        lambda: fm.moe_forward(x, *layer, routing, return_pre_activation=True)
+    )
+    assert kept.keys() == addresses(*inputs, pre_activation)
+
+
+@MODULES
+def test_products_and_routings_save_no_result_but_ids(fm: Any) -> None:
+    x, w = torch.randn(9, 16, requires_grad=True), torch.randn(2, 8, 16, requires_grad=True)
+    bias, offsets = torch.randn(2, 8, requires_grad=True), torch.tensor([0, 4, 9]).int()
+    _, kept = saved(lambda: fm.grouped_product(x, w, offsets=offsets, bias=bias))
+    assert kept.keys() == addresses(x, w, offsets, bias)
+    logits = torch.randn(T, E, requires_grad=True)
+    routing, kept = saved(lambda: fm.moe_route(logits, K, return_lse=True))
+    assert kept.keys() == addresses(logits, routing.ids)
+    weights = torch.rand(T, K, requires_grad=True)
+    made, kept = saved(lambda: fm.moe_route_given(routing.ids, weights, num_experts=E))
+    assert kept.keys() == addresses(routing.ids, weights, made.ids)
+
+
 # ---- the workspace of gradients ----
 
 
@@ -300,7 +353,9 @@ def wide_leaves() -> dict[str, Any]:
             "w_gate_up": normal(8, 1040, 264), "w_down": normal(8, 264, 520)}  # fmt: skip
 
 
-def by_parts(fm: Any, given: dict[str, Any], max_workspace_bytes: int | None) -> Any:
+def by_parts(
+    fm: Any, given: dict[str, Any], max_workspace_bytes: int | None, recompute: bool = False
+) -> Any:
     logits = given["tokens"] @ given["router_weights"].T
     return fm.moe_forward(
         given["tokens"],
@@ -308,27 +363,34 @@ def by_parts(fm: Any, given: dict[str, Any], max_workspace_bytes: int | None) ->
         given["w_down"],
         fm.moe_route(logits, 2),
         max_workspace_bytes=max_workspace_bytes,
+        recompute=recompute,
     )
 
 
-def at_once(fm: Any, given: dict[str, Any], max_workspace_bytes: int | None) -> Any:
-    return fm.fused_moe(**given, top_k=2, max_workspace_bytes=max_workspace_bytes)
+def at_once(
+    fm: Any, given: dict[str, Any], max_workspace_bytes: int | None, recompute: bool = False
+) -> Any:
+    return fm.fused_moe(
+        **given, top_k=2, max_workspace_bytes=max_workspace_bytes, recompute=recompute
+    )
 
 
-def by_module(fm: Any, given: dict[str, Any], max_workspace_bytes: int | None) -> Any:
-    layer = fmt.FlashMoELayer(264, 520, 8, 2, renormalize=False,
+def by_module(
+    fm: Any, given: dict[str, Any], max_workspace_bytes: int | None, recompute: bool = False
+) -> Any:
+    layer = fmt.FlashMoELayer(264, 520, 8, 2, renormalize=False, recompute=recompute,
                               max_workspace_bytes=max_workspace_bytes)  # fmt: skip
     state = {"gate.weight": given["router_weights"], "experts.gate_up_proj": given["w_gate_up"],
              "experts.down_proj": given["w_down"]}  # fmt: skip
     return torch.func.functional_call(layer, state, (given["tokens"],))
 
 
+LAYERS = [(by_parts, None), (at_once, None), (by_module, None), (by_parts, "aot_eager"),
+          (at_once, "aot_eager")]  # fmt: skip
+
+
 @MODULES
-@pytest.mark.parametrize(
-    ("layer", "backend"),
-    [(by_parts, None), (at_once, None), (by_module, None), (by_parts, "aot_eager"),
-     (at_once, "aot_eager")],
-)  # fmt: skip
+@pytest.mark.parametrize(("layer", "backend"), LAYERS)
 def test_the_workspace_of_gradients_is_bounded(fm: Any, layer: Any, backend: str | None) -> None:
     """To the same bits; one that is too low is told of when gradients are computed."""
     torch._dynamo.reset()
@@ -350,6 +412,56 @@ def test_the_workspace_of_gradients_is_bounded(fm: Any, layer: Any, backend: str
         assert torch.equal(layer(fm, given, 1), layer(fm, given, None))
     with pytest.raises(ValueError, match=r"^max_workspace_bytes: got 0, accepted are positive"):
         layer(fm, given, 0)
+
+
+@MODULES
+@pytest.mark.parametrize(("layer", "backend"), LAYERS)
+def test_recomputed_gradients_save_less(fm: Any, layer: Any, backend: str | None) -> None:
+    """By the pre-activations alone, and have the same bits."""
+    torch._dynamo.reset()
+    given = wide_leaves()
+    call = torch.compile(layer, backend=backend, fullgraph=True) if backend else layer
+    dout = torch.randn(20, 264)
+    outs, sizes = {}, {}
+    for recompute in (False, True):
+        out, kept = saved(lambda r=recompute: call(fm, given, None, r))
+        sizes[recompute] = sum(kept.values())
+        outs[recompute] = [out, *torch.autograd.grad(out, list(given.values()), dout)]
+    assert sizes[False] - sizes[True] == 2 * 520 * 20 * 2 * 4
+    for made, gradient in zip(outs[True], outs[False], strict=True):
+        assert torch.equal(made, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weight_on_input", [False, True])
+def test_recomputed_gradients_have_the_same_bits(dtype: Any, weight_on_input: bool) -> None:
+    """With biases, a clamp, and what the activation is applied to as a result of its own."""
+    given = leaves(dtype)
+    tensors = {("x" if name == "tokens" else name): x for name, x in given.items()
+               if not name.startswith("router")}  # fmt: skip
+    routing = fm.moe_route(torch.randn(T, E, requires_grad=True), K)
+    made = {}
+    for recompute in (False, True):
+        options: dict[str, Any] = {
+            "alpha": 1.7, "limit": 1.5, "up_offset": 1.0, "weight_on_input": weight_on_input,
+            "return_pre_activation": True, "recompute": recompute,
+        }  # fmt: skip
+        (out, _), kept = saved(
+            lambda options=options: fm.moe_forward(**tensors, routing=routing, **options)
+        )
+        if recompute:
+            assert kept.keys() == addresses(*tensors.values(), *routing[1:5])
+        wanted = [*tensors.values(), routing.weights]
+        made[recompute] = torch.autograd.grad(out, wanted, torch.ones_like(out))
+    for ours, want in zip(made[True], made[False], strict=True):
+        assert torch.equal(ours, want)
+
+
+@MODULES
+@pytest.mark.parametrize("layer", [by_parts, at_once, by_module])
+def test_recompute_is_a_flag(fm: Any, layer: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^recompute: got 'all' of type str, acc"):
+        layer(fm, wide_leaves(), None, "all")
 
 
 def test_no_tokens() -> None:

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", minversion="2.6")
 import flashmoe_science as fm  # noqa: E402
 import flashmoe_science.torch as fmt  # noqa: E402
 import moe_gradients  # noqa: E402
-from flashmoe_science.moe import Activation, Scoring  # noqa: E402
+from flashmoe_science.moe import Activation, Gate, Scoring  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 T, H, INNER, E, K = 24, 32, 24, 8, 2
@@ -80,6 +80,55 @@ def test_layers_by_differences(activation: Any, gate: Any, weight_on_input: bool
                               weight_on_input=weight_on_input)  # fmt: skip
 
     assert by_differences(call, x, weights, *matrices)
+
+
+IDS = torch.tensor([[0, 1], [1, 0], [1, -1]], dtype=torch.int32)
+LIMIT = 1.5
+
+
+def clamped_layer(gate: str, **options: Any) -> dict[str, Any]:
+    """Tensors of a layer with biases, whose activation is applied to nothing near 0 or LIMIT."""
+    for seed in range(3000):
+        rows = 8 if gate in ("none", "separate") else 16
+        made = {
+            "x": normal(3, 8, seed=seed), "weights": normal(3, 2, seed=seed).sign() * 1.25,
+            "w_gate_up": normal(2, rows, 8, seed=seed + 1, scale=0.5),
+            "w_down": normal(2, 8, 8, seed=seed + 2, scale=0.5),
+            "b_gate_up": normal(2, rows, seed=seed + 3), "b_down": normal(2, 8, seed=seed + 4),
+        }  # fmt: skip
+        if gate == "separate":
+            made |= {"w_up": normal(2, 8, 8, seed=seed + 5, scale=0.5),
+                     "b_up": normal(2, 8, seed=seed + 6)}  # fmt: skip
+        before = run_layer(made, gate=gate, return_pre_activation=True, **options)[1][:5]
+        kinks = torch.tensor([-LIMIT, 0.0, LIMIT])
+        beyond = [(before > LIMIT).any(), (before < -LIMIT).any()]
+        if all(beyond) and ((before[..., None] - kinks).abs() > 0.04).all():
+            return made
+    raise AssertionError("no such seed")
+
+
+def run_layer(tensors: dict[str, Any], **options: Any) -> Any:
+    weights, *rest = (tensors[name] for name in ("weights", "x", "w_gate_up", "w_down"))
+    routing = fm.moe_route_given(IDS, weights, num_experts=2)
+    others = {name: x for name, x in tensors.items() if name.startswith("b_") or name == "w_up"}
+    return fm.moe_forward(*rest, routing, **others, **options)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gate", get_args(Gate))
+@pytest.mark.parametrize("weight_on_input", [False, True])
+def test_clamped_layers_by_differences(activation: Any, gate: Any, weight_on_input: bool) -> None:
+    """As gpt-oss has them, in every layout of gate and up: biases, a limit, alpha, an offset."""
+    options: dict[str, Any] = {
+        "gate": gate, "activation": activation, "limit": LIMIT, "weight_on_input": weight_on_input,
+        "alpha": 1.7 if activation == "silu" else 1.0, "up_offset": 0.0 if gate == "none" else 1.0,
+    }  # fmt: skip
+    tensors = clamped_layer(gate, weight_on_input=weight_on_input)
+
+    def call(*given: Any) -> Any:
+        return run_layer(dict(zip(tensors, given, strict=True)), **options)
+
+    assert by_differences(call, *tensors.values())
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -460,6 +509,43 @@ def test_second_derivatives_by_transforms_are_refused(layer: Any) -> None:
         torch.func.hessian(loss)(x)
 
 
+# ---- dx now, gradients of weights later ----
+
+
+def test_gradients_of_weights_may_wait_for_all_micro_batches() -> None:
+    """As pipeline schedules without bubbles have them: dx and what the routing needs at once, then
+    weights' gradients in calls of their own, added to main_grad in fp32."""
+    given = {name: x.bfloat16() for name, x in parameters_of().items()}
+    w_gate_up, w_down, b_gate_up = (given[n] for n in ("w_gate_up", "w_down", "b_gate_up"))
+    batches, douts = (normal(3, T, H, seed=seed).bfloat16() for seed in (1, 2))
+    main_grad = {f"d{name}": torch.zeros(given[name].shape) for name in
+                 ("w_gate_up", "w_down", "b_gate_up")}  # fmt: skip
+    waiting, at_once_dx = [], []
+    for x, dout in zip(batches, douts, strict=True):
+        routing = fm.moe_route(x @ given["router"].T, K)
+        _, before = fm.moe_forward(x, w_gate_up, w_down, routing, b_gate_up=b_gate_up,
+                                   return_pre_activation=True)  # fmt: skip
+        call = (dout, x, w_gate_up, w_down, routing)
+        wanted = (True, *(False,) * 6, True)  # x and weights
+        made = fm.moe_backward(*call, b_gate_up=b_gate_up, pre_activation=before, wanted=wanted)
+        at_once_dx.append((made.x, made.weights))
+        waiting.append((call, before))
+    for call, before in waiting:
+        fm.moe_backward(*call, b_gate_up=b_gate_up, pre_activation=before, accumulate=True,
+                        overwrite_pre_activation=True, **main_grad)  # fmt: skip
+    want = {name: torch.zeros_like(x) for name, x in main_grad.items()}
+    for (call, _), (dx, dweights) in zip(waiting, at_once_dx, strict=True):
+        outputs = {name: torch.empty_like(x) for name, x in want.items()}
+        every = (True, *(False,) * 6, True)
+        made = fm.moe_backward(*call, b_gate_up=b_gate_up, wanted=every, **outputs)
+        assert torch.equal(made.x, dx)
+        assert torch.equal(made.weights, dweights)
+        for name, gradient in outputs.items():
+            want[name] += gradient
+    for name, gradient in main_grad.items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-6, atol=1e-6)
+
+
 # ---- processes ----
 
 
@@ -510,6 +596,60 @@ def train_one_of_two(rank: int, folder: str) -> None:
     torch.save(made, Path(folder) / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
+
+
+def pipeline(rank: int, folder: str) -> None:
+    """One of two processes, with every other of four blocks."""
+    from torch import distributed
+    from torch.distributed import pipelining
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/pipeline", rank=rank, world_size=2
+    )
+    made = {}
+    for schedule in SCHEDULES:
+        blocks = blocks_of()
+        own = {i: blocks[i] for i in range(rank, 4, 2)}
+        stages = [
+            pipelining.PipelineStage(block, i, 4, torch.device("cpu")) for i, block in own.items()
+        ]
+        kind: Any = getattr(pipelining, schedule)
+        run = kind(stages, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+        data, target = normal(2, 16, H, seed=8)
+        run.step(*([data] if rank == 0 else []), target=target if rank == 1 else None)
+        made[schedule] = {
+            f"{i}.{name}": p.grad for i, b in own.items() for name, p in b.named_parameters()
+        }
+    torch.save(made, Path(folder) / f"pipeline {rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+SCHEDULES = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+
+
+def blocks_of() -> list[Any]:
+    torch.manual_seed(3)
+    return [Block() for _ in range(4)]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+@pytest.mark.skipif(os.name != "posix", reason="gloo")
+def test_pipelines_train_as_one_process(tmp_path: Path) -> None:
+    """By schedules of torch, of which one has gradients of weights wait."""
+    torch.multiprocessing.spawn(pipeline, (str(tmp_path),), nprocs=2)
+    blocks = blocks_of()
+    data, target = normal(2, 16, H, seed=8)
+    for x, y in zip(data.chunk(4), target.chunk(4), strict=True):
+        (torch.nn.functional.mse_loss(torch.nn.Sequential(*blocks)(x), y) / 4).backward()
+    want = {f"{i}.{name}": p.grad for i, b in enumerate(blocks) for name, p in b.named_parameters()}
+    ranks = [torch.load(tmp_path / f"pipeline {rank}.pt") for rank in range(2)]
+    for schedule in SCHEDULES:
+        made = ranks[0][schedule] | ranks[1][schedule]
+        assert made.keys() == want.keys()
+        for name, gradient in want.items():
+            torch.testing.assert_close(made[name], gradient, msg=f"{schedule}, {name}")
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

@@ -15,7 +15,7 @@ using Params = flashmoe_moe_backward_params;
 // Behind those of the layer.
 constexpr Option<Params> kOptions[] = {
     Option<Params>::flag("accumulate", &Params::accumulate),
-    Option<Params>::reserved("reserved", &Params::reserved),
+    Option<Params>::flag("overwrite_pre_activation", &Params::overwrite_pre_activation),
     Option<Params>::size("max_workspace_bytes", &Params::max_workspace_bytes),
 };
 
@@ -72,7 +72,11 @@ flashmoe_status read_given(const Params& params, MoeBackwardProblem* p) {
   p->dout.data = dout.data;
   p->dout.dtype = layer.x.dtype;
   p->dout.row_stride = layer.tokens > 1 ? dout.strides[0] : layer.hidden;
-  if (params.pre_activation == nullptr) return FLASHMOE_OK;
+  if (params.pre_activation == nullptr) {
+    if (params.overwrite_pre_activation == 0) return FLASHMOE_OK;
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "overwrite_pre_activation: got 1, accepted without pre_activation is 0");
+  }
   View pre;
   FLASHMOE_TRY(check_view("pre_activation", params.pre_activation, 2, &pre));
   FLASHMOE_TRY(check_same_device("pre_activation", *params.pre_activation, "x", p->device));
@@ -86,6 +90,8 @@ flashmoe_status read_given(const Params& params, MoeBackwardProblem* p) {
   p->pre_activation.data = pre.data;
   p->pre_activation.dtype = layer.x.dtype;
   p->pre_activation.row_stride = pre.strides[0];
+  p->overwrites = params.overwrite_pre_activation != 0;
+  if (p->overwrites) FLASHMOE_TRY(check_no_overlap("pre_activation", pre, 2));
   return FLASHMOE_OK;
 }
 
@@ -174,6 +180,9 @@ struct MoeBackward {
       {"dweights", &Params::dweights},
   }};
   static constexpr size_t kFirstOutput = 13;
+  static size_t first_written(const Params& params) {
+    return kFirstOutput - (params.overwrite_pre_activation != 0 ? 1 : 0);
+  }
   static constexpr size_t kGpuAlignment = 256;
   static constexpr const char* kKernelPrefix = nullptr;
   static constexpr const MoeBackwardFamily* kFamilies[] = {

@@ -160,6 +160,7 @@ struct MoeBackwardProblem {
   ExpertMatrix gate_up;     // all of w_gate_up, as it lies; with SEPARATE the gate
   TokenRows<const void> dout;
   TokenRows<const void> pre_activation;  // absent: to be computed again
+  bool overwrites;                       // pre_activation, if that is of use
 
   TokenRows<void> dx;
   MatrixGradient dw_gate_up;  // rows in the order of w_gate_up

@@ -32,7 +32,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from flashmoe_science.hf import _models, _report, _serving
 from flashmoe_science.hf._attention import attention
-from flashmoe_science.hf._experts import bound_workspace, experts
+from flashmoe_science.hf._experts import experts, set_gradients
 from flashmoe_science.hf._masks import attention_mask
 from flashmoe_science.hf._models import (
     ATTENTION,
@@ -56,7 +56,9 @@ __all__ = [
 ]
 
 
-def register(*, strict: bool = False, max_workspace_bytes: int | None = None) -> str:
+def register(
+    *, strict: bool = False, max_workspace_bytes: int | None = None, recompute: bool = False
+) -> str:
     """Makes FlashMoE the attention and the experts implementation "flashmoe" of transformers.
 
     A model's configuration keeps the attention as "fmoe", a name that is accepted, too. Registering
@@ -65,7 +67,7 @@ def register(*, strict: bool = False, max_workspace_bytes: int | None = None) ->
     Args:
         strict: A call that our operations do not cover is an UnsupportedError that says why, in
             this process and in all threads. Otherwise it goes to transformers' own implementation.
-        max_workspace_bytes: Of the gradients of each layer's experts, as in moe_backward.
+        max_workspace_bytes, recompute: Of the gradients of each layer's experts, as in moe_forward.
 
     Returns:
         "flashmoe".
@@ -82,7 +84,7 @@ def register(*, strict: bool = False, max_workspace_bytes: int | None = None) ->
             ours._flashmoe = True  # type: ignore[attr-defined]
             setattr(PreTrainedModel, method, ours)
     _report.set_strict(strict)
-    bound_workspace(max_workspace_bytes)
+    set_gradients(max_workspace_bytes, recompute)
     return NAME
 
 

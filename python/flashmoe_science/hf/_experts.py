@@ -17,17 +17,18 @@ from flashmoe_science.torch import operators
 _MOST_EXPERTS, _MOST_TOP_K = 1024, 32
 
 _max_workspace_bytes: int | None = None
+_recompute = False
 
 
-def bound_workspace(max_workspace_bytes: int | None) -> None:
-    """Of the gradients of every call from now on."""
-    global _max_workspace_bytes
+def set_gradients(max_workspace_bytes: int | None, recompute: bool) -> None:
+    """The options of the gradients of every call from now on."""
+    global _max_workspace_bytes, _recompute
     if max_workspace_bytes is not None and max_workspace_bytes < 1:
         raise InvalidArgumentError(
             f"max_workspace_bytes: got {max_workspace_bytes}, accepted are positive, or None, for "
             "no bound"
         )
-    _max_workspace_bytes = max_workspace_bytes
+    _max_workspace_bytes, _recompute = max_workspace_bytes, recompute
 
 
 # transformers' activations and torch's by our names; exactly those whose formula is ours.
@@ -111,7 +112,7 @@ def experts(
         reason = reason or f"the hidden size is {hidden}, that of an expert {inner}"
     if not reason:
         assert isinstance(options, dict)
-        options["max_workspace_bytes"] = _max_workspace_bytes
+        options |= {"max_workspace_bytes": _max_workspace_bytes, "recompute": _recompute}
         if module.is_transposed:
             w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
         if module.has_bias:

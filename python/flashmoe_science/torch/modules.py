@@ -333,7 +333,7 @@ class FlashMoELayer(nn.Module):
         router_bias, expert_bias, selection_bias: Whether there are such parameters.
         scoring, renormalize, num_groups, top_groups, scale: As in moe_route.
         activation, alpha, limit, up_offset, weight_on_input: As in moe_forward.
-        max_workspace_bytes, kernel: Likewise.
+        max_workspace_bytes, recompute, kernel: Likewise.
         device, dtype: Of the parameters.
     """
 
@@ -360,6 +360,7 @@ class FlashMoELayer(nn.Module):
         up_offset: float = 0.0,
         weight_on_input: bool = False,
         max_workspace_bytes: int | None = None,
+        recompute: bool = False,
         kernel: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -378,7 +379,7 @@ class FlashMoELayer(nn.Module):
             "top_groups": top_groups, "scale": scale, "gate": gate, "activation": activation,
             "alpha": alpha, "limit": limit, "up_offset": up_offset,
             "weight_on_input": weight_on_input, "max_workspace_bytes": max_workspace_bytes,
-            "kernel": kernel,
+            "recompute": recompute, "kernel": kernel,
         }  # fmt: skip
         self.gate = _Router(num_experts, hidden_size, router_bias, selection_bias, **where)
         self.experts = _Experts(

@@ -1150,14 +1150,12 @@ def _route_check(
     )  # fmt: skip
 
 
-def _routing_gradient(
-    grads: _Arguments, ids: Any, logits: Any, weights: Any, like: Any, *options: Any
-) -> Any:
+def _routing_gradient(grads: _Arguments, ids: Any, logits: Any, weights: Any, *options: Any) -> Any:
     """That of logits or of given weights, from those of a routing's parts."""
     dweights = grads[1]
     dlse = grads[5] if len(grads) > 5 else None
     if dweights is None:
-        dweights = torch.zeros_like(like)
+        dweights = torch.zeros_like(ids, dtype=torch.float32)
     dlse = None if dlse is None else dlse.resolve_neg()
     return _call(
         _route_backward, dweights.resolve_neg(), ids, logits, weights, dlse, *options
@@ -1176,16 +1174,13 @@ def _route_record(return_lse: bool) -> Callable[..., Any]:
             )  # fmt: skip
 
         def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
-            return (
-                _routing_gradient(
-                    grads, made[0], tensors[0], None, made[1], scoring, renormalize, scale
-                ),
-                None,
-            )
+            (ids,) = made
+            options = (scoring, renormalize, scale)
+            return _routing_gradient(grads, ids, tensors[0], None, *options), None
 
         names = ("logits", "selection_bias")
         differentiable = (1, 5) if return_lse else (1,)
-        steps = _moe_autograd.Steps(names, compute, differentiate, differentiable)
+        steps = _moe_autograd.Steps(names, compute, differentiate, differentiable, (0,))
         return _moe_autograd.recorded(steps, logits, bias)
 
     return record
@@ -1229,13 +1224,14 @@ def _route_given_record(
         return tuple(below(_route_given, ids, weights, num_experts, renormalize, scale, expert_map))
 
     def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+        (chosen,) = made
         made_of_weights = _routing_gradient(
-            grads, made[0], None, tensors[1], made[1], "softmax", renormalize, scale
+            grads, chosen, None, tensors[1], "softmax", renormalize, scale
         )
         return None, made_of_weights, None
 
     names = ("ids", "weights", "expert_map")
-    steps = _moe_autograd.Steps(names, compute, differentiate, (1,))
+    steps = _moe_autograd.Steps(names, compute, differentiate, (1,), (0,))
     return _moe_autograd.recorded(steps, ids, weights, expert_map)
 
 
@@ -1314,19 +1310,20 @@ def traced_moe_route_given(*arguments: Any) -> MoeRouting:
 _LAYER_SCHEMA = (
     "Tensor? w_up, str gate, str activation, Tensor? b_gate_up, Tensor? b_up, Tensor? b_down, "
     "float alpha, float? limit, float up_offset, bool weight_on_input, int? max_workspace_bytes, "
-    "str? kernel)"
+    "bool recompute, str? kernel)"
 )
 
 
 def _layer_options(
     w_up: Any, gate: Any, activation: Any, b_gate_up: Any, b_up: Any, b_down: Any, alpha: Any,
-    limit: Any, up_offset: Any, weight_on_input: Any, max_workspace_bytes: Any, kernel: Any,
+    limit: Any, up_offset: Any, weight_on_input: Any, max_workspace_bytes: Any, recompute: Any,
+    kernel: Any,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "w_up": w_up, "gate": gate, "activation": activation, "b_gate_up": b_gate_up, "b_up": b_up,
         "b_down": b_down, "alpha": alpha, "limit": limit, "up_offset": up_offset,
         "weight_on_input": weight_on_input, "max_workspace_bytes": max_workspace_bytes,
-        "kernel": kernel,
+        "recompute": recompute, "kernel": kernel,
     }  # fmt: skip
 
 
@@ -1354,11 +1351,11 @@ def _forward_kernel(return_pre_activation: bool) -> Callable[..., Any]:
         *options: Any,
     ) -> Any:  # fmt: skip
         routing = MoeRouting(None, weights, offsets, pairs, slots)
-        *layer, max_workspace_bytes, kernel = options
+        *layer, max_workspace_bytes, recompute, kernel = options
         call: Any = _core.moe_forward
         return call(
             x, w_gate_up, w_down, routing, *layer, None, None, return_pre_activation,
-            max_workspace_bytes, kernel, None,
+            max_workspace_bytes, recompute, kernel, None,
         )  # fmt: skip
 
     return kernel_of
@@ -1373,7 +1370,8 @@ def _forward_check(
         name: _described(value) if isinstance(value, torch.Tensor) else value
         for name, value in _layer_options(*options).items()
     }
-    del named["max_workspace_bytes"]  # of the gradients
+    for name in ("max_workspace_bytes", "recompute"):  # of the gradients
+        del named[name]
     fm.moe_plan(_described(x), _described(w_gate_up), _described(w_down), routing, **named)
 
 
@@ -1384,23 +1382,28 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
         # What is saved is what autograd is told of, and nothing beside it.
         options.update(dict.fromkeys(_LAYER_TENSORS[7:]))
 
+        kept = () if options["recompute"] else (1,)
+
         def compute(*tensors: Any) -> tuple[Any, ...]:
             layer = options | dict(zip(_LAYER_TENSORS[7:], tensors[7:], strict=True))
-            return tuple(below(_forward_with_pre_activation, *tensors[:7], *layer.values()))
+            if kept or return_pre_activation:
+                return tuple(below(_forward_with_pre_activation, *tensors[:7], *layer.values()))
+            return (below(_forward, *tensors[:7], *layer.values()),)
 
         def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
             flags = dict(zip(_LAYER_TENSORS, wanted, strict=True))
+            pre_activation = made[0] if made else None
             gradients = _call(
-                _moe_backward, grads[0].resolve_neg(), *tensors, made[1],
+                _moe_backward, grads[0].resolve_neg(), *tensors, pre_activation,
                 *(options[name] for name in _LAYER_OPTIONS),
                 [flags[name] for name in _LAYER_GRADIENTS], options["max_workspace_bytes"],
             )  # fmt: skip
             by_name = dict(zip(_LAYER_GRADIENTS, gradients, strict=True))
             return tuple(by_name[name] if flags[name] else None for name in _LAYER_TENSORS)
 
-        steps = _moe_autograd.Steps(_LAYER_TENSORS, compute, differentiate, (0,))
-        out, pre_activation = _moe_autograd.recorded(steps, *tensors)
-        return (out, pre_activation) if return_pre_activation else out
+        steps = _moe_autograd.Steps(_LAYER_TENSORS, compute, differentiate, (0,), kept)
+        made = _moe_autograd.recorded(steps, *tensors)
+        return made if return_pre_activation else made[0]
 
     return record
 
@@ -1440,6 +1443,7 @@ def moe_forward(
     pre_activation: torch.Tensor | None = None,
     return_pre_activation: bool = False,
     max_workspace_bytes: int | None = None,
+    recompute: bool = False,
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
@@ -1450,13 +1454,14 @@ def moe_forward(
             return _core.moe_forward(
                 x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down,
                 alpha, limit, up_offset, weight_on_input, out, pre_activation,
-                return_pre_activation, max_workspace_bytes, kernel, stream,
+                return_pre_activation, max_workspace_bytes, recompute, kernel, stream,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, pre_activation=pre_activation, stream=stream)
     return traced_moe_forward(
         x, w_gate_up, w_down, routing, return_pre_activation, w_up, gate, activation, b_gate_up,
-        b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes, kernel,
+        b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes, recompute,
+        kernel,
     )  # fmt: skip
 
 
@@ -1550,9 +1555,9 @@ def _fused_fake(tokens: Any, *arguments: Any) -> Any:
 
 
 def _fused_kernel(*arguments: Any) -> Any:
-    *layer, max_workspace_bytes, kernel = arguments
+    *layer, max_workspace_bytes, recompute, kernel = arguments
     call: Any = _core.fused_moe
-    return call(*layer, None, max_workspace_bytes, kernel, None)
+    return call(*layer, None, max_workspace_bytes, recompute, kernel, None)
 
 
 def _fused_fold(
@@ -1637,6 +1642,7 @@ def fused_moe(
     weight_on_input: bool = False,
     out: torch.Tensor | None = None,
     max_workspace_bytes: int | None = None,
+    recompute: bool = False,
     kernel: str | None = None,
     stream: object = None,
 ) -> torch.Tensor:
@@ -1647,7 +1653,7 @@ def fused_moe(
                 tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
                 renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
                 b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, out,
-                max_workspace_bytes, kernel, stream,
+                max_workspace_bytes, recompute, kernel, stream,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
@@ -1655,7 +1661,7 @@ def fused_moe(
         tokens, router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring,
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate, activation,
         b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input, max_workspace_bytes,
-        kernel,
+        recompute, kernel,
     )  # fmt: skip
 
 
