@@ -106,6 +106,7 @@ class OuterProducts {
       for (int64_t column = 0; column < columns; column += kPanel) {
         float* const panel = panels_ + column * words;
         const int64_t n = columns - column;
+        fetch(tile_.b, tile_.b_first + first + column, smaller(n, kPanel), word + done + count);
         for (int64_t i = done; i < done + count; ++i) {
           Vector loaded[kPanelVectors];
           // A constant number of columns: the masks are constant too.
@@ -117,6 +118,17 @@ class OuterProducts {
           Engine::store_word(panel, words, i, loaded);
         }
       }
+    }
+  }
+
+  // As many words as are packed together, from a word on.
+  FLASHMOE_INLINE void fetch(const void* const* rows, int64_t element, int64_t n,
+                             int64_t word) const {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+    const int64_t end = smaller((word + kTogether) * Product::kPack, tile_.rows);
+    for (int64_t row = word * Product::kPack; row < end; ++row) {
+      const Element* const from = static_cast<const Element*>(rows[row]) + element;
+      for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(from + i, 0, 3);
     }
   }
 
@@ -198,8 +210,8 @@ struct OuterInVectors {
   static constexpr int64_t kStep = 1;
   static constexpr int64_t kGroups = 8;
   static constexpr int64_t kPanels = 1;
-  static constexpr int64_t kBlockWords = 256;
-  static constexpr int64_t kPanelWords = kBlockWords * 256;
+  static constexpr int64_t kBlockWords = 128;
+  static constexpr int64_t kPanelWords = kBlockWords * 512;
   static constexpr bool kStoresPanels = false;
   static constexpr int64_t kRun = 64;  // words that are summed in one go: as of other long sums
   static_assert(kBlockWords % kRun == 0 && kGroupRows <= kPanel);
