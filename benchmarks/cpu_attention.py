@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
@@ -42,7 +41,6 @@ from cpu_pairs import (
     check_error,
     conclude,
     environment,
-    named_for,
     seconds,
     set_threads,
     time_pairs,
@@ -298,28 +296,6 @@ def measure_padded(arguments: argparse.Namespace) -> list[dict[str, object]]:
     return cells
 
 
-def kept_cells(
-    output: Path, env: dict[str, Any], cells: list[dict[str, object]]
-) -> list[dict[str, object]]:
-    """Of a record of this processor and commit those that were not measured again."""
-    if not output.exists():
-        return []
-    record = json.loads(output.read_text())
-    for name in ("cpu", "commit", "torch"):
-        if record["environment"][name] != env[name]:
-            raise SystemExit(
-                f"--add: {output} has {name} {record['environment'][name]}, accepted is {env[name]}"
-            )
-
-    def place(cell: dict[str, object]) -> tuple[object, ...]:
-        return tuple(
-            cell.get(name) for name in ("threads", "dtype", "dim", "batch", "seq", "side", "causal")
-        )
-
-    again = {place(cell) for cell in cells}
-    return [cell for cell in record["cells"] if place(cell) not in again]
-
-
 def main() -> int:
     arguments = parse_arguments()
     torch.manual_seed(arguments.seed)
@@ -339,12 +315,7 @@ def main() -> int:
     }
     if not arguments.decode:
         what["heads"] = HEADS
-    if arguments.add and arguments.output is not None:
-        arguments.output = named_for(arguments.output, env)
-        cells = kept_cells(arguments.output, env, cells) + cells
-        cells.sort(key=lambda cell: tuple(str(cell[name]).zfill(5) for name in
-                                          ("threads", "dtype", "dim", "batch", "seq")))  # fmt: skip
-    return conclude(cells, env, what, arguments.output)
+    return conclude(cells, env, what, arguments.output, arguments.add)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PAUSE_S = 0.005
 LONG_S = 0.05  # a call beside which waking threads is nothing: no untimed call, fewer pairs
 CELL_FLOOR = 0.8
+CELL_KEY = (
+    "threads", "layer", "dtype", "transposed", "dim", "heads_q", "heads_kv", "causal", "batch", "seq",
+    "side", "tokens",
+)  # fmt: skip
 
 Call = Callable[[], torch.Tensor]
 
@@ -131,10 +136,25 @@ def summarise(cells: list[dict[str, object]]) -> dict[str, object]:
     }
 
 
-def named_for(output: Path, env: dict[str, object]) -> Path:
-    """The file, where <cpu> stands for the processor's name."""
-    slug = re.sub(r"[^a-z0-9]+", "_", str(env["cpu"]).lower()).strip("_")
-    return Path(str(output).replace("<cpu>", slug))
+def joined(
+    record: dict[str, Any],
+    cells: list[dict[str, Any]],
+    env: dict[str, object],
+    what: dict[str, Any],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The cells of a record and these, in the order of what they are of."""
+    for name in ("commit", "cpu", "isa", "torch", "cpu_sources_modified"):
+        if record["environment"][name] != env[name]:
+            raise SystemExit(
+                f"{name}: the record has {record['environment'][name]!r}, not {env[name]!r}"
+            )
+
+    def key(cell: dict[str, Any]) -> tuple[object, ...]:
+        return tuple(cell[name] for name in CELL_KEY if name in cell)
+
+    both = {key(cell): cell for cell in [*record["cells"], *cells]}
+    layers = {**record.get("layers", {}), **what.get("layers", {})}
+    return [both[k] for k in sorted(both)], {**what, "layers": layers} if layers else what
 
 
 def conclude(
@@ -142,8 +162,17 @@ def conclude(
     env: dict[str, object],
     what: dict[str, object],
     output: Path | None,
+    add: bool = False,
 ) -> int:
-    """Prints the means of each thread count, writes the record; the exit status."""
+    """Prints the means of each thread count, writes the record; the exit status.
+
+    With `add` the record's cells are kept but for those measured anew."""
+    path = None
+    if output is not None:
+        slug = re.sub(r"[^a-z0-9]+", "_", str(env["cpu"]).lower()).strip("_")
+        path = Path(str(output).replace("<cpu>", slug))
+        if add and path.exists():
+            cells, what = joined(json.loads(path.read_text()), cells, env, what)
     threads = sorted({cell["threads"] for cell in cells})
     summary = {str(n): summarise([cell for cell in cells if cell["threads"] == n]) for n in threads}
     for count, of in summary.items():
@@ -151,8 +180,7 @@ def conclude(
             f"{count} threads: geometric mean {of['geometric_mean']:.2f}, lowest "
             f"{of['lowest']:.2f}, highest {of['highest']:.2f}"
         )
-    if output is not None:
-        path = named_for(output, env)
+    if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         document = {
             **what,

@@ -540,11 +540,22 @@ def render_cpu_moe(source: Source) -> str:
         f"*{name}*: H {hidden}, I {inner}, {experts} experts, {top_k} of a token"
         for name, (hidden, inner, experts, top_k) in document["layers"].items()
     )
+    training = document.get("training", False)
+    what = (
+        "Training layers of experts on the CPU, forward and backward of T tokens"
+        if training
+        else "Layers of experts on the CPU, T tokens"
+    )
+    of_torch = "products over experts, with autograd," if training else "products over experts"
+    words = [f"{'; '.join(layers)}."]
+    if any(cell["transposed"] for cell in document["cells"]):
+        words.append("*transposed*: weights stored [experts, in, out].")
+    if training:
+        words.append("Freed memory stays with the process.")
     parts = [
-        "Layers of experts on the CPU, T tokens: GFLOP/s, and in brackets the time of a loop of "
-        "torch's matrix products over experts over ours (above 1, ours is faster). "
-        f"{_cpu_provenance(source)}",
-        f"{'; '.join(layers)}. *transposed*: weights stored [experts, in, out].",
+        f"{what}: GFLOP/s, and in brackets the time of a loop of torch's matrix {of_torch} over "
+        f"ours (above 1, ours is faster). {_cpu_provenance(source)}",
+        " ".join(words),
     ]
 
     def row(cell: dict[str, Any]) -> str:
@@ -553,7 +564,7 @@ def render_cpu_moe(source: Source) -> str:
     for threads, summary in document["summary_by_threads"].items():
         cells = [c for c in document["cells"] if c["threads"] == int(threads)]
         parts += [_cpu_threads(threads, summary), _cpu_table(cells, row, "tokens", "T")]
-    script = "python benchmarks/cpu_moe.py --threads"
+    script = f"python benchmarks/cpu_moe.py{' --training' if training else ''} --threads"
     parts.append(_commands(f"{script} {' '.join(document['summary_by_threads'])}"))
     return "\n\n".join(parts)
 

@@ -62,6 +62,11 @@ struct Bf16PairProduct {
     Simd::store(to, _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16))));
   }
 
+  // Two vectors of a row in a line. Sums of pairs are no denormals, which would become 0.
+  static void store_panel(Bf16* to, Vector first, Vector second) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  }
+
   struct FiniteCheck {
     __mmask32 special = 0;
     void put(Vector words) {

@@ -25,7 +25,9 @@ struct Simd : avx512::Simd {
 #include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
 #include "cpu/moe_gradient_rows.h"
+#include "cpu/moe_outer_products.h"
 #include "cpu/moe_amx.h"
+#include "cpu/moe_outer_tiles.h"
 // clang-format on
 
 }  // namespace amx

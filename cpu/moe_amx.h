@@ -16,7 +16,7 @@
 //
 // Every sum runs in the order of depth, whatever the number of rows and columns.
 //
-// Included after cpu/moe_gradient_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a
+// Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a
 // tile.
 
 // Of a product, of which a tile is a part: by rows no more rows than are packed over all of a depth
@@ -24,6 +24,94 @@
 constexpr int64_t kTiledRows = 288;
 constexpr int64_t kTiledRowsByColumns = 384;
 constexpr int64_t kTiledColumns = 4096;  // enough tiles for some threads
+
+constexpr int64_t kEdge = 16;             // rows, columns and words of a tile
+constexpr int64_t kTile = kEdge * kEdge;  // words
+constexpr int kTileRowBytes = 64;
+static_assert(kGroupRows == kEdge && kLanes == kEdge && kPanelVectors == 2);
+
+// While it lives the thread has eight whole tiles. What it had in tiles is lost.
+struct TileRegisters {
+  TileRegisters() {
+    struct alignas(64) {
+      uint8_t palette = 1;
+      uint8_t start_row = 0;
+      uint8_t reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    static_assert(sizeof config == 64);
+    _tile_loadconfig(&config);
+  }
+  ~TileRegisters() { _tile_release(); }
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+};
+
+// Both tiles of a panel's columns, step by step, where they lie or where they are packed.
+struct PanelTiles {
+  const void* first;
+  int64_t row_bytes;     // from row to row of a tile
+  int64_t step_bytes;    // from step to step
+  int64_t second_bytes;  // from the first tile to the second
+};
+
+// Where they are packed: [half][words][16], of `half` words each.
+inline PanelTiles packed_panel(const float* panel, int64_t half) {
+  return {panel, kTileRowBytes, 4 * kTile, 4 * half};
+}
+
+// sums = or, behind the beginning, += one tile of rows or two, [step][tile][16][16], times a panel.
+//
+// Tiles 0 and 2 are sums of either tile of rows with the first half of the panel, 1 and 3 with
+// the second; 4 and 5 are rows, 6 and 7 the panel's. By rows the panel's are the rows of the
+// product.
+template <int kTiles, bool kByRows>
+FLASHMOE_NOINLINE void multiply_tiles(const float* rows, const PanelTiles& w, int64_t steps,
+                                      bool begins, float* sums) {
+  if (begins) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, kTileRowBytes);
+    _tile_loadd(1, sums + kTile, kTileRowBytes);
+    if (kTiles == 2) {
+      _tile_loadd(2, sums + 2 * kTile, kTileRowBytes);
+      _tile_loadd(3, sums + 3 * kTile, kTileRowBytes);
+    }
+  }
+  const char* panel = static_cast<const char*>(w.first);
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_loadd(6, panel, w.row_bytes);
+    _tile_loadd(7, panel + w.second_bytes, w.row_bytes);
+    _tile_loadd(4, rows, kTileRowBytes);
+    if (kTiles == 2) _tile_loadd(5, rows + kTile, kTileRowBytes);
+    if (kByRows) {
+      _tile_dpbf16ps(0, 6, 4);
+      _tile_dpbf16ps(1, 7, 4);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (kTiles == 2 && kByRows) {
+      _tile_dpbf16ps(2, 6, 5);
+      _tile_dpbf16ps(3, 7, 5);
+    } else if (kTiles == 2) {
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    rows += kTiles * kTile;
+    panel += w.step_bytes;
+  }
+  _tile_stored(0, sums, kTileRowBytes);
+  _tile_stored(1, sums + kTile, kTileRowBytes);
+  if (kTiles == 2) {
+    _tile_stored(2, sums + 2 * kTile, kTileRowBytes);
+    _tile_stored(3, sums + 3 * kTile, kTileRowBytes);
+  }
+}
 
 // The scratch of one thread, in words.
 struct TileScratch {
@@ -52,7 +140,7 @@ class TiledRows {
                        TileScratch::kRows / (row_tiles_ * kEdge) / kEdge * kEdge)) {}
 
   void compute() {
-    const Use registers;
+    const TileRegisters registers;
     // Where each panel is multiplied over all of depth at once, its sums are finished while they
     // are in the first level of the cache.
     const bool at_once = words_ <= block_ && lies_by_rows(tile_);
@@ -79,39 +167,10 @@ class TiledRows {
 
  private:
   using Product = Bf16PairProduct;
-  static constexpr int64_t kEdge = 16;             // rows, columns and words of a tile
-  static constexpr int64_t kTile = kEdge * kEdge;  // words
-  static constexpr int64_t kPair = 2;              // tiles of rows, multiplied at a time
-  static constexpr int64_t kWideColumns = 2048;    // of a chunk of each matrix
+  static constexpr int64_t kPair = 2;            // tiles of rows, multiplied at a time
+  static constexpr int64_t kWideColumns = 2048;  // of a chunk of each matrix
   static constexpr int64_t kTogether = 8;  // words of a panel, packed before those of the next
-  static_assert(kGroupRows == kEdge && kLanes == kEdge && kPanelVectors == 2);
   static_assert(TileScratch::kRows >= kTiledRowsByColumns * kEdge);
-
-  // All eight tiles are whole ones. What the thread had in tiles is lost.
-  struct Use {
-    Use() {
-      struct alignas(64) {
-        uint8_t palette = 1;
-        uint8_t start_row = 0;
-        uint8_t reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-      } config;
-      static_assert(sizeof config == 64);
-      _tile_loadconfig(&config);
-    }
-    ~Use() { _tile_release(); }
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
-  };
-
-  // Both tiles of a panel's weights, step by step, where they lie or where they are packed.
-  struct PanelTiles {
-    const void* first;
-    int64_t row_bytes;     // from row to row of a tile
-    int64_t step_bytes;    // from step to step
-    int64_t second_bytes;  // from the first tile to the second
-  };
 
   // Some columns of the tile.
   class Chunk : MoeTileSums<Bf16> {
@@ -164,8 +223,8 @@ class TiledRows {
             pack(from, rows, tile_.depth - 2 * (word + done), steps, false,
                  all.s_.panels + v * half, kTile);
           }
-          all.multiply({all.s_.panels, 64, 4 * kTile, 4 * half}, done, steps, word + done == 0,
-                       true, this->sums(m, panel, 0));
+          all.multiply(packed_panel(all.s_.panels, half), done, steps, word + done == 0, true,
+                       this->sums(m, panel, 0));
         }
       }
     }
@@ -186,7 +245,7 @@ class TiledRows {
                        Product::load_columns<kPanelVectors>);
         }
         for (int64_t panel = 0; panel < panels_; ++panel) {
-          all.multiply({all.s_.panels + panel * 2 * half, 64, 4 * kTile, 4 * half}, done, steps,
+          all.multiply(packed_panel(all.s_.panels + panel * 2 * half, half), done, steps,
                        word + done == 0, false, this->sums(m, panel, 0));
         }
       }
@@ -288,56 +347,6 @@ class TiledRows {
     }
   }
 
-  // Tiles 0 and 2 are sums of either tile of rows with the first half of the panel, 1 and 3 with
-  // the second; 4 and 5 are rows, 6 and 7 the panel's.
-  template <int kTiles, bool kByRows>
-  FLASHMOE_NOINLINE static void multiply_tiles(const float* rows, const PanelTiles& w,
-                                               int64_t steps, bool begins, float* sums) {
-    constexpr int kBytes = 64;  // of a tile's row
-    if (begins) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    } else {
-      _tile_loadd(0, sums, kBytes);
-      _tile_loadd(1, sums + kTile, kBytes);
-      if (kTiles == 2) {
-        _tile_loadd(2, sums + 2 * kTile, kBytes);
-        _tile_loadd(3, sums + 3 * kTile, kBytes);
-      }
-    }
-    const char* panel = static_cast<const char*>(w.first);
-    for (int64_t step = 0; step < steps; ++step) {
-      _tile_loadd(6, panel, w.row_bytes);
-      _tile_loadd(7, panel + w.second_bytes, w.row_bytes);
-      _tile_loadd(4, rows, kBytes);
-      if (kTiles == 2) _tile_loadd(5, rows + kTile, kBytes);
-      if (kByRows) {
-        _tile_dpbf16ps(0, 6, 4);
-        _tile_dpbf16ps(1, 7, 4);
-      } else {
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      if (kTiles == 2 && kByRows) {
-        _tile_dpbf16ps(2, 6, 5);
-        _tile_dpbf16ps(3, 7, 5);
-      } else if (kTiles == 2) {
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      rows += kTiles * kTile;
-      panel += w.step_bytes;
-    }
-    _tile_stored(0, sums, kBytes);
-    _tile_stored(1, sums + kTile, kBytes);
-    if (kTiles == 2) {
-      _tile_stored(2, sums + 2 * kTile, kBytes);
-      _tile_stored(3, sums + 3 * kTile, kBytes);
-    }
-  }
-
   // `words` of up to 16 rows, of which `depth` elements are there, 16 at a time; tile from tile
   // `stride` words.
   static void pack(const Bf16* const (&from)[kLanes], int64_t rows, int64_t depth, int64_t words,
@@ -404,20 +413,4 @@ inline void multiply_in_tiles(const MoeTile& tile, void* scratch) {
   } else {
     TiledRows(tile, scratch).compute();
   }
-}
-
-constexpr MoeKernel tiled_kernel(const char* isa) {
-  return {isa,
-          {{kTiledRows, kTiledColumns}, {kTiledRowsByColumns, kTiledColumns}},
-          0,
-          kGroupRows,
-          0,
-          TileScratch::kBytes,
-          multiply_in_tiles,
-          add_rows<Bf16>,
-          differentiate_row<Bf16>,
-          {kOuterRows, kOuterColumns},
-          add_outer_products<Bf16PairProduct>,
-          sum_rows<Bf16>,
-          dot_of};
 }

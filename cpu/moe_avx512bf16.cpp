@@ -18,6 +18,7 @@ namespace avx512bf16 {
 #include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
 #include "cpu/moe_gradient_rows.h"
+#include "cpu/moe_outer_products.h"
 #include "cpu/moe_product.h"
 // clang-format on
 

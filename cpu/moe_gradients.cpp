@@ -1,5 +1,7 @@
 #include "cpu/moe_gradients.h"
 
+#include <cstring>
+
 #include "cpu/thread_pool.h"
 
 namespace flashmoe::cpu {
@@ -62,7 +64,6 @@ void WeightGradients::cut(MoeTileSize size) {
 
 MoeTileSize WeightGradients::tile_size(const MoeKernel& kernel, int64_t threads) const {
   MoeTileSize size = kernel.outer;
-  if (!large_cache()) size.columns /= 2;
   const auto enough = [&] {
     int64_t tiles = 0;
     for (int i = 0; i < count_; ++i) {
@@ -92,7 +93,17 @@ void WeightGradients::compute(int64_t index, const MoeKernel& kernel, const int3
   const int64_t n = index % tiles / job->m_tiles * job->n_tile;
   const int64_t begin = first[expert];
   const int64_t place = expert * job->expert_stride + m * job->row_stride + n;
-  void* const out = job->out + place * (job->is_fp32 ? int64_t{sizeof(float)} : element_);
+  const int64_t out_element = job->is_fp32 ? int64_t{sizeof(float)} : element_;
+  char* const out = job->out + place * out_element;
+  if (first[expert + 1] == begin) {
+    if (adds_) return;
+    const int64_t columns = std::min(job->n_tile, job->n - n);
+    for (int64_t r = 0; r < std::min(job->m_tile, job->m - m); ++r) {
+      std::memset(out + r * job->row_stride * out_element, 0,
+                  static_cast<size_t>(columns * out_element));
+    }
+    return;
+  }
   if (job->b == nullptr) {
     const float* const scale = job->scale != nullptr ? job->scale + begin : nullptr;
     kernel.add_rows({job->a + begin, scale, first[expert + 1] - begin, job->a_first + n,

@@ -253,7 +253,7 @@ constexpr MoeKernel moe_kernel(const char* isa) {
           multiply_tile<Product>,
           add_rows<typename Product::Element>,
           differentiate_row<typename Product::Element>,
-          {kOuterRows, kOuterColumns},
+          OuterInVectors<Product>::kMost,
           add_outer_products<Product>,
           sum_rows<typename Product::Element>,
           dot_of};

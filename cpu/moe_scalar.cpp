@@ -15,6 +15,7 @@ namespace scalar {
 #include "cpu/dot_rows.h"
 #include "cpu/moe_few_rows.h"
 #include "cpu/moe_gradient_rows.h"
+#include "cpu/moe_outer_products.h"
 #include "cpu/moe_product.h"
 // clang-format on
 

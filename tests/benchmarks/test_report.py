@@ -371,6 +371,16 @@ def test_layers_on_the_cpu() -> None:
     assert lines[-2] == "python benchmarks/cpu_moe.py --threads 1"
 
 
+def test_training_layers_on_the_cpu() -> None:
+    cells = [cell for cell in bench_records.cpu_moe()["cells"] if not cell["transposed"]]
+    record = bench_records.cpu_moe(training=True, cells=cells)
+    lines = report.render_cpu_moe(source(record)).splitlines()
+    assert lines[0].startswith("Training layers of experts on the CPU, forward and backward of T")
+    assert "products over experts, with autograd, over ours" in lines[0]
+    assert lines[2].endswith("4 of a token. Freed memory stays with the process.")
+    assert lines[-2] == "python benchmarks/cpu_moe.py --training --threads 1"
+
+
 # ---- documents, each deliberately broken ------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ POISON = 7.0
 
 def outputs_of(
     layer: Layer, x: np.ndarray, routing: capi_moe.Routing, wanted: Any, dtype: Any,
-    orientation: str, fill: float, rng: np.random.Generator,
+    orientation: str, fill: float, rng: np.random.Generator, bias_gap: int = 0,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """The gradients' tensors, full of `fill`, of matrices laid out anew."""
     given = layer.arguments
@@ -48,7 +48,8 @@ def outputs_of(
             made[name] = matrix(np.zeros(given[name[1:]].shape, dtype), orientation, rng)
         else:
             of = given["w_" + name[3:]]
-            made[name] = np.zeros(of.shape[:2], dtype)
+            wide = np.full((of.shape[0], of.shape[1] + bias_gap), np.nan, dtype)
+            made[name] = wide[:, : of.shape[1]]
         made[name][...] = np.float64(fill).astype(made[name].dtype)
     return made
 
@@ -66,10 +67,13 @@ def run_backward(
     fill: float = POISON,
     activation: str = "silu",
     poison: int = 0xFF,
+    bias_gap: int = 0,
     **options: Any,
 ) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
-    outputs = outputs_of(layer, x, routing, wanted, dtype or x.dtype, orientation, fill, rng)
+    outputs = outputs_of(
+        layer, x, routing, wanted, dtype or x.dtype, orientation, fill, rng, bias_gap
+    )
     arrays = {name: getattr(routing, name) for name in ("weights", "offsets", "pairs", "slots")}
     params = capi_moe.make_params(
         capi_moe.BackwardParams, dout=dout, x=x, activation=capi_moe.ACTIVATIONS[activation],
@@ -83,7 +87,7 @@ def reference(
     dout: np.ndarray, x: np.ndarray, layer: Layer, routing: capi_moe.Routing, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """By the C ABI's names: the reference and the ordinary computation."""
-    how = {name: value for name, value in options.items() if name != "pre_activation"}
+    how = {n: value for n, value in options.items() if n not in ("pre_activation", "bias_gap")}
     how |= {"alpha": how.get("alpha") or 1.0, "limit": how.get("limit") or None}
     how["weight_on_input"] = bool(how.get("weight_on_input"))
     of = layer.experts
@@ -157,6 +161,57 @@ def test_layouts(
         run_and_check(x, layer, routing, lib=isa_library, orientation=orientation[1])
         run_and_check(x, layer, routing, lib=isa_library, orientation=orientation[0],
                       weight_on_input=1, dtype=np.dtype(np.float32))  # fmt: skip
+
+
+def with_gaps(gradient: np.ndarray) -> np.ndarray:
+    """All of what a gradient of outputs_of lies in, of experts in rising order."""
+    item = gradient.itemsize
+    if gradient.ndim == 2:
+        shape: tuple[int, ...] = (len(gradient), gradient.strides[0] // item)
+        return np.lib.stride_tricks.as_strided(gradient, shape, gradient.strides)
+    rows = gradient if gradient.strides[2] == item else gradient.swapaxes(1, 2)
+    shape = (len(rows), rows.strides[0] // rows.strides[1], rows.strides[1] // item)
+    return np.lib.stride_tricks.as_strided(rows, shape, rows.strides)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "orientation",
+    [("padded", "padded columns"), ("padded columns", "backwards"), ("backwards", "padded")],
+)
+def test_matrices_apart(isa_library: ctypes.CDLL, dtype: str, orientation: tuple[str, str]) -> None:
+    """Weights, their gradients and those of biases with gaps between rows and experts, or experts
+    in falling order: nothing is read from a gap, which holds NaN, or written to one."""
+    rng = np.random.default_rng(15)
+    for gate, own in (("gate_up", 0), ("separate", 1)):
+        layer = make_layer(rng, 5, 72, 40, capi.DTYPES[dtype], gate=gate, orientation=orientation,
+                           bias="fp32")  # fmt: skip
+        x = rows_apart(capi.normal(rng, (37, 72), capi.DTYPES[dtype]), 8)
+        routing = random_routing(rng, 37, 5, 2)
+        made = run_and_check(x, layer, routing, lib=isa_library, orientation=orientation[own],
+                             bias_gap=5)  # fmt: skip
+        for name, gradient in made.items():
+            if not name.startswith(("dw_", "db_")) or gradient.strides[0] < 0:
+                continue
+            gaps = np.isnan(with_gaps(gradient).astype(np.float32))
+            assert 0 < gaps.sum() == gaps.size - gradient.size, name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bits_of_a_thousand_runs(library: ctypes.CDLL, dtype: str) -> None:
+    rng = np.random.default_rng(16)
+    layer = make_layer(rng, 4, 72, 40, capi.DTYPES[dtype], bias="fp32")
+    x = capi.normal(rng, (33, 72), capi.DTYPES[dtype])
+    dout = capi.normal(rng, (33, 72), capi.DTYPES[dtype])
+    routing = random_routing(rng, 33, 4, 2)
+    first = {n: g.tobytes() for n, g in run_backward(dout, x, layer, routing).items()}
+    try:
+        for i in range(1000):
+            capi.check(library.flashmoe_set_num_threads(1 + i % 4), library)
+            made = run_backward(dout, x, layer, routing)
+            assert {n: g.tobytes() for n, g in made.items()} == first, i
+    finally:
+        capi.check(library.flashmoe_set_num_threads(0), library)
 
 
 def coarse(
@@ -237,6 +292,20 @@ def test_several_blocks_of_rows(isa_library: ctypes.CDLL, dtype: str) -> None:
     layer = make_layer(rng, 2, 648, 304, capi.DTYPES[dtype], gate="separate")
     x = capi.normal(rng, (701, 648), capi.DTYPES[dtype])
     run_and_check(x, layer, random_routing(rng, 701, 2, 1), lib=isa_library)
+
+
+def test_several_blocks_of_pairs_of_rows(isa_library: ctypes.CDLL) -> None:
+    """As of a whole number of blocks and an odd rest, to sums that wait in memory."""
+    rng = np.random.default_rng(17)
+    layer = make_layer(rng, 2, 72, 40, capi.BF16)
+    ids = np.zeros((2050, 1), np.int32)
+    ids[2049] = 1
+    routing = routing_of(ids, 2, rng.standard_normal(ids.shape).astype(np.float32))
+    x = capi.normal(rng, (2050, 72), capi.BF16)
+    made = run_and_check(x, layer, routing, lib=isa_library)
+    turned = run_and_check(x, layer, routing, lib=isa_library, orientation="columns")
+    for name in ("dw_gate_up", "dw_down"):
+        assert (made[name] == turned[name]).all(), name
 
 
 @pytest.mark.parametrize("gate", GATES)
