@@ -182,7 +182,9 @@ def flash_attention(
         attn_bias: [batch, heads_q, seq_q, seq_k] in either layout, of fp32 or q's dtype, any
             strides; every extent may be 1, which stands for all. It is added to the logits, behind
             scale and softcap; -inf hides the key, as attn_mask does. It has no gradient: that of
-            one that requires it is refused. None is none. Not for sequences, below.
+            one that requires it is refused. None is none. Beside sequences, below, queries count
+            from the first of each and keys from its first one, before k_begin; on the CPU alone in
+            this version.
         attn_mask: The same of bool or uint8: where it is not 0 a query may see a key, beside causal
             and window. What it hides is not read: a NaN there reaches nothing.
         layout: "bshd" or "bhsd".

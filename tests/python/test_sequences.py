@@ -193,7 +193,7 @@ class TestTorch:
         tensors, tables = self.arguments("paged")
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin",
                  "batch_index", "page_table", "k_scale", "v_scale")  # fmt: skip
-        arguments = (*tensors, None, *(tables.get(name) for name in names), None, 64,
+        arguments = (*tensors, *[None] * 3, *(tables.get(name) for name in names), None, 64,
                      8, "bottom_right", None, None, None, None, "bshd", None)  # fmt: skip
         for name in ("ragged_attention", "ragged_attention_with_lse"):
             operator = getattr(self.torch.ops.flashmoe, name).default
@@ -347,7 +347,7 @@ class TestTorch:
 
         tensors, tables = self.arguments("packed")
         out, lse = fm.flash_attention(*tensors, **tables, return_lse=True)
-        arguments = (out, *tensors, out, lse, None, None, tables["cu_seqlens_q"],
+        arguments = (out, *tensors, out, lse, *[None] * 4, tables["cu_seqlens_q"],
                      tables["cu_seqlens_k"], None, None, None, None, None, None, None, None, 64, 8,
                      "none", None, None, None, None, "bshd", [True, False, True, True],
                      None)  # fmt: skip

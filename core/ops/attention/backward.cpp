@@ -150,7 +150,8 @@ struct AttentionBackward {
       p.dlse = dlse.data;
     }
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
-    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, problem));
+    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, params.sequences != nullptr,
+                                    problem));
     if (params.dq == nullptr && params.dk == nullptr && params.dv == nullptr &&
         params.dsinks == nullptr) {
       return fail(

@@ -103,7 +103,8 @@ struct AttentionForward {
     FLASHMOE_TRY(read_scale_of("k_scale", params.k_scale, views.k, *problem, &problem->k_scale));
     FLASHMOE_TRY(read_scale_of("v_scale", params.v_scale, views.k, *problem, &problem->v_scale));
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
-    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, problem));
+    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, params.sequences != nullptr,
+                                    problem));
     if (params.lse == nullptr) return FLASHMOE_OK;
     View lse;
     FLASHMOE_TRY(check_row_numbers("lse", params.lse, arguments, views.q, *problem, &lse,

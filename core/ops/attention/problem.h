@@ -61,7 +61,8 @@ struct KeyScales {
 };
 
 // [batch, heads_q, seq_q, seq_k], of a dtype of its own; data is nullptr: absent. Strides are 0
-// where one number stands for all.
+// where one number stands for all. With sequences it has at least as many queries as seq_q, and as
+// many keys as pair_keys, counted from the first row of keys of each sequence, whatever k_begin is.
 struct PairsView {
   const void* data;
   int64_t batch_stride;  // elements
@@ -96,6 +97,7 @@ struct SequenceTables {
   int64_t batch_k;     // first extent of k and v; with a page table their pages
   int64_t rows_k;      // second extent; with a page table the page size
   int64_t split_size;  // keys of the chunks that bits may depend on; 0: these may depend on all
+  int64_t pair_keys;   // rows of keys that a sequence has at most: those of a bias or a mask
   AttentionMask mask;
   bool given;
   bool paged;
@@ -146,7 +148,7 @@ struct AttentionProblem {
 
   SequenceTables sequences;
 
-  // Absent with sequences. A key is hidden where the mask is 0 or the bias -inf.
+  // A key is hidden where the mask is 0 or the bias -inf.
   PairsView bias;
   PairsView mask;
 };

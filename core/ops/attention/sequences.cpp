@@ -143,6 +143,7 @@ flashmoe_status read_sequences(const AttentionArguments& arguments, const View& 
   tables.rows_k = k.shape[arguments.seq_axis()];
   tables.mask = arguments.mask();
   tables.split_size = given.split_size;
+  tables.pair_keys = INT64_MAX;
   FLASHMOE_TRY(read_queries(given, q, problem));
   FLASHMOE_TRY(read_keys(given, k, problem));
   if (given.max_seqlen_q != 0) p.seq_q = std::min(p.seq_q, given.max_seqlen_q);
