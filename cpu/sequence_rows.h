@@ -112,7 +112,12 @@ inline void narrow_to(const SequenceRows& rows, AttentionProblem* problem) {
   p.batch = 1;
   p.seq_q = rows.queries.count;
   p.seq_k = rows.keys.count;
-  set_bounds(p.sequences.mask, &p);
+  const Numbers& offsets = p.sequences.q_offset;
+  if (offsets.data != nullptr) {
+    set_bounds_at(offsets.at(rows.sequence), p.sequences.mask, &p);
+  } else {
+    set_bounds(p.sequences.mask, &p);
+  }
   if (p.seq_q > 0) {
     move_to_row(&p.q, rows.batch_q, rows.queries.begin);
     move_to_row(&p.out, rows.batch_q, rows.queries.begin);

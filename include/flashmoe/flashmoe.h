@@ -385,7 +385,10 @@ typedef enum flashmoe_window {
  * Of batch_index, cu_seqlens_k and page_table at most one is given.
  *
  * With n queries and m keys, counted from 0, query i of a sequence stands at its key i + A, where A
- * is 0 for FLASHMOE_CAUSAL_TOP_LEFT and m - n otherwise. Each sequence has the bits of a dense call
+ * is 0 for FLASHMOE_CAUSAL_TOP_LEFT and m - n otherwise, or with q_offset, whatever causal is, the
+ * number q_offset[b]: of drafts behind which there are keys of others, and of the chunks of queries
+ * and keys that ranks of context parallelism have. It may be negative or beyond the keys. No kernel
+ * for GPUs takes it in this version. Each sequence has the bits of a dense call
  * of its queries and keys alone; on a GPU, of one by the same schedule.
  *
  * attn_mask and attn_bias are [sequences, heads_q, queries, keys]. Query i is counted from the
@@ -429,6 +432,7 @@ typedef struct flashmoe_attention_sequences {
   int64_t max_seqlen_q;                /* 0 or more */
   int64_t max_seqlen_k;                /* 0 or more */
   int64_t split_size;                  /* 0 or more */
+  const flashmoe_tensor* q_offset;     /* [batch] */
 } flashmoe_attention_sequences;
 
 static inline flashmoe_attention_sequences flashmoe_attention_sequences_init(void) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -120,12 +121,13 @@ struct Ragged {
   Call call{false};
   Scale k_scale, v_scale;
   flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
-  Table cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table;
+  Table cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+      q_offset;
   int64_t batch = 0;
 
   std::vector<Table*> tables() {
-    return {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k,
-            &k_begin,      &batch_index,  &page_table};
+    return {&cu_seqlens_q, &cu_seqlens_k, &seqused_q,  &seqused_k,
+            &k_begin,      &batch_index,  &page_table, &q_offset};
   }
 };
 
@@ -227,6 +229,16 @@ void make_ragged(Random* random, Ragged* ragged) {
   place(&s.k_begin, ragged->k_begin);
   place(&s.batch_index, ragged->batch_index);
   place(&s.page_table, ragged->page_table);
+  if (random->chance(0.3)) {
+    ragged->q_offset.fill(random, 1, ragged->batch, 1, [&] {
+      return random->chance(0.8) ? random->range(-14, 14) : strange_number(random, rows_k);
+    });
+    s.q_offset = &ragged->q_offset.tensor;
+  } else if (random->chance(0.2)) {
+    // A caller from before it was there: what lies behind its struct is not the library's to read.
+    s.struct_size = offsetof(flashmoe_attention_sequences, q_offset);
+    s.q_offset = reinterpret_cast<const flashmoe_tensor*>(uintptr_t{8});
+  }
   if (random->chance(0.3)) s.split_size = random->one_of<int64_t>({1, 64, INT64_MAX});
   call.params.sequences = &s;
 }
@@ -307,6 +319,16 @@ void restore(Argument* argument, const unsigned char* element) {
               argument->tensor.dtype.bits / 8);
 }
 
+// Whether query i of a sequence of so many queries and keys sees key j, but for the mask.
+bool is_seen_of(const Ragged& ragged, int64_t b, int64_t i, int64_t j, int64_t queries,
+                int64_t keys) {
+  flashmoe_attention_forward_params p = ragged.call.params;
+  if (!ragged.q_offset.given()) return is_seen(p, i, j, queries, keys);
+  // As of so many more keys than queries, ends aligned.
+  if (p.causal == FLASHMOE_CAUSAL_TOP_LEFT) p.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  return is_seen(p, i, j, 0, ragged.q_offset.at(b));
+}
+
 // One row of out and lse: whether it is what these keys give. Nothing is changed.
 bool is_right(const Ragged& ragged, int64_t b, Place query, int64_t i, int64_t queries,
               const std::vector<Place>& keys, int64_t h) {
@@ -327,8 +349,8 @@ bool is_right(const Ragged& ragged, int64_t b, Place query, int64_t i, int64_t q
   std::vector<double> logits;
   std::vector<Place> seen;
   for (size_t j = 0; j < keys.size(); ++j) {
-    if (keys[j].batch < 0 ||
-        !is_seen(p, i, static_cast<int64_t>(j), queries, static_cast<int64_t>(keys.size()))) {
+    if (keys[j].batch < 0 || !is_seen_of(ragged, b, i, static_cast<int64_t>(j), queries,
+                                         static_cast<int64_t>(keys.size()))) {
       continue;
     }
     if (p.attn_mask != nullptr && *pair_at(call.attn_mask, b, h, i, keys[j].index) == 0) continue;
@@ -495,7 +517,7 @@ void run(Random* random, Ragged* ragged) {
                     : given[static_cast<size_t>(random->below(static_cast<int64_t>(given.size())))];
   switch (table == nullptr ? random->below(4) : random->below(9)) {
     case 0:
-      s.struct_size = random->one_of({size_t{0}, sizeof s - 8, sizeof s + 8, SIZE_MAX});
+      s.struct_size = random->one_of({size_t{0}, sizeof s - 16, sizeof s + 8, SIZE_MAX});
       break;
     case 1: s.max_seqlen_q = random->one_of<int64_t>({-1, INT64_MIN}); break;
     case 2: s.max_seqlen_k = random->one_of<int64_t>({-1, INT64_MIN}); break;

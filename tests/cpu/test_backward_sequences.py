@@ -240,6 +240,39 @@ def test_biases_and_masks(isa_library: ctypes.CDLL, dtype: str) -> None:
         assert x.tobytes() == sinks[0].tobytes()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+def test_offsets_of_an_alignment_have_its_bits(library: ctypes.CDLL, dtype: str) -> None:
+    kind = capi.DTYPES.get(dtype, np.dtype(np.float64))
+    given = Sequences(library, kind, sinks=True, causal="top_left", window=(30, None))
+    want = given.dense()
+    given.options["causal"] = "bottom_right"
+    for way in ways(given).values():
+        offset = way._replace(tables=way.tables | {"q_offset": int32([0] * len(given.q))})
+        assert_same_bits(run(given, offset), want, given, way)
+
+
+def test_queries_stand_where_they_are_said_to(isa_library: ctypes.CDLL) -> None:
+    offsets = (4, 0, -INT_MAX - 1, -10, -1, 30, 600, 90)
+    given = Sequences(isa_library, np.dtype(np.float32))
+    hides = [
+        np.arange(k.shape[1]) > np.arange(q.shape[1])[:, None] + offset
+        for q, k, offset in zip(given.q, given.k, offsets, strict=True)
+    ]
+    given.pairs = [{"attn_mask": ~x[None, None]} for x in hides]
+    for b, (q, k, v) in enumerate(zip(given.q, given.k, given.v, strict=True)):
+        given.out[b], given.lse[b] = capi.attention(q, k, v, lib=isa_library, **given.pairs[b])
+    want = given.dense()
+    given.pairs = [{} for _ in given.q]
+    given.options["causal"] = "bottom_right"
+    for way in ways(given).values():
+        made = run(given, way._replace(tables=way.tables | {"q_offset": int32(offsets)}))
+        for name, rows, lengths in (("dq", way.queries, given.lengths_q),
+                                    ("dk", way.keys, given.lengths_k),
+                                    ("dv", way.keys, given.lengths_k)):  # fmt: skip
+            for b, part in enumerate(rows.take(made[name], lengths)):
+                np.testing.assert_allclose(part, getattr(want[b], name), atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_lengths_have_the_bits_of_a_dense_batch(library: ctypes.CDLL, dtype: str) -> None:
     given = Sequences(
@@ -384,7 +417,7 @@ def test_hostile_numbers_stay_inside_the_tensors(library: ctypes.CDLL, seed: int
     if seed % 3 < 2:
         tables["cu_seqlens_k"] = numbers(batch + 1)
     batch_q, batch_k = (1 if f"cu_seqlens_{x}" in tables else batch for x in "qk")
-    for name in ("seqused_q", "seqused_k", "k_begin"):
+    for name in ("seqused_q", "seqused_k", "k_begin", "q_offset"):
         if rng.random() < 0.6:
             tables[name] = numbers(batch)
     tensors = {

@@ -431,6 +431,80 @@ def test_masks_beside_pages_that_there_are_not(
     assert np.isneginf(got.lse[0]).all()
 
 
+OFFSETS = (4, 0, -INT_MAX - 1, -10, -1, 30, 600)
+
+
+STANDING: tuple[dict[str, Any], ...] = (
+    {"causal": "bottom_right"}, {"causal": "top_left"}, {"window": (20, None)}, {"window": (7, 3)},
+    {"causal": "top_left", "window": (0, None)}, {},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", STANDING, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+def test_queries_stand_where_they_are_said_to(
+    isa_library: ctypes.CDLL, dtype: str, options: dict[str, Any]
+) -> None:
+    """Beside masks that hide the same."""
+    case = make_case(capi.DTYPES.get(dtype, np.dtype(np.float64)), with_sinks=True)
+    left, right = options.get("window", (None, None))
+    right = 0 if "causal" in options else right
+    made: Any = None
+    for q, k, v, rows, tables in ways(case).values():
+        tables = tables | {"q_offset": int32(OFFSETS)}
+        got = run(isa_library, q, k, v, rows, tables, sinks=case.sinks, **options)
+        if made is not None:
+            assert_same_bits(got, made)
+        made = got
+    for b, offset in enumerate(OFFSETS):
+        n, m = case.q[b].shape[1], case.k[b].shape[1]
+        apart = np.arange(m) - (np.arange(n)[:, None] + offset)
+        seen = np.ones((n, m), bool)
+        if left is not None:
+            seen &= apart >= -left
+        if right is not None:
+            seen &= apart <= right
+        want = capi.attention(case.q[b], case.k[b], case.v[b], sinks=case.sinks, lib=isa_library,
+                              attn_mask=seen[None, None])  # fmt: skip
+        allowed = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2, "fp64": 1e-12}[dtype]
+        for x, y in zip((made.out[b], made.lse[b]), want, strict=True):
+            np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), atol=allowed)
+
+
+@pytest.mark.parametrize("causal", ["bottom_right", "top_left"])
+def test_offsets_of_either_alignment_have_its_bits(library: ctypes.CDLL, causal: str) -> None:
+    """Whatever the call's own is; and a caller from before the field was there has none."""
+    case = make_case(capi.DTYPES["bf16"])
+    want = dense(library, case, causal=causal)
+    offsets = lengths_of(case.k) - lengths_of(case.q)
+    other = {"bottom_right": "top_left", "top_left": "bottom_right"}[causal]
+    for q, k, v, rows, tables in ways(case).values():
+        given = tables | {"q_offset": offsets if causal == "bottom_right" else 0 * offsets}
+        for alignment in (causal, other):
+            assert_same_bits(run(library, q, k, v, rows, given, causal=alignment), want)
+        older = tables | {"struct_size": capi.AttentionSequences.q_offset.offset}
+        assert_same_bits(run(library, q, k, v, rows, older, causal=causal), want)
+
+
+def test_keys_of_several_ranks(library: ctypes.CDLL) -> None:
+    """Context parallelism: queries and keys in chunks, each pair a call, whose results merge."""
+    rng = np.random.default_rng(8)
+    q, k, v = (normal(rng, (1, 64, 2, 16), np.dtype(np.float32)) for _ in range(3))
+    want, want_lse = capi.attention(q, k, v, causal="bottom_right", lib=library)
+    for first_q in (0, 24, 48):
+        rows = slice(first_q, first_q + 16)
+        parts = []
+        for first_k in range(0, 64, 16):
+            keys = slice(first_k, first_k + 16)
+            tables = {"q_offset": int32([first_q - first_k])}
+            parts.append(run(library, q[:, rows], k[:, keys], v[:, keys], [(0, 0, 16)], tables,
+                             causal="bottom_right"))  # fmt: skip
+        lse = np.logaddexp.reduce([x.lse[0] for x in parts])
+        out = sum(np.exp(x.lse[0] - lse).swapaxes(1, 2)[..., None] * x.out[0] for x in parts)
+        np.testing.assert_allclose(out, want[:, rows], atol=1e-5)
+        np.testing.assert_allclose(lse, want_lse[..., rows], atol=1e-5)
+
+
 PAIRS_REFUSED: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "batch": ({"seqused_k": int32([1] * 3)}, (2, 1, 1, 1),
               "its batch is 2, accepted are the sequences' 3, and 1 for all"),
@@ -585,7 +659,7 @@ def test_hostile_numbers_stay_inside_the_tensors(library: ctypes.CDLL, seed: int
     else:
         tables["batch_index"] = numbers(batch)
         k, v = tensor(7, 13, 2, 16), tensor(7, 13, 2, 8)
-    for name in ("seqused_q", "seqused_k", "k_begin"):
+    for name in ("seqused_q", "seqused_k", "k_begin", "q_offset"):
         if rng.random() < 0.6:
             tables[name] = numbers(batch)
     out = between_guards(np.full((*q.shape[:3], 8), POISON, np.float32), at_end)
@@ -650,6 +724,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"page_table": int32([0] * 3)}, "page_table: got 1 dimensions, accepted are 2"),
     "dtype": ({"k_begin": np.array([0] * 3)}, "k_begin: got dtype int64"),
     "float": ({"seqused_q": np.ones(3, np.float32)}, "seqused_q: got dtype fp32"),
+    "offsets": ({"q_offset": int32([1] * 2)}, "q_offset: got 2 numbers, accepted are 3"),
     "bound_q": ({"max_seqlen_q": -1}, "max_seqlen_q: got -1, accepted is 0"),
     "bound_k": ({"max_seqlen_k": -(2**63)}, "max_seqlen_k: got -9223372036854775808"),
     "split_size": ({"split_size": -1}, "split_size: got -1, accepted is 0 (as suits all lengths)"),

@@ -91,6 +91,7 @@ struct SequenceTables {
   Numbers k_begin;
   Numbers batch_index;
   Numbers page_table;
+  Numbers q_offset;
   int64_t page_step;   // from one number of a sequence's pages to the next, elements
   int64_t page_count;  // of a sequence, in the table
   int64_t rows_q;      // second extent of q: what offsets and lengths are cut to
@@ -160,6 +161,8 @@ inline bool has_scaled_keys(const AttentionProblem& p) {
 
 // Sets the four fields above from seq_q and seq_k, which may be anything from 0 up.
 void set_bounds(const AttentionMask& mask, AttentionProblem* problem);
+// The same where query 0 stands at this key, a number of 32 bits.
+void set_bounds_at(int64_t diagonal, const AttentionMask& mask, AttentionProblem* problem);
 
 // [heads_q]; data is nullptr: not wanted.
 struct HeadSums {
@@ -204,7 +207,7 @@ void visit_addresses(AttentionProblem* p, const Visit& visit) {
   SequenceTables& tables = p->sequences;
   for (Numbers* each :
        {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,
-        &tables.k_begin, &tables.batch_index, &tables.page_table}) {
+        &tables.k_begin, &tables.batch_index, &tables.page_table, &tables.q_offset}) {
     visit(&each->data);
   }
 }

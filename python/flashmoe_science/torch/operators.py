@@ -458,7 +458,8 @@ _RAGGED_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? attn_bias, Tensor? attn_mask, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "Tensor? k_begin, Tensor? batch_index, "
-    "Tensor? page_table, Tensor? k_scale, Tensor? v_scale, SymInt? max_seqlen_q, "
+    "Tensor? page_table, Tensor? q_offset, Tensor? k_scale, Tensor? v_scale, "
+    "SymInt? max_seqlen_q, "
     "SymInt? max_seqlen_k, SymInt? split_size, str causal, SymInt? window_left, "
     "SymInt? window_right, float? scale, float? softcap, "
     "str layout, str? kernel) -> "
@@ -625,6 +626,7 @@ def flash_attention(
     k_begin: torch.Tensor | None = None,
     batch_index: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -635,7 +637,7 @@ def flash_attention(
     what is returned is token by token in memory in either layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
+        q_offset, k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
@@ -852,7 +854,7 @@ _ragged_backward = _define(
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? sinks, Tensor? attn_bias, Tensor? attn_mask, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, "
-    "Tensor? batch_index, Tensor? page_table, "
+    "Tensor? batch_index, Tensor? page_table, Tensor? q_offset, "
     "Tensor? k_scale, Tensor? v_scale, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
     "SymInt? split_size, str causal, "
     "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
@@ -894,6 +896,7 @@ def flash_attention_backward(
     k_begin: torch.Tensor | None = None,
     batch_index: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -903,7 +906,7 @@ def flash_attention_backward(
     layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        None, None, max_seqlen_q, max_seqlen_k, split_size,
+        q_offset, None, None, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "stream": stream}
     if _is_plain(q) or _leaves_graph(q, **given):
