@@ -35,8 +35,8 @@ PAUSE_S = 0.005
 LONG_S = 0.05  # a call beside which waking threads is nothing: no untimed call, fewer pairs
 CELL_FLOOR = 0.8
 CELL_KEY = (
-    "threads", "layer", "dtype", "transposed", "dim", "heads_q", "heads_kv", "causal", "batch", "seq",
-    "side", "tokens",
+    "threads", "layer", "dtype", "transposed", "dim", "heads_q", "heads_kv", "causal", "batch",
+    "seq", "side", "tokens",
 )  # fmt: skip
 
 Call = Callable[[], torch.Tensor]

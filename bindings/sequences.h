@@ -39,6 +39,7 @@ struct Sequences {
       {"k_begin", &flashmoe_attention_sequences::k_begin},
       {"batch_index", &flashmoe_attention_sequences::batch_index},
       {"page_table", &flashmoe_attention_sequences::page_table},
+      {"q_offset", &flashmoe_attention_sequences::q_offset},
   };
   static constexpr Bound kBounds[] = {
       {"max_seqlen_q", &flashmoe_attention_sequences::max_seqlen_q, kOfLengths},

@@ -355,11 +355,22 @@ class AttentionRows : protected TileRows {
     }
   }
 
+  // Whether some key is not -inf in `bias`, and of a page that there is.
+  bool sees_beside_hidden(KeyRange keys, const float* bias) const {
+    if (!step_has_hidden_) return true;
+    int64_t key = keys.begin;
+    while (key < keys.end &&
+           (step_rows_.k[key] == kHiddenRow || bias[key - keys.begin] == -kInfinity)) {
+      ++key;
+    }
+    return key < keys.end;
+  }
+
   // Scores become logits, of the part `keys` of the step that begins with `key`.
   FLASHMOE_NOINLINE void add_bias(int64_t row, int64_t key, float* scores, KeyRange keys) {
     float bias[kMaxTileK + kLanes];
     if (this->template load_pairs<Element>(row, key + keys.begin, key + keys.end, bias)) {
-      state_.sees[row] = 1.0f;
+      if (sees_beside_hidden(keys, bias)) state_.sees[row] = 1.0f;
     }
     for (int64_t i = keys.begin; i < keys.end; i += kLanes) {
       const Vector added = Simd::load(bias + (i - keys.begin));
@@ -460,6 +471,7 @@ class AttentionRows : protected TileRows {
     Vector scales = Simd::load(step_rows_.v_scale + key);
     if (key < row_keys.begin) scales = Simd::first_or(one, row_keys.begin - key, scales);
     if (key + kLanes > row_keys.end) scales = Simd::first_or(scales, row_keys.end - key, one);
+    if (this->has_pairs()) scales = Simd::zero_where_at_most(weights, Simd::zero(), scales);
     return Simd::multiply(weights, scales);
   }
 

@@ -18,10 +18,12 @@ struct Range {
 };
 
 struct SequenceRows {
+  int64_t sequence;
   int64_t batch_q;  // row of the batch that its queries are in
   int64_t batch_k;
   Range queries;
-  Range keys;  // of pages, as if those of its table were one behind the other
+  Range keys;         // of pages, as if those of its table were one behind the other
+  int64_t first_key;  // that of `keys`, counted from the first row of the sequence's
 };
 
 // What `offsets` give sequence b of `rows` rows.
@@ -55,6 +57,7 @@ inline Range queries_of(const AttentionProblem& p, int64_t b) {
 inline Range keys_of(const AttentionProblem& p, int64_t b) {
   const SequenceTables& tables = p.sequences;
   Range keys = room_of_keys(tables, b);
+  keys.count = std::min(keys.count, tables.pair_keys);
   cut_at_end(tables.seqused_k, b, &keys);
   if (tables.k_begin.data != nullptr) {
     const int64_t skipped = std::clamp<int64_t>(tables.k_begin.at(b), 0, keys.count);
@@ -68,7 +71,8 @@ inline Range keys_of(const AttentionProblem& p, int64_t b) {
 // Of a sequence without queries no keys are looked for.
 inline SequenceRows rows_of_sequence(const AttentionProblem& p, int64_t b) {
   const SequenceTables& tables = p.sequences;
-  SequenceRows rows = {tables.cu_seqlens_q.data != nullptr ? 0 : b, 0, queries_of(p, b), {0, 0}};
+  SequenceRows rows = {b, tables.cu_seqlens_q.data != nullptr ? 0 : b, 0, queries_of(p, b), {0, 0},
+                       0};
   if (rows.queries.count == 0) return rows;
   if (tables.batch_index.data != nullptr) {
     rows.batch_k = tables.batch_index.at(b);
@@ -77,6 +81,7 @@ inline SequenceRows rows_of_sequence(const AttentionProblem& p, int64_t b) {
     rows.batch_k = b;
   }
   rows.keys = keys_of(p, b);
+  rows.first_key = rows.keys.begin - room_of_keys(tables, b).begin;
   return rows;
 }
 
@@ -94,13 +99,25 @@ void move_to_row(RowsView<Data>* view, int64_t batch, int64_t row) {
   view->data = address_of_row(view->data, view->strides, dtype_bytes(view->dtype), batch, row);
 }
 
+inline void move_to_pairs(PairsView* view, int64_t bytes, const SequenceRows& rows) {
+  if (view->data == nullptr) return;
+  const int64_t elements = rows.sequence * view->batch_stride + rows.first_key * view->key_stride;
+  view->data = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(view->data) +
+                                             static_cast<uintptr_t>(elements * bytes));
+}
+
 // Has the problem of all sequences become the dense one that this sequence is.
 inline void narrow_to(const SequenceRows& rows, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
   p.batch = 1;
   p.seq_q = rows.queries.count;
   p.seq_k = rows.keys.count;
-  set_bounds(p.sequences.mask, &p);
+  const Numbers& offsets = p.sequences.q_offset;
+  if (offsets.data != nullptr) {
+    set_bounds_at(offsets.at(rows.sequence), p.sequences.mask, &p);
+  } else {
+    set_bounds(p.sequences.mask, &p);
+  }
   if (p.seq_q > 0) {
     move_to_row(&p.q, rows.batch_q, rows.queries.begin);
     move_to_row(&p.out, rows.batch_q, rows.queries.begin);
@@ -108,6 +125,10 @@ inline void narrow_to(const SequenceRows& rows, AttentionProblem* problem) {
     if (p.lse != nullptr) {
       p.lse = address_of_row(p.lse, p.lse_strides, bytes, rows.batch_q, rows.queries.begin);
     }
+  }
+  if (p.seq_q > 0 && p.seq_k > 0) {
+    move_to_pairs(&p.bias, dtype_bytes(p.bias.dtype), rows);
+    move_to_pairs(&p.mask, 1, rows);
   }
   if (p.seq_k > 0 && !p.sequences.paged) {
     move_to_row(&p.k, rows.batch_k, rows.keys.begin);

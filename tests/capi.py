@@ -67,6 +67,7 @@ class AttentionSequences(c.Structure):
         ("max_seqlen_q", c.c_int64),
         ("max_seqlen_k", c.c_int64),
         ("split_size", c.c_int64),
+        ("q_offset", c.POINTER(Tensor)),
     ]
 
 

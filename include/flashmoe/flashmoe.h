@@ -302,7 +302,8 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  *                                              finite number never does. NULL: 0
  *
  * in either layout, of any strides. Every extent may also be 1, which then stands for all, as a
- * stride of 0 does. They are not for calls with sequences.
+ * stride of 0 does. Beside sequences, see below for what their extents are. No kernel for GPUs
+ * reads them beside sequences, scales or keys of fp8 in this version.
  *
  * Keys and values of fp8 are widened to q's dtype, fp16, bf16 or fp32, each of which holds every
  * number of e4m3: the call has the bits of one by the same schedule whose k and v hold these
@@ -384,8 +385,18 @@ typedef enum flashmoe_window {
  * Of batch_index, cu_seqlens_k and page_table at most one is given.
  *
  * With n queries and m keys, counted from 0, query i of a sequence stands at its key i + A, where A
- * is 0 for FLASHMOE_CAUSAL_TOP_LEFT and m - n otherwise. Each sequence has the bits of a dense call
+ * is 0 for FLASHMOE_CAUSAL_TOP_LEFT and m - n otherwise, or with q_offset, whatever causal is, the
+ * number q_offset[b]: of drafts behind which there are keys of others, and of the chunks of queries
+ * and keys that ranks of context parallelism have. It may be negative or beyond the keys. No kernel
+ * for GPUs takes it in this version. Each sequence has the bits of a dense call
  * of its queries and keys alone; on a GPU, of one by the same schedule.
+ *
+ * attn_mask and attn_bias are [sequences, heads_q, queries, keys]. Query i is counted from the
+ * first of its sequence, and key j from the first row that its sequence has before k_begin counts:
+ * in padded batches both are places in the tensors, in packed ones places in the sequence, and of
+ * pages those of the table. Queries and keys are at least as many as max_seqlen_q and max_seqlen_k
+ * allow; each of the four may be 1, for all. Of a key that k_begin puts behind the last one there,
+ * nothing is said: it is cut off as one beyond max_seqlen_k is.
  *
  * max_seqlen_q and max_seqlen_k bound n and m; more are cut off at the end. 0 stands for what the
  * tensors have room for. Loose bounds cost little, and the bits do not depend on them.
@@ -421,6 +432,7 @@ typedef struct flashmoe_attention_sequences {
   int64_t max_seqlen_q;                /* 0 or more */
   int64_t max_seqlen_k;                /* 0 or more */
   int64_t split_size;                  /* 0 or more */
+  const flashmoe_tensor* q_offset;     /* [batch] */
 } flashmoe_attention_sequences;
 
 static inline flashmoe_attention_sequences flashmoe_attention_sequences_init(void) {

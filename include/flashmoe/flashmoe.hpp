@@ -448,7 +448,8 @@ struct AttentionSequences {
   ConstTensorView page_table;    // [batch, pages of a sequence]
   int64_t max_seqlen_q = 0;      // bounds; 0: what the tensors have room for
   int64_t max_seqlen_k = 0;
-  int64_t split_size = 0;  // keys of a chunk; 0: as suits all lengths
+  int64_t split_size = 0;    // keys of a chunk; 0: as suits all lengths
+  ConstTensorView q_offset;  // [batch]: the key at which query 0 stands
 };
 
 // Attention, forward: flashmoe_attention_forward.
@@ -753,6 +754,7 @@ void set_scores(const Call& call, Params* params) noexcept {
 
 struct BoundSequences {
   Argument cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table;
+  Argument q_offset;
   flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
 
   explicit BoundSequences(const AttentionSequences& given) noexcept
@@ -762,7 +764,8 @@ struct BoundSequences {
         seqused_k(given.seqused_k),
         k_begin(given.k_begin),
         batch_index(given.batch_index),
-        page_table(given.page_table) {
+        page_table(given.page_table),
+        q_offset(given.q_offset) {
     params.cu_seqlens_q = cu_seqlens_q;
     params.cu_seqlens_k = cu_seqlens_k;
     params.seqused_q = seqused_q;
@@ -773,6 +776,7 @@ struct BoundSequences {
     params.max_seqlen_q = given.max_seqlen_q;
     params.max_seqlen_k = given.max_seqlen_k;
     params.split_size = given.split_size;
+    params.q_offset = q_offset;
   }
 };
 

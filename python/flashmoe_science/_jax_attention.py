@@ -41,7 +41,8 @@ def dot_product_attention(
         value: [batch, seq_k, heads_kv, dim_v], or [seq_k, heads_kv, dim_v], same dtype.
         bias: Added to the logits, behind scale: [batch, heads_q, seq_q, seq_k], of which any may be
             1 (without a batch [heads_q, seq_q, seq_k]); fp32 or query's dtype. -inf hides a key. It
-            has no gradient: who differentiates it is told so.
+            has no gradient: who differentiates it is told so. Beside lengths it is for the CPU
+            alone in this version, and so is a mask.
         mask: The same of bool: which keys a query may see.
         scale: Factor of the logits, positive; None is 1 / sqrt(dim).
         is_causal: Query i sees the keys up to i, counted from the first of both.
@@ -60,8 +61,8 @@ def dot_product_attention(
         mean of all values.
 
     Raises:
-        NotImplementedError: There is a bias or a mask beside lengths, or a window that is not here,
-            or a bias is differentiated, or no kernel serves the call.
+        NotImplementedError: There is a window that is not here, or a bias is differentiated, or no
+            kernel serves the call, as none for GPUs does that has a bias or a mask beside lengths.
         ValueError, TypeError: A shape, a dtype or an option is wrong. Sentences of the library call
             query, key and value q, k and v.
     """
@@ -78,10 +79,9 @@ def dot_product_attention(
     used_k = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, seq_k)
     aligned = used_q is None and used_k is None and seq_q == seq_k
     full = (batch, q.shape[2], seq_q, seq_k)
-    has_lengths = used_q is not None or used_k is not None
     pairs = {
-        "attn_bias": _pairs("bias", bias, rank, full, has_lengths),
-        "attn_mask": _pairs("mask", mask, rank, full, has_lengths),
+        "attn_bias": _pairs("bias", bias, rank, full),
+        "attn_mask": _pairs("mask", mask, rank, full),
     }
     if bias is not None:
         from flashmoe_science.jax import without_gradient
@@ -111,14 +111,10 @@ def _with_batch(name: str, array: Any, rank: int) -> Any:
     return array if rank == _RANK else array[None]
 
 
-def _pairs(name: str, array: Any, rank: int, full: tuple[int, ...], has_lengths: bool) -> Any:
+def _pairs(name: str, array: Any, rank: int, full: tuple[int, ...]) -> Any:
     """[batch, heads_q, seq_q, seq_k] or 1 in the place of each."""
     if array is None:
         return None
-    if has_lengths:
-        raise UnsupportedError(
-            f"{name}: got one, accepted with query_seq_lengths or key_value_seq_lengths is None"
-        )
     array = jnp.asarray(array)
     if name == "mask" and array.dtype != np.bool_:
         raise ArgumentTypeError(f"mask: got dtype {array.dtype}, accepted is bool")

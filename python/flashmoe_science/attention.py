@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 SEQUENCES = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin", "batch_index",
-    "page_table", "k_scale", "v_scale", "max_seqlen_q", "max_seqlen_k", "split_size",
+    "page_table", "q_offset", "k_scale", "v_scale", "max_seqlen_q", "max_seqlen_k", "split_size",
 )  # fmt: skip
 """The arguments of ragged, padded and paged batches, and scales of their keys and values, in the
 order in which tuples have them."""
@@ -75,6 +75,7 @@ def flash_attention(
     k_begin: _T | None = None,
     batch_index: _T | None = None,
     page_table: _T | None = None,
+    q_offset: _T | None = None,
     k_scale: _T | None = None,
     v_scale: _T | None = None,
     max_seqlen_q: int | None = None,
@@ -109,6 +110,7 @@ def flash_attention(
     k_begin: _T | None = None,
     batch_index: _T | None = None,
     page_table: _T | None = None,
+    q_offset: _T | None = None,
     k_scale: _T | None = None,
     v_scale: _T | None = None,
     max_seqlen_q: int | None = None,
@@ -142,6 +144,7 @@ def flash_attention(
     k_begin: Any = None,
     batch_index: Any = None,
     page_table: Any = None,
+    q_offset: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     max_seqlen_q: int | None = None,
@@ -182,7 +185,9 @@ def flash_attention(
         attn_bias: [batch, heads_q, seq_q, seq_k] in either layout, of fp32 or q's dtype, any
             strides; every extent may be 1, which stands for all. It is added to the logits, behind
             scale and softcap; -inf hides the key, as attn_mask does. It has no gradient: that of
-            one that requires it is refused. None is none. Not for sequences, below.
+            one that requires it is refused. None is none. Beside sequences, below, queries count
+            from the first of each and keys from its first one, before k_begin; on the CPU alone in
+            this version.
         attn_mask: The same of bool or uint8: where it is not 0 a query may see a key, beside causal
             and window. What it hides is not read: a NaN there reaches nothing.
         layout: "bshd" or "bhsd".
@@ -199,6 +204,9 @@ def flash_attention(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,
             padded and paged batches; the last two have no gradients. int32, of the library and on
             the device of q, any strides; what they say is described below.
+        q_offset: [batch], int32: the key of each sequence at which its query 0 stands, any number,
+            for causal and window, whatever alignment is asked for. On the CPU alone in this
+            version.
         k_scale, v_scale: fp32 factors, by which numbers of k and v stand for themselves times
             these: one of all ([] or [1]), of each KV head ([heads_kv]), or of each row of k's
             batch, or page, and head ([k.shape[0] or 1, heads_kv or 1]), any strides. They multiply
@@ -237,7 +245,7 @@ def flash_attention(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
+        q_offset, k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if not is_traced():
         try:
@@ -286,6 +294,7 @@ def flash_attention_backward(
     k_begin: _T | None = None,
     batch_index: _T | None = None,
     page_table: _T | None = None,
+    q_offset: _T | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -325,7 +334,7 @@ def flash_attention_backward(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        None, None, max_seqlen_q, max_seqlen_k, split_size,
+        q_offset, None, None, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if not is_traced():
         try:

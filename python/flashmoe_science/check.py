@@ -75,7 +75,7 @@ def check_sequences(
         )  # fmt: skip
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table, None,
-        None, max_seqlen_q, max_seqlen_k, None,
+        None, None, max_seqlen_q, max_seqlen_k, None,
     )  # fmt: skip
     return _core.check_sequences(q, k, sequences, layout, status, kernel, stream)
 

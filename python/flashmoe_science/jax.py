@@ -525,7 +525,8 @@ def _widened(
 
 
 # What has a batch in front, and tables by which those of several calls cannot be one batch.
-_ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", "k_begin")
+_ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", "k_begin",
+         "q_offset")  # fmt: skip
 _PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table", "k_scale", "v_scale")
 _PAIRS = ("attn_bias", "attn_mask")  # whose batch may be one for all
 

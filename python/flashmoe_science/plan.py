@@ -202,6 +202,7 @@ def attention_plan(
     k_begin: Any = None,
     batch_index: Any = None,
     page_table: Any = None,
+    q_offset: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     max_seqlen_q: int | None = None,
@@ -214,7 +215,7 @@ def attention_plan(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
+        q_offset, k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     tables, bounds = _tables_and_bounds(sequences)
     tensors = {
@@ -268,6 +269,7 @@ def attention_backward_plan(
     k_begin: Any = None,
     batch_index: Any = None,
     page_table: Any = None,
+    q_offset: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -279,7 +281,7 @@ def attention_backward_plan(
     """
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        None, None, max_seqlen_q, max_seqlen_k, split_size,
+        q_offset, None, None, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     tables, bounds = _tables_and_bounds(sequences)
     tensors = {

@@ -513,9 +513,6 @@ Judgement judge(const flashmoe_attention_forward_params* given) {
   if (params.attn_mask != nullptr) {
     pairs.push_back(judge_pairs(&judgement, "attn_mask", params.attn_mask, rows, true));
   }
-  if (params.k_scale != nullptr || params.v_scale != nullptr) {
-    for (const Subject& each : pairs) judgement.invalid(each.name);  // not served together
-  }
   for (const Subject& each : pairs) keep_apart(&judgement, rows.out, 4, each, 4);
 
   if (params.lse == nullptr) return judgement;

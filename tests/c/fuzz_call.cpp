@@ -230,14 +230,13 @@ bool is_given(const Call& call, const flashmoe_tensor* flashmoe_attention_forwar
   return known.*backward != nullptr;
 }
 
-// Of an extent of 1 the one element.
+}  // namespace
+
 const unsigned char* pair_at(const Argument& argument, int64_t b, int64_t h, int64_t i, int64_t j) {
   const int64_t* const shape = argument.shape;
   return argument.element(shape[0] == 1 ? 0 : b, shape[1] == 1 ? 0 : h, shape[2] == 1 ? 0 : i,
                           shape[3] == 1 ? 0 : j);
 }
-
-}  // namespace
 
 bool sees(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
   const flashmoe_attention_forward_params p = as_given(call.params);

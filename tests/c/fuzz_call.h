@@ -134,6 +134,9 @@ bool is_seen(const flashmoe_attention_forward_params& params, int64_t i, int64_t
 const unsigned char* element_at(const Call& call, const Argument& argument, int64_t b, int64_t s,
                                 int64_t h, int64_t d);
 
+// Where what a bias or a mask says of a pair is; of an extent of 1 the one element.
+const unsigned char* pair_at(const Argument& argument, int64_t b, int64_t h, int64_t i, int64_t j);
+
 // Whether query i of head h sees key j of a valid call, by what is_seen says and by the mask.
 bool sees(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j);
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -120,12 +121,13 @@ struct Ragged {
   Call call{false};
   Scale k_scale, v_scale;
   flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
-  Table cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table;
+  Table cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
+      q_offset;
   int64_t batch = 0;
 
   std::vector<Table*> tables() {
-    return {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k,
-            &k_begin,      &batch_index,  &page_table};
+    return {&cu_seqlens_q, &cu_seqlens_k, &seqused_q,  &seqused_k,
+            &k_begin,      &batch_index,  &page_table, &q_offset};
   }
 };
 
@@ -134,12 +136,24 @@ int64_t strange_number(Random* random, int64_t most) {
   return random->one_of<int64_t>({INT32_MIN, -1, 0, most + 1, 2 * most, INT32_MAX});
 }
 
+int64_t bounded(int64_t rows, int64_t most) { return most == 0 ? rows : std::min(rows, most); }
+
+// Biases and masks have one, or at least as many as a sequence may have, of queries and keys.
+void shape_pairs(Random* random, Ragged* ragged, int64_t queries, int64_t keys) {
+  for (Argument* each : {&ragged->call.attn_bias, &ragged->call.attn_mask}) {
+    const int64_t full[4] = {ragged->batch, each->shape[1], queries, keys};
+    for (int axis : {0, 2, 3}) {
+      const int64_t more = axis != 0 && random->chance(0.3) ? random->range(1, 3) : 0;
+      each->shape[axis] = random->chance(0.3) ? 1 : full[axis] + more;
+    }
+  }
+}
+
 // What a valid dense call is made into. Its arguments are laid out anew.
 void make_ragged(Random* random, Ragged* ragged) {
   Call& call = ragged->call;
   make_valid(random, &call);
   call.params.struct_size = sizeof call.params;  // sequences are behind those of older callers
-  call.params.attn_bias = call.params.attn_mask = nullptr;  // which these calls do not have
   if (call.params.window == 0xa5a5a5a5) {
     call.params.window = 0;
     call.params.window_left = call.params.window_right = 0;
@@ -160,6 +174,12 @@ void make_ragged(Random* random, Ragged* ragged) {
     call.k.tensor.dtype = call.v.tensor.dtype = {FLASHMOE_DTYPE_FLOAT8_E4M3FN, 8, 1};
   }
   if (way == 3) call.k.shape[seq] = call.v.shape[seq] = random->one_of<int64_t>({0, 1, 2, 3, 5, 8});
+  const int64_t pages = way == 3 ? random->range(0, 4) : 1;
+  flashmoe_attention_sequences& s = ragged->sequences;
+  if (random->chance(0.3)) s.max_seqlen_q = random->one_of<int64_t>({1, 3, 12, 1000, INT64_MAX});
+  if (random->chance(0.3)) s.max_seqlen_k = random->one_of<int64_t>({1, 3, 12, 1000, INT64_MAX});
+  shape_pairs(random, ragged, bounded(call.q.shape[seq], s.max_seqlen_q),
+              bounded(call.k.shape[seq] * pages, s.max_seqlen_k));
   for (int i = 0; i < call.count(); ++i) {
     call.arguments[static_cast<size_t>(i)]->allocate(random, call.is_output(i));
   }
@@ -173,7 +193,6 @@ void make_ragged(Random* random, Ragged* ragged) {
   }
   const int64_t rows_q = call.q.shape[seq];
   const int64_t rows_k = call.k.shape[seq];
-  const int64_t pages = way == 3 ? random->range(0, 4) : 1;
   const auto lengths = [&](Table* table, int64_t most) {
     if (!random->chance(0.5)) return;
     table->fill(random, 1, ragged->batch, 1, [&] { return strange_number(random, most); });
@@ -200,7 +219,6 @@ void make_ragged(Random* random, Ragged* ragged) {
     ragged->page_table.fill(random, 2, ragged->batch, pages,
                             [&] { return strange_number(random, batch_k - 1); });
   }
-  flashmoe_attention_sequences& s = ragged->sequences;
   const auto place = [](const flashmoe_tensor** slot, const Table& table) {
     *slot = table.given() ? &table.tensor : nullptr;
   };
@@ -211,18 +229,28 @@ void make_ragged(Random* random, Ragged* ragged) {
   place(&s.k_begin, ragged->k_begin);
   place(&s.batch_index, ragged->batch_index);
   place(&s.page_table, ragged->page_table);
-  if (random->chance(0.3)) s.max_seqlen_q = random->one_of<int64_t>({1, 3, 12, 1000, INT64_MAX});
-  if (random->chance(0.3)) s.max_seqlen_k = random->one_of<int64_t>({1, 3, 12, 1000, INT64_MAX});
+  if (random->chance(0.3)) {
+    ragged->q_offset.fill(random, 1, ragged->batch, 1, [&] {
+      return random->chance(0.8) ? random->range(-14, 14) : strange_number(random, rows_k);
+    });
+    s.q_offset = &ragged->q_offset.tensor;
+  } else if (random->chance(0.2)) {
+    // A caller from before it was there: what lies behind its struct is not the library's to read.
+    s.struct_size = offsetof(flashmoe_attention_sequences, q_offset);
+    s.q_offset = reinterpret_cast<const flashmoe_tensor*>(uintptr_t{8});
+  }
   if (random->chance(0.3)) s.split_size = random->one_of<int64_t>({1, 64, INT64_MAX});
   call.params.sequences = &s;
 }
 
 // ---- flashmoe.h, read another way -----------------------------------------------------------
 
-// Where a row is: of k and v or of q, [batch, row]; {-1, 0}: hidden.
+// Where a row is: of k and v or of q, [batch, row]; {-1, 0}: hidden. And which one it is of its
+// sequence's rows, before k_begin.
 struct Place {
   int64_t batch;
   int64_t row;
+  int64_t index = 0;
 };
 
 std::vector<Place> places_of(int64_t batch, int64_t begin, int64_t end, int64_t rows) {
@@ -248,7 +276,9 @@ std::vector<Place> queries_of(const Ragged& ragged, int64_t b, int64_t rows) {
   return places;
 }
 
-std::vector<Place> keys_of(const Ragged& ragged, int64_t b, int64_t batch_k, int64_t rows) {
+// `beside_pairs`: as far as a bias and a mask have them.
+std::vector<Place> keys_of(const Ragged& ragged, int64_t b, int64_t batch_k, int64_t rows,
+                           bool beside_pairs) {
   std::vector<Place> places;
   if (ragged.page_table.given()) {
     for (int64_t page = 0; page < ragged.page_table.shape[1]; ++page) {
@@ -262,6 +292,12 @@ std::vector<Place> keys_of(const Ragged& ragged, int64_t b, int64_t batch_k, int
   } else {
     const int64_t of = ragged.batch_index.given() ? ragged.batch_index.at(b) : b;
     if (of >= 0 && of < batch_k) places = places_of(of, 0, rows, rows);
+  }
+  for (size_t j = 0; j < places.size(); ++j) places[j].index = static_cast<int64_t>(j);
+  for (const Argument* each : {&ragged.call.attn_bias, &ragged.call.attn_mask}) {
+    const bool given = each == &ragged.call.attn_bias ? ragged.call.params.attn_bias != nullptr
+                                                      : ragged.call.params.attn_mask != nullptr;
+    if (beside_pairs && given && each->shape[3] != 1) keep_first(&places, each->shape[3]);
   }
   if (ragged.seqused_k.given()) keep_first(&places, ragged.seqused_k.at(b));
   if (ragged.k_begin.given()) {
@@ -283,8 +319,18 @@ void restore(Argument* argument, const unsigned char* element) {
               argument->tensor.dtype.bits / 8);
 }
 
+// Whether query i of a sequence of so many queries and keys sees key j, but for the mask.
+bool is_seen_of(const Ragged& ragged, int64_t b, int64_t i, int64_t j, int64_t queries,
+                int64_t keys) {
+  flashmoe_attention_forward_params p = ragged.call.params;
+  if (!ragged.q_offset.given()) return is_seen(p, i, j, queries, keys);
+  // As of so many more keys than queries, ends aligned.
+  if (p.causal == FLASHMOE_CAUSAL_TOP_LEFT) p.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
+  return is_seen(p, i, j, 0, ragged.q_offset.at(b));
+}
+
 // One row of out and lse: whether it is what these keys give. Nothing is changed.
-bool is_right(const Ragged& ragged, Place query, int64_t i, int64_t queries,
+bool is_right(const Ragged& ragged, int64_t b, Place query, int64_t i, int64_t queries,
               const std::vector<Place>& keys, int64_t h) {
   const Call& call = ragged.call;
   const flashmoe_attention_forward_params& p = call.params;
@@ -303,16 +349,21 @@ bool is_right(const Ragged& ragged, Place query, int64_t i, int64_t queries,
   std::vector<double> logits;
   std::vector<Place> seen;
   for (size_t j = 0; j < keys.size(); ++j) {
-    if (keys[j].batch < 0 ||
-        !is_seen(p, i, static_cast<int64_t>(j), queries, static_cast<int64_t>(keys.size()))) {
+    if (keys[j].batch < 0 || !is_seen_of(ragged, b, i, static_cast<int64_t>(j), queries,
+                                         static_cast<int64_t>(keys.size()))) {
       continue;
     }
+    if (p.attn_mask != nullptr && *pair_at(call.attn_mask, b, h, i, keys[j].index) == 0) continue;
     double score = 0;
     for (int64_t d = 0; d < dim; ++d) {
       score += number_at(call, call.q, query, h, d) * number_at(call, call.k, keys[j], g, d);
     }
     score *= ragged.k_scale.at(keys[j].batch, g);
     logits.push_back(cap == 0 ? score * scale : cap * std::tanh(score * scale / cap));
+    if (p.attn_bias != nullptr) {
+      logits.back() +=
+          load(pair_at(call.attn_bias, b, h, i, keys[j].index), call.attn_bias.tensor.dtype);
+    }
     seen.push_back(keys[j]);
     largest = std::fmax(largest, logits.back());
   }
@@ -370,7 +421,7 @@ int32_t faults_of(const Ragged& ragged, int64_t b) {
   if (ragged.k_begin.given()) begin = used(ragged.k_begin, keys, FLASHMOE_FAULT_K_BEGIN);
   add(s.max_seqlen_k != 0 && keys - begin > s.max_seqlen_k, FLASHMOE_FAULT_MAX_SEQLEN_K);
   if (!ragged.page_table.given()) return faults;
-  const std::vector<Place> places = keys_of(ragged, b, batch_k, rows_k);
+  const std::vector<Place> places = keys_of(ragged, b, batch_k, rows_k, false);
   add(std::any_of(places.begin(), places.end(), [](Place place) { return place.batch < 0; }),
       FLASHMOE_FAULT_PAGE_TABLE);
   return faults;
@@ -435,9 +486,11 @@ void run(Random* random, Ragged* ragged) {
       bool right = false;
       for (const int64_t b : sequences) {
         const std::vector<Place> queries = queries_of(*ragged, b, call.q.shape[seq]);
-        const std::vector<Place> keys = keys_of(*ragged, b, call.k.shape[0], call.k.shape[seq]);
+        const std::vector<Place> keys =
+            keys_of(*ragged, b, call.k.shape[0], call.k.shape[seq], true);
         const int64_t i = query.row - queries.front().row;
-        right = right || is_right(*ragged, query, i, static_cast<int64_t>(queries.size()), keys, h);
+        right =
+            right || is_right(*ragged, b, query, i, static_cast<int64_t>(queries.size()), keys, h);
       }
       // Two threads may both have written a part.
       EXPECT(right || sequences.size() > 1);
@@ -464,7 +517,7 @@ void run(Random* random, Ragged* ragged) {
                     : given[static_cast<size_t>(random->below(static_cast<int64_t>(given.size())))];
   switch (table == nullptr ? random->below(4) : random->below(9)) {
     case 0:
-      s.struct_size = random->one_of({size_t{0}, sizeof s - 8, sizeof s + 8, SIZE_MAX});
+      s.struct_size = random->one_of({size_t{0}, sizeof s - 16, sizeof s + 8, SIZE_MAX});
       break;
     case 1: s.max_seqlen_q = random->one_of<int64_t>({-1, INT64_MIN}); break;
     case 2: s.max_seqlen_k = random->one_of<int64_t>({-1, INT64_MIN}); break;

@@ -237,6 +237,25 @@ void sequences() {
   done(fm::run(call, workspace));
   CHECK(test.out == expected);
   CHECK(get(fm::plan(call)).flops == 0);
+  // The second sequence has 3 keys, of which a mask hides the last or a query stands before it.
+  const bool seen[] = {true, true, false, false, false, false, false};
+  const std::vector<int32_t> offsets = {0, 1};
+  std::vector<float> by_mask(test.out.size()), by_offset(test.out.size());
+  fm::AttentionForward masked = call;
+  masked.causal = fm::Causal::none, masked.window_left = std::nullopt;
+  masked.sequences->max_seqlen_q = 1, masked.sequences->max_seqlen_k = 7;
+  masked.out = fm::TensorView(by_mask.data(), {2, 5, 4, 16});
+  masked.attn_mask = fm::ConstTensorView(seen, {1, 1, 1, 7});
+  done(fm::run(masked, workspace));
+  masked.out = fm::TensorView(by_offset.data(), {2, 5, 4, 16});
+  masked.attn_mask = fm::ConstTensorView();
+  masked.causal = fm::Causal::top_left;
+  masked.sequences->q_offset = fm::ConstTensorView(offsets.data(), {2});
+  done(fm::run(masked, workspace));
+  const size_t second = 5 * 4 * 16;
+  for (size_t i = second; i < second + 4 * 16; ++i) {
+    CHECK(std::fabs(by_mask[i] - by_offset[i]) <= 1e-6f && by_mask[i] != 0);
+  }
   fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "cu_seqlens_k: got one", [&] {
     call.sequences->cu_seqlens_k = given.seqused_k;
     return fm::plan(call);

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import capi
 import numpy as np
+import pairs
 import pytest
 from capi import aligned_empty, normal
 from guarded import between_guards
@@ -320,6 +321,218 @@ def test_fp64(library: ctypes.CDLL) -> None:
         assert_same_bits(got, want)
 
 
+def pairs_of(
+    case: Case, tables: dict[str, Any], dtype: np.dtype, one: str
+) -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray]]]:
+    """A bias and a mask of all sequences, which have rows of them behind, and those of each: keys
+    count from the first row, before k_begin. The bias is NaN where no sequence has a pair."""
+    rng = np.random.default_rng(11)
+    skips = tables.get("k_begin", [0] * len(case.q))
+    places = [
+        (b, slice(x.shape[1]), slice(skip, skip + y.shape[1]))
+        for b, (x, y, skip) in enumerate(zip(case.q, case.k, skips, strict=True))
+    ]
+    full = (len(case.q), case.q[0].shape[2],
+            *(max(place[axis].stop for place in places) + 3 for axis in (1, 2)))  # fmt: skip
+    shape = pairs.extents(full, one)
+    given = {"attn_bias": pairs.random_bias(rng, shape, dtype),
+             "attn_mask": pairs.random_mask(rng, shape, np.uint8)}  # fmt: skip
+    wide = {name: np.broadcast_to(x, full) for name, x in given.items()}
+    each = [{name: x[b : b + 1, :, rows, keys].copy() for name, x in wide.items()}
+            for b, rows, keys in places]  # fmt: skip
+    if one == "":
+        given["attn_bias"][...] = np.nan
+        for (b, rows, keys), own in zip(places, each, strict=True):
+            given["attn_bias"][b, :, rows, keys] = own["attn_bias"][0]
+    return given, each
+
+
+@pytest.mark.parametrize("one", ["", "b", "bh", "q", "k", "bhqk"])
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+def test_biases_and_masks(isa_library: ctypes.CDLL, dtype: str, one: str) -> None:
+    kind = capi.DTYPES.get(dtype, np.dtype(np.float64))
+    case = make_case(kind, with_sinks=True)
+    of_bias = kind if one in ("", "bh") else np.dtype(np.float32)
+    bounds = {"max_seqlen_q": max(LENGTHS_Q), "max_seqlen_k": max(LENGTHS_K)}
+    options = {"causal": "bottom_right", "window": (200, None), "softcap": 1.5}
+    for q, k, v, rows, tables in ways(case).values():
+        given, each = pairs_of(case, tables, of_bias, one)
+        made = [
+            capi.attention(*x, sinks=case.sinks, lib=isa_library, **options, **own)
+            for *x, own in zip(case.q, case.k, case.v, each, strict=True)
+        ]
+        got = run(isa_library, q, k, v, rows, tables | bounds, sinks=case.sinks, **options, **given)
+        assert_same_bits(got, Result([x[0] for x in made], [x[1] for x in made]))
+    if dtype != "fp64":
+        for b, own in enumerate(each):
+            assert_accurate(*made[b], case.q[b], case.k[b], case.v[b], sinks=case.sinks, **options,
+                            **own)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_lengths_have_the_bits_of_a_dense_batch_with_masks(
+    library: ctypes.CDLL, dtype: str
+) -> None:
+    """With extents of the dense call's, for which there is no bound to be told."""
+    case = make_case(capi.DTYPES[dtype], (70,) * 3, (90,) * 3)
+    q, k, v = (np.concatenate(x) for x in (case.q, case.k, case.v))
+    rng = np.random.default_rng(5)
+    given = {"attn_bias": pairs.random_bias(rng, (3, HEADS_Q, 70, 90), np.dtype(np.float32)),
+             "attn_mask": pairs.random_mask(rng, (3, 1, 70, 90))}  # fmt: skip
+    want = capi.attention(q, k, v, lib=library, **given)
+    for tables in ({}, {"seqused_q": int32([70] * 3), "seqused_k": int32([90] * 3)},
+                   {"batch_index": int32([0, 1, 2])}):  # fmt: skip
+        got = run(library, q, k, v, [(b, 0, 70) for b in range(3)], tables, **given)
+        assert np.concatenate(got.out).tobytes() == want[0].tobytes()
+        assert np.concatenate(got.lse).tobytes() == want[1].tobytes()
+
+
+def test_keys_that_a_mask_does_not_have_are_cut_off(library: ctypes.CDLL) -> None:
+    """As k_begin leaves some behind max_seqlen_k, by which the mask is bounded."""
+    rng = np.random.default_rng(6)
+    q, k, v = (normal(rng, (2, n, 2, 16), np.dtype(np.float32)) for n in (9, 50, 50))
+    mask = between_guards(pairs.random_mask(rng, (2, 2, 9, 40)), True)
+    begin = int32([7, 45])
+    tables = {"k_begin": begin, "max_seqlen_k": 40}
+    got = run(library, q, k, v, [(0, 0, 9), (1, 0, 9)], tables, causal="bottom_right",
+              attn_mask=mask)  # fmt: skip
+    want = capi.attention(q[:1], k[:1, 7:40], v[:1, 7:40], causal="bottom_right", lib=library,
+                          attn_mask=mask[:1, ..., 7:])  # fmt: skip
+    assert got.out[0].tobytes() == want[0].tobytes()
+    assert got.lse[0].tobytes() == want[1].tobytes()
+    assert (got.out[1] == 0).all() and np.isneginf(got.lse[1]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 90])
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+def test_masks_beside_pages_that_there_are_not(
+    isa_library: ctypes.CDLL, dtype: str, rows: int
+) -> None:
+    size, length = 16, 16 * 40
+    kind = capi.DTYPES.get(dtype, np.dtype(np.float64))
+    case = make_case(kind, (rows,), (length,))
+    pages = paginate(case, size, [0])
+    absent = np.zeros(length, bool)
+    absent[3 * size : 38 * size] = True
+    pages.table[0, 3:38] = -1
+    given, each = pairs_of(case, {}, np.dtype(np.float32), "")
+    each[0]["attn_mask"][..., absent] = 0  # as the dense call has it
+    tables = {"seqused_k": int32([length]), "page_table": pages.table[:, :40]}
+    rest = (case.q[0], pages.k, pages.v, [(0, 0, rows)], tables)
+    got = run(isa_library, *rest, **given)
+    want = capi.attention(case.q[0], case.k[0], case.v[0], lib=isa_library, **each[0])
+    allowed = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2, "fp64": 1e-12}[dtype]
+    for x, y in zip((got.out[0], got.lse[0]), want, strict=True):
+        np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), atol=allowed)
+    # What the mask leaves is in no page.
+    given["attn_mask"][..., :length] = absent
+    got = run(isa_library, *rest, **given)
+    assert (got.out[0].astype(np.float32) == 0).all()
+    assert np.isneginf(got.lse[0]).all()
+
+
+OFFSETS = (4, 0, -INT_MAX - 1, -10, -1, 30, 600)
+
+
+STANDING: tuple[dict[str, Any], ...] = (
+    {"causal": "bottom_right"}, {"causal": "top_left"}, {"window": (20, None)}, {"window": (7, 3)},
+    {"causal": "top_left", "window": (0, None)}, {},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", STANDING, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+def test_queries_stand_where_they_are_said_to(
+    isa_library: ctypes.CDLL, dtype: str, options: dict[str, Any]
+) -> None:
+    """Beside masks that hide the same."""
+    case = make_case(capi.DTYPES.get(dtype, np.dtype(np.float64)), with_sinks=True)
+    left, right = options.get("window", (None, None))
+    right = 0 if "causal" in options else right
+    made: Any = None
+    for q, k, v, rows, tables in ways(case).values():
+        tables = tables | {"q_offset": int32(OFFSETS)}
+        got = run(isa_library, q, k, v, rows, tables, sinks=case.sinks, **options)
+        if made is not None:
+            assert_same_bits(got, made)
+        made = got
+    for b, offset in enumerate(OFFSETS):
+        n, m = case.q[b].shape[1], case.k[b].shape[1]
+        apart = np.arange(m) - (np.arange(n)[:, None] + offset)
+        seen = np.ones((n, m), bool)
+        if left is not None:
+            seen &= apart >= -left
+        if right is not None:
+            seen &= apart <= right
+        want = capi.attention(case.q[b], case.k[b], case.v[b], sinks=case.sinks, lib=isa_library,
+                              attn_mask=seen[None, None])  # fmt: skip
+        allowed = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2, "fp64": 1e-12}[dtype]
+        for x, y in zip((made.out[b], made.lse[b]), want, strict=True):
+            np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), atol=allowed)
+
+
+@pytest.mark.parametrize("causal", ["bottom_right", "top_left"])
+def test_offsets_of_either_alignment_have_its_bits(library: ctypes.CDLL, causal: str) -> None:
+    """Whatever the call's own is; and a caller from before the field was there has none."""
+    case = make_case(capi.DTYPES["bf16"])
+    want = dense(library, case, causal=causal)
+    offsets = lengths_of(case.k) - lengths_of(case.q)
+    other = {"bottom_right": "top_left", "top_left": "bottom_right"}[causal]
+    for q, k, v, rows, tables in ways(case).values():
+        given = tables | {"q_offset": offsets if causal == "bottom_right" else 0 * offsets}
+        for alignment in (causal, other):
+            assert_same_bits(run(library, q, k, v, rows, given, causal=alignment), want)
+        older = tables | {"struct_size": capi.AttentionSequences.q_offset.offset}
+        assert_same_bits(run(library, q, k, v, rows, older, causal=causal), want)
+
+
+def test_keys_of_several_ranks(library: ctypes.CDLL) -> None:
+    """Context parallelism: queries and keys in chunks, each pair a call, whose results merge."""
+    rng = np.random.default_rng(8)
+    q, k, v = (normal(rng, (1, 64, 2, 16), np.dtype(np.float32)) for _ in range(3))
+    want, want_lse = capi.attention(q, k, v, causal="bottom_right", lib=library)
+    for first_q in (0, 24, 48):
+        rows = slice(first_q, first_q + 16)
+        parts = []
+        for first_k in range(0, 64, 16):
+            keys = slice(first_k, first_k + 16)
+            tables = {"q_offset": int32([first_q - first_k])}
+            parts.append(run(library, q[:, rows], k[:, keys], v[:, keys], [(0, 0, 16)], tables,
+                             causal="bottom_right"))  # fmt: skip
+        lse = np.logaddexp.reduce([x.lse[0] for x in parts])
+        out = sum(np.exp(x.lse[0] - lse).swapaxes(1, 2)[..., None] * x.out[0] for x in parts)
+        np.testing.assert_allclose(out, want[:, rows], atol=1e-5)
+        np.testing.assert_allclose(lse, want_lse[..., rows], atol=1e-5)
+
+
+PAIRS_REFUSED: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
+    "batch": ({"seqused_k": int32([1] * 3)}, (2, 1, 1, 1),
+              "its batch is 2, accepted are the sequences' 3, and 1 for all"),
+    "heads": ({"seqused_k": int32([1] * 3)}, (1, 3, 1, 1),
+              "its number of heads is 3, accepted are q's 2, and 1 for all"),
+    "queries": ({"seqused_q": int32([1] * 3)}, (1, 1, 3, 5),
+                "its number of queries is 3, accepted are q's or max_seqlen_q's 4 and more, and 1"),
+    "keys": ({"max_seqlen_k": 4}, (1, 1, 4, 3),
+             "its number of keys is 3, accepted are k's or max_seqlen_k's 4 and more, and 1"),
+    "pages": ({"page_table": int32([[0, 1]] * 3)}, (1, 1, 4, 9),
+              "its number of keys is 9, accepted are k's or max_seqlen_k's 10 and more, and 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tables", "shape", "sentence"), PAIRS_REFUSED.values(), ids=PAIRS_REFUSED)
+@pytest.mark.parametrize("name", ["attn_bias", "attn_mask"])
+def test_pairs_that_are_too_few_are_refused(
+    library: ctypes.CDLL, tables: dict[str, Any], shape: tuple[int, ...], sentence: str, name: str
+) -> None:
+    q, out = (np.zeros((3, 4, 2, 16), np.float32) for _ in range(2))
+    k = np.zeros((3, 5, 2, 16), np.float32)
+    numbers = np.zeros(shape, np.float32 if name == "attn_bias" else np.bool_)
+    params = capi.attention_params(q, k, k, out, tables=tables, **{name: numbers})
+    with pytest.raises(capi.FlashmoeError) as raised:
+        capi.attention_plan(params, library)
+    assert f": {name}: {sentence}" in str(raised.value)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_bits_are_those_of_any_number_of_threads_and_loose_bounds(
     library: ctypes.CDLL, threads: int
@@ -446,12 +659,24 @@ def test_hostile_numbers_stay_inside_the_tensors(library: ctypes.CDLL, seed: int
     else:
         tables["batch_index"] = numbers(batch)
         k, v = tensor(7, 13, 2, 16), tensor(7, 13, 2, 8)
-    for name in ("seqused_q", "seqused_k", "k_begin"):
+    for name in ("seqused_q", "seqused_k", "k_begin", "q_offset"):
         if rng.random() < 0.6:
             tables[name] = numbers(batch)
     out = between_guards(np.full((*q.shape[:3], 8), POISON, np.float32), at_end)
     lse = between_guards(np.full((q.shape[0], 4, 12), POISON, np.float32), at_end)
-    params = capi.attention_params(q, k, v, out, lse, causal="bottom_right", tables=tables)
+    rows, keys, bounds = 12, 15 if paged else 13, {}
+    if seed % 5 == 0:
+        rows, keys = 7, 8
+        bounds = {"max_seqlen_q": rows, "max_seqlen_k": keys}
+    given = {
+        "attn_bias": tensor(batch, 4, rows, keys),
+        "attn_mask": between_guards(pairs.random_mask(rng, (batch, 1, rows, keys)), at_end),
+    }  # fmt: skip
+    if seed % 2:
+        given.pop(("attn_bias", "attn_mask")[seed // 2 % 2])
+    params = capi.attention_params(
+        q, k, v, out, lse, causal="bottom_right", tables=tables | bounds, **given
+    )
     capi.run_attention(params, library)
     written = out != POISON
     assert np.isfinite(out).all()
@@ -463,6 +688,7 @@ def test_hostile_numbers_stay_inside_the_tensors(library: ctypes.CDLL, seed: int
     for b in range(batch):  # rows that no sequence has are untouched
         begin, end = (0, 12) if not packed_q else np.clip(tables["cu_seqlens_q"][b : b + 2], 0, 12)
         count = int(np.clip(read("seqused_q", b, 12), 0, max(end - begin, 0)))
+        count = min(count, rows)
         row = 0 if packed_q else b
         assert written[row, begin : begin + count].all()
         written[row, begin : begin + count] = packed_q  # may be another's, too
@@ -498,6 +724,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"page_table": int32([0] * 3)}, "page_table: got 1 dimensions, accepted are 2"),
     "dtype": ({"k_begin": np.array([0] * 3)}, "k_begin: got dtype int64"),
     "float": ({"seqused_q": np.ones(3, np.float32)}, "seqused_q: got dtype fp32"),
+    "offsets": ({"q_offset": int32([1] * 2)}, "q_offset: got 2 numbers, accepted are 3"),
     "bound_q": ({"max_seqlen_q": -1}, "max_seqlen_q: got -1, accepted is 0"),
     "bound_k": ({"max_seqlen_k": -(2**63)}, "max_seqlen_k: got -9223372036854775808"),
     "split_size": ({"split_size": -1}, "split_size: got -1, accepted is 0 (as suits all lengths)"),

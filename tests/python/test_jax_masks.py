@@ -106,6 +106,53 @@ def test_no_gradient_of_a_bias(jit: bool) -> None:
         jax.grad(lambda b, q, f=function: f(jax.lax.stop_gradient(b), q), 1)(bias, arrays()[0])
 
 
+@pytest.mark.parametrize("ones", ONES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_beside_lengths(ones: tuple[int, ...], is_causal: bool) -> None:
+    bias, mask = pairs(ones)
+    q, k, v = arrays()
+    used_q, used_k = jnp.asarray([9, 13], "int32"), jnp.asarray([21, 6], "int32")
+    for lengths in ({"query_seq_lengths": used_q}, {"key_value_seq_lengths": used_k},
+                    {"query_seq_lengths": used_q, "key_value_seq_lengths": used_k}):  # fmt: skip
+        given = {"bias": bias, "mask": mask, "is_causal": is_causal} | lengths
+        got = jax.jit(lambda *x, given=given: dot_product_attention(*x, **given))(q, k, v)
+        rows = jnp.arange(SEQ_Q) < lengths.get("query_seq_lengths", jnp.full(2, 13))[:, None]
+        keys = jnp.arange(SEQ_K) < lengths.get("key_value_seq_lengths", jnp.full(2, 21))[:, None]
+        seen = mask & keys[:, None, None] & rows[:, None, :, None]
+        want = stock(q, k, v, bias=bias, mask=seen, is_causal=is_causal)
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_beside_lengths(jit: bool) -> None:
+    bias, mask = pairs((1,))
+    mask = mask.at[..., 0].set(True)
+    used = jnp.asarray([SEQ_K, 6], "int32")
+    seen = mask & (jnp.arange(SEQ_K) < used[:, None])[:, None, None]
+    ours = {"bias": bias, "mask": mask, "key_value_seq_lengths": used}
+
+    def gradients(function: Any, given: dict[str, Any]) -> Any:
+        made = jax.grad(lambda *x: jnp.sum(jnp.square(function(*x, **given))), (0, 1, 2))
+        return (jax.jit(made) if jit else made)(*arrays())
+
+    want = gradients(stock, {"bias": bias, "mask": seen})
+    for got, one in zip(gradients(dot_product_attention, ours), want, strict=True):
+        np.testing.assert_allclose(got, one, atol=1e-4)
+
+
+def test_vmap_beside_lengths() -> None:
+    q, k, v = (jnp.stack([x, 2 * x, -x]) for x in arrays())
+    _, mask = pairs((1,))
+    used = jnp.asarray([[3, 21], [21, 0], [7, 8]], "int32")
+
+    def attend(q: Any, k: Any, v: Any, used: Any) -> Any:
+        return dot_product_attention(q, k, v, mask=mask, key_value_seq_lengths=used)
+
+    got = jax.vmap(attend)(q, k, v, used)
+    for i in range(3):
+        np.testing.assert_array_equal(got[i], attend(q[i], k[i], v[i], used[i]))
+
+
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_vmap(with_mask: bool) -> None:
     q, k, v = (jnp.stack([x, 2 * x, -x]) for x in arrays())
@@ -138,8 +185,9 @@ def test_uint8_mask_and_lse() -> None:
          "bias: got 2 dimensions, accepted are 4"),
         ({"mask": np.ones((1, 1, 1, 1), np.int32)}, fm.ArgumentTypeError,
          "mask: got dtype int32, accepted is bool"),
-        ({"mask": np.ones((1, 1, 1, 1), bool), "key_value_seq_lengths": np.array([3, 4], np.int32)},
-         fm.UnsupportedError, "mask: got one, accepted with query_seq_lengths or"),
+        ({"mask": np.ones((1, 1, 13, 4), bool),
+          "key_value_seq_lengths": np.array([3, 4], np.int32)},
+         fm.InvalidArgumentError, r"mask: got shape \[1, 1, 13, 4\], accepted is one that"),
     ],
     ids=["shape", "rank", "dtype", "lengths"],
 )  # fmt: skip

@@ -187,13 +187,31 @@ class TestTorch:
         assert out.numpy().tobytes() == alone.numpy().tobytes() == want.tobytes()
         assert lse.numpy().tobytes() == want_lse.tobytes()
 
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    def test_queries_stand_where_they_are_said_to(self, compiled: bool) -> None:
+        """At the last keys, by their numbers."""
+        tensors, tables = self.arguments("packed")
+        lengths = [np.diff(tables[f"cu_seqlens_{x}"].numpy()) for x in "qk"]
+        offsets = self.torch.from_numpy(lengths[1] - lengths[0])
+        given, plain = self.leaves(tensors), self.leaves(tensors)
+
+        def attend(*given: Any) -> Any:
+            return fm.flash_attention(*given, **tables, q_offset=offsets, causal="top_left")
+
+        if compiled:
+            self.torch._dynamo.reset()
+            attend = self.torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for out in (attend(*given), fm.flash_attention(*plain, **tables, causal=True)):
+            out.backward(out.detach().cos())
+        assert all(map(self.torch.equal, [x.grad for x in given], [x.grad for x in plain]))
+
     def test_operator_and_fake_agree(self) -> None:
         import flashmoe_science.torch  # noqa: F401
 
         tensors, tables = self.arguments("paged")
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin",
-                 "batch_index", "page_table", "k_scale", "v_scale")  # fmt: skip
-        arguments = (*tensors, None, *(tables.get(name) for name in names), None, 64,
+                 "batch_index", "page_table", "q_offset", "k_scale", "v_scale")  # fmt: skip
+        arguments = (*tensors, *[None] * 3, *(tables.get(name) for name in names), None, 64,
                      8, "bottom_right", None, None, None, None, "bshd", None)  # fmt: skip
         for name in ("ragged_attention", "ragged_attention_with_lse"):
             operator = getattr(self.torch.ops.flashmoe, name).default
@@ -347,8 +365,8 @@ class TestTorch:
 
         tensors, tables = self.arguments("packed")
         out, lse = fm.flash_attention(*tensors, **tables, return_lse=True)
-        arguments = (out, *tensors, out, lse, None, None, tables["cu_seqlens_q"],
-                     tables["cu_seqlens_k"], None, None, None, None, None, None, None, None, 64, 8,
+        arguments = (out, *tensors, out, lse, *[None] * 4, tables["cu_seqlens_q"],
+                     tables["cu_seqlens_k"], *[None] * 9, 64, 8,
                      "none", None, None, None, None, "bshd", [True, False, True, True],
                      None)  # fmt: skip
         operator = self.torch.ops.flashmoe.ragged_attention_backward.default
@@ -401,6 +419,28 @@ class TestJax:
         assert (plan.family, plan.flops) == ("cpu", 0)
         fm.flash_attention(BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **plain, **options)
         assert plan.launches == fm.last_launches()
+
+    def test_queries_stand_where_they_are_said_to(self) -> None:
+        jax, jnp = self.jax, self.jax.numpy
+        rng = np.random.default_rng(0)
+        q, k, v = (jnp.asarray(rng.standard_normal((3, n, 2, 16), np.float32)) for n in (5, 9, 9))
+        offsets = jnp.asarray([4, 0, -2], "int32")
+
+        def loss(attend: Any) -> Any:
+            return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), (0, 1, 2))
+
+        seen = jnp.arange(9) <= jnp.arange(5)[:, None] + offsets[:, None, None, None]
+        one = functools.partial(fm.flash_attention, attn_mask=seen)
+        ours = jax.jit(functools.partial(fm.flash_attention, causal=True, q_offset=offsets))
+        for got, want in zip(jax.tree.leaves(loss(ours)(q, k, v)),
+                             jax.tree.leaves(loss(one)(q, k, v)), strict=True):  # fmt: skip
+            np.testing.assert_allclose(got, want, atol=2e-5)
+
+        def attend(q: Any, k: Any, v: Any, offset: Any) -> Any:
+            return fm.flash_attention(q, k, v, q_offset=offset, causal=True)
+
+        got = jax.vmap(attend)(*(x[:, None] for x in (q, k, v, offsets)))
+        np.testing.assert_array_equal(got[:, 0], attend(q, k, v, offsets))
 
     def test_one_program_has_all_lengths(self) -> None:
         tensors, tables = self.arguments("left")

@@ -38,8 +38,8 @@ def test_it_looks_like_a_function_of_the_package() -> None:
         "attn_bias=None, attn_mask=None, layout='bshd', return_lse=False, out=None, lse=None, "
         "kernel=None, stream=None, "
         "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, k_begin=None, "
-        "batch_index=None, page_table=None, k_scale=None, v_scale=None, max_seqlen_q=None, "
-        "max_seqlen_k=None, split_size=None"
+        "batch_index=None, page_table=None, q_offset=None, k_scale=None, v_scale=None, "
+        "max_seqlen_q=None, max_seqlen_k=None, split_size=None"
     )
     assert {*DENSE, *PAIRS, *SEQUENCES} == set(OPTIONS)
     assert list(OPTIONS) == list(parameters)[3:]

@@ -130,23 +130,113 @@ def test_no_gradient_of_a_bias() -> None:
     fm.flash_attention(q, k, v, attn_bias=bias.detach())
 
 
-def test_not_with_sequences() -> None:
-    q, k, v = (x.transpose(1, 2) for x in qkv(2, 2))
-    given: dict[str, Any] = {
-        "attn_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
-        "seqused_k": torch.tensor([3, 4], dtype=torch.int32),
-    }
-    sentence = "^attn_mask: got one, accepted with lengths, offsets or pages of sequences"
+def padded(**of: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Tensors [batch, seq, heads, dim] with NaN in the padding, and their lengths."""
+    tensors = [x.transpose(1, 2).contiguous().to(**of) for x in qkv(BATCH, HEADS)]
+    tensors[1][0, :5], tensors[2][0, :5] = torch.nan, torch.nan
+    tensors[1][1, 17:], tensors[2][1, 17:] = torch.nan, torch.nan
+    int32 = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)  # noqa: E731
+    return tensors, {"seqused_k": int32(SEQ_K, 17), "k_begin": int32(5, 0)}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("shape", [(BATCH, HEADS, SEQ_Q, SEQ_K), (1, 1, SEQ_Q, SEQ_K)], ids=str)
+def test_beside_lengths(shape: tuple[int, ...], compiled: bool) -> None:
+    """As torch's own with one mask of both: keys are places in the padded tensor."""
+    tensors, lengths = padded()
+    pairs = {"attn_bias": normal(*shape), "attn_mask": random_mask(*shape, added=False)}
+    pairs["attn_mask"][..., 5:7] = True
+    there = torch.ones(BATCH, 1, 1, SEQ_K, dtype=torch.bool)
+    there[0, ..., :5] = there[1, ..., 17:] = False
+    given = [x.clone().requires_grad_() for x in tensors]
+
+    def attend(*given: Any) -> Any:
+        return fm.flash_attention(*given, **pairs, **lengths)
+
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    got = attend(*given)
+    plain = [torch.nan_to_num(x).transpose(1, 2).requires_grad_() for x in tensors]
+    bias = torch.where(pairs["attn_mask"] & there, pairs["attn_bias"], float("-inf"))
+    want = F.scaled_dot_product_attention(*plain, bias)
+    torch.testing.assert_close(got, want.transpose(1, 2))
+    dout = normal(*got.shape)
+    got.backward(dout)
+    want.backward(dout.transpose(1, 2))
+    for x, y in zip(given, plain, strict=True):
+        torch.testing.assert_close(x.grad, y.grad.transpose(1, 2))
+
+
+def test_backward_by_itself_beside_lengths() -> None:
+    tensors, lengths = padded()
+    mask = random_mask(BATCH, 1, SEQ_Q, SEQ_K, added=False)
+    out, lse = fm.flash_attention(*tensors, attn_mask=mask, **lengths, return_lse=True)
+    given = [x.clone().requires_grad_() for x in tensors]
+    fm.flash_attention(*given, attn_mask=mask, **lengths).sum().backward()
+
+    def differentiate(*tensors: Any) -> Any:
+        dout = torch.ones_like(tensors[-2])
+        return fm.flash_attention_backward(dout, *tensors, attn_mask=mask, **lengths)[:3]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(differentiate, fullgraph=True, backend="aot_eager")
+    for call in (differentiate, compiled):
+        for x, y in zip(call(*tensors, out, lse), given, strict=True):
+            assert torch.equal(x, y.grad)
+
+
+def test_no_gradient_of_a_bias_beside_lengths() -> None:
+    tensors, lengths = padded()
+    bias = torch.zeros(1, 1, SEQ_Q, SEQ_K, requires_grad=True)
     for call in (fm.flash_attention, torch.compile(fmt.flash_attention, backend="eager")):
-        with pytest.raises(NotImplementedError, match=sentence):
-            call(q, k, v, **given)
+        with pytest.raises(NotImplementedError, match=r"^attn_bias: requires grad, but no kernel"):
+            call(*tensors, attn_bias=bias, **lengths)
 
 
-def test_not_beside_scales() -> None:
+@pytest.mark.parametrize("queries", [1, SEQ_Q])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_beside_scales_and_pages_of_fp8(dtype: Any, queries: int) -> None:
+    """A mask that hides a page hides its scales, too."""
+    torch.manual_seed(0)
+    fp8, size, pages, count = torch.float8_e4m3fn, 16, 6, 60
+    q = torch.randn(BATCH, queries, HEADS, 32).to(dtype)
+    k, v = (torch.randn(pages, size, 2, 32).to(fp8) for _ in range(2))
+    scales = torch.rand(2, pages, 2) + 0.5
+    table = torch.tensor([[0, 2, 4, 1], [5, 3, 1, 2]], dtype=torch.int32)
+    mask = random_mask(BATCH, HEADS, queries, count + 4, added=False)
+    mask[..., 0] = True
+    mask[0, ..., size : 2 * size] = False  # page 2, which is the other's last
+    mask[1, ..., 3 * size :] = False
+    scales[:, 2] = torch.nan
+    tables = {"page_table": table, "seqused_k": torch.tensor([count, 50], dtype=torch.int32)}
+    bias = torch.randn(1, HEADS, 1, count + 4).to(dtype)
+    got = fm.flash_attention(q, k, v, k_scale=scales[0], v_scale=scales[1], **tables,
+                             attn_mask=mask, attn_bias=bias)  # fmt: skip
+    for b, used in enumerate((count, 50)):
+        wide = [
+            torch.nan_to_num(x[table[b]].double() * s[table[b]][:, None, :, None].double())
+            for x, s in ((k, scales[0]), (v, scales[1]))
+        ]
+        keys, values = (x.flatten(0, 1)[:used].repeat_interleave(2, 1) for x in wide)
+        seen = torch.where(mask[b, :, :, :used], bias[0, :, :, :used].double(), float("-inf"))
+        want = F.scaled_dot_product_attention(
+            q[b].double().transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), seen
+        )
+        allowed = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(
+            got[b].double(), want.transpose(0, 1), atol=allowed, rtol=allowed
+        )
+
+
+def test_dense_keys_with_scales_have_masks_of_their_extents() -> None:
     q, k, v = (x.transpose(1, 2) for x in qkv(2, 2))
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match=r"^attn_mask: got one, .* or with scales"):
-        fm.flash_attention(q, k, v, attn_mask=mask, k_scale=torch.tensor(0.5))
+    mask = random_mask(2, 1, SEQ_Q, SEQ_K, added=False)
+    got = fm.flash_attention(q, k, v, attn_mask=mask, k_scale=torch.tensor(0.5))
+    torch.testing.assert_close(got, fm.flash_attention(q, k / 2, v, attn_mask=mask))
+    more = torch.ones(1, 1, 1, SEQ_K + 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^attn_mask: its number of keys is 22, accepted are k's"):
+        fm.flash_attention(q, k, v, attn_mask=more, k_scale=torch.tensor(0.5))
 
 
 def test_not_beside_jagged_tensors() -> None:

@@ -91,7 +91,7 @@ struct AttentionBackward {
   static constexpr char kParams[] = "flashmoe_attention_backward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_backward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, sequences);
-  static constexpr std::array<TensorMember<Params>, 21> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 22> kTensors = {{
       {"dout", &Params::dout},
       {"q", &Params::q},
       {"k", &Params::k},
@@ -109,12 +109,13 @@ struct AttentionBackward {
       {"k_begin", nullptr, table_of<&flashmoe_attention_sequences::k_begin>},
       {"batch_index", nullptr, table_of<&flashmoe_attention_sequences::batch_index>},
       {"page_table", nullptr, table_of<&flashmoe_attention_sequences::page_table>},
+      {"q_offset", nullptr, table_of<&flashmoe_attention_sequences::q_offset>},
       {"dq", &Params::dq},
       {"dk", &Params::dk},
       {"dv", &Params::dv},
       {"dsinks", &Params::dsinks},
   }};
-  static constexpr size_t kFirstOutput = 17;
+  static constexpr size_t kFirstOutput = 18;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_backward_";
   static constexpr const AttentionBackwardFamily* kFamilies[] = {
@@ -150,7 +151,8 @@ struct AttentionBackward {
       p.dlse = dlse.data;
     }
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
-    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, problem));
+    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, params.sequences != nullptr,
+                                    problem));
     if (params.dq == nullptr && params.dk == nullptr && params.dv == nullptr &&
         params.dsinks == nullptr) {
       return fail(

@@ -27,7 +27,7 @@ void visit_addresses(CheckSequencesProblem* p, const Visit& visit) {
   SequenceTables& tables = p->tables;
   for (Numbers* each :
        {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,
-        &tables.k_begin, &tables.batch_index, &tables.page_table}) {
+        &tables.k_begin, &tables.batch_index, &tables.page_table, &tables.q_offset}) {
     visit(&each->data);
   }
   visit(&p->status);

@@ -82,13 +82,8 @@ void set_softcap(float softcap, AttentionProblem* problem) {
 
 // What `name` says of each pair of a query and a key.
 flashmoe_status read_pairs(const char* name, const flashmoe_tensor& tensor, size_t element_bytes,
-                           const AttentionProblem& p, PairsView* pairs) {
-  if (p.sequences.given) {
-    return fail(FLASHMOE_ERROR_UNSUPPORTED,
-                "%s: got one, accepted with lengths, offsets or pages of sequences, or with keys "
-                "of fp8 or with scales, is a null pointer: such calls have none in this version",
-                name);
-  }
+                           bool ragged, AttentionProblem* problem, PairsView* pairs) {
+  AttentionProblem& p = *problem;
   View view;
   FLASHMOE_TRY(check_view(name, &tensor, 4, &view));
   FLASHMOE_TRY(check_same_device(name, tensor, "q", p.device));
@@ -98,20 +93,25 @@ flashmoe_status read_pairs(const char* name, const flashmoe_tensor& tensor, size
     const char* of;
     int64_t want;
     int64_t* stride;
-  } axes[] = {{"batch", "q", p.batch, &pairs->batch_stride},
-              {"number of heads", "q", p.heads_q, &pairs->head_stride},
-              {"number of queries", "q", p.seq_q, &pairs->query_stride},
-              {"number of keys", "k", p.seq_k, &pairs->key_stride}};
+  } axes[] = {
+      {"batch", ragged ? "the sequences'" : "q's", p.batch, &pairs->batch_stride},
+      {"number of heads", "q's", p.heads_q, &pairs->head_stride},
+      {"number of queries", ragged ? "q's or max_seqlen_q's" : "q's", p.seq_q,
+       &pairs->query_stride},
+      {"number of keys", ragged ? "k's or max_seqlen_k's" : "k's", p.seq_k, &pairs->key_stride}};
   for (int axis = 0; axis < 4; ++axis) {
     const auto& [extent, of, want, stride] = axes[axis];
     const int64_t got = view.shape[axis];
-    if (got != want && got != 1) {
+    const bool may_be_more = ragged && axis >= 2;
+    if (got != 1 && got != want && !(may_be_more && got > want)) {
       return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "%s: its %s is %lld, accepted are %s's %lld, and 1 for all", name, extent,
-                  static_cast<long long>(got), of, static_cast<long long>(want));
+                  "%s: its %s is %lld, accepted are %s %lld%s, and 1 for all", name, extent,
+                  static_cast<long long>(got), of, static_cast<long long>(want),
+                  may_be_more ? " and more" : "");
     }
     *stride = got == 1 ? 0 : view.strides[axis];
   }
+  if (view.shape[3] != 1) p.sequences.pair_keys = std::min(p.sequences.pair_keys, view.shape[3]);
   pairs->data = view.data;
   return FLASHMOE_OK;
 }
@@ -277,16 +277,16 @@ flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, cons
 }
 
 flashmoe_status read_bias_and_mask(const flashmoe_tensor* bias, const flashmoe_tensor* mask,
-                                   AttentionProblem* problem) {
+                                   bool ragged, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
   if (bias != nullptr) {
     FLASHMOE_TRY(check_same_dtype_or_fp32("attn_bias", *bias, "q", p.q.dtype, &p.bias.dtype));
     const auto bytes = static_cast<size_t>(dtype_bytes(p.bias.dtype));
-    FLASHMOE_TRY(read_pairs("attn_bias", *bias, bytes, p, &p.bias));
+    FLASHMOE_TRY(read_pairs("attn_bias", *bias, bytes, ragged, problem, &p.bias));
   }
   if (mask == nullptr) return FLASHMOE_OK;
   FLASHMOE_TRY(check_mask_dtype("attn_mask", *mask));
-  return read_pairs("attn_mask", *mask, 1, p, &p.mask);
+  return read_pairs("attn_mask", *mask, 1, ragged, problem, &p.mask);
 }
 
 flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,

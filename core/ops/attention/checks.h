@@ -82,9 +82,10 @@ flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, cons
                            KeyScales* scales);
 
 // The bias and the mask of pairs of a query and a key, if they are given: numbers of which every
-// extent is the call's, or 1 for all of it.
+// extent is the call's, or 1 for all of it. `ragged`: there may be more queries and keys than the
+// sequences of the call have.
 flashmoe_status read_bias_and_mask(const flashmoe_tensor* bias, const flashmoe_tensor* mask,
-                                   AttentionProblem* problem);
+                                   bool ragged, AttentionProblem* problem);
 
 // A tensor of the rows, heads and head dimension of `of`, whose view it is given.
 flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,

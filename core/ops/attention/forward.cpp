@@ -58,7 +58,7 @@ struct AttentionForward {
   static constexpr char kParams[] = "flashmoe_attention_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, window);
-  static constexpr std::array<TensorMember<Params>, 17> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 18> kTensors = {{
       {"q", &Params::q},
       {"k", &Params::k},
       {"v", &Params::v},
@@ -74,10 +74,11 @@ struct AttentionForward {
       {"k_begin", nullptr, table_of<&flashmoe_attention_sequences::k_begin>},
       {"batch_index", nullptr, table_of<&flashmoe_attention_sequences::batch_index>},
       {"page_table", nullptr, table_of<&flashmoe_attention_sequences::page_table>},
+      {"q_offset", nullptr, table_of<&flashmoe_attention_sequences::q_offset>},
       {"out", &Params::out},
       {"lse", &Params::lse},
   }};
-  static constexpr size_t kFirstOutput = 15;
+  static constexpr size_t kFirstOutput = 16;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const auto& kFamilies = kAttentionFamilies;
@@ -103,7 +104,8 @@ struct AttentionForward {
     FLASHMOE_TRY(read_scale_of("k_scale", params.k_scale, views.k, *problem, &problem->k_scale));
     FLASHMOE_TRY(read_scale_of("v_scale", params.v_scale, views.k, *problem, &problem->v_scale));
     FLASHMOE_TRY(read_sinks(params.sinks, problem));
-    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, problem));
+    FLASHMOE_TRY(read_bias_and_mask(params.attn_bias, params.attn_mask, params.sequences != nullptr,
+                                    problem));
     if (params.lse == nullptr) return FLASHMOE_OK;
     View lse;
     FLASHMOE_TRY(check_row_numbers("lse", params.lse, arguments, views.q, *problem, &lse,

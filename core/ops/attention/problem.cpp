@@ -28,10 +28,15 @@ double flops_of_a_dimension(const AttentionProblem& p) {
 }  // namespace
 
 void set_bounds(const AttentionMask& mask, AttentionProblem* problem) {
+  const bool from_ends = mask.causal != FLASHMOE_CAUSAL_TOP_LEFT;
+  set_bounds_at(from_ends ? problem->seq_k - problem->seq_q : 0, mask, problem);
+}
+
+void set_bounds_at(int64_t diagonal, const AttentionMask& mask, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
   const bool causal = mask.causal != FLASHMOE_CAUSAL_NONE;
-  const int64_t diagonal = mask.causal == FLASHMOE_CAUSAL_TOP_LEFT ? 0 : p.seq_k - p.seq_q;
-  const int64_t longest = p.seq_q + p.seq_k;  // hides nothing, and cannot overflow
+  // Hides nothing, and cannot overflow.
+  const int64_t longest = p.seq_q + p.seq_k + std::max(diagonal, -diagonal);
   p.left_offset = diagonal - std::min(mask.window_left, longest);
   p.right_offset = diagonal + std::min(mask.window_right, longest);
   p.bounded_left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0 && p.left_offset > 1 - p.seq_q;

@@ -61,7 +61,8 @@ struct KeyScales {
 };
 
 // [batch, heads_q, seq_q, seq_k], of a dtype of its own; data is nullptr: absent. Strides are 0
-// where one number stands for all.
+// where one number stands for all. With sequences it has at least as many queries as seq_q, and as
+// many keys as pair_keys, counted from the first row of keys of each sequence, whatever k_begin is.
 struct PairsView {
   const void* data;
   int64_t batch_stride;  // elements
@@ -90,12 +91,14 @@ struct SequenceTables {
   Numbers k_begin;
   Numbers batch_index;
   Numbers page_table;
+  Numbers q_offset;
   int64_t page_step;   // from one number of a sequence's pages to the next, elements
   int64_t page_count;  // of a sequence, in the table
   int64_t rows_q;      // second extent of q: what offsets and lengths are cut to
   int64_t batch_k;     // first extent of k and v; with a page table their pages
   int64_t rows_k;      // second extent; with a page table the page size
   int64_t split_size;  // keys of the chunks that bits may depend on; 0: these may depend on all
+  int64_t pair_keys;   // rows of keys that a sequence has at most: those of a bias or a mask
   AttentionMask mask;
   bool given;
   bool paged;
@@ -146,7 +149,7 @@ struct AttentionProblem {
 
   SequenceTables sequences;
 
-  // Absent with sequences. A key is hidden where the mask is 0 or the bias -inf.
+  // A key is hidden where the mask is 0 or the bias -inf.
   PairsView bias;
   PairsView mask;
 };
@@ -158,6 +161,8 @@ inline bool has_scaled_keys(const AttentionProblem& p) {
 
 // Sets the four fields above from seq_q and seq_k, which may be anything from 0 up.
 void set_bounds(const AttentionMask& mask, AttentionProblem* problem);
+// The same where query 0 stands at this key, a number of 32 bits.
+void set_bounds_at(int64_t diagonal, const AttentionMask& mask, AttentionProblem* problem);
 
 // [heads_q]; data is nullptr: not wanted.
 struct HeadSums {
@@ -202,7 +207,7 @@ void visit_addresses(AttentionProblem* p, const Visit& visit) {
   SequenceTables& tables = p->sequences;
   for (Numbers* each :
        {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,
-        &tables.k_begin, &tables.batch_index, &tables.page_table}) {
+        &tables.k_begin, &tables.batch_index, &tables.page_table, &tables.q_offset}) {
     visit(&each->data);
   }
 }

@@ -1,7 +1,9 @@
 #include "core/ops/attention/sequences.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdio>
+#include <cstring>
 
 #include "core/status.h"
 
@@ -105,6 +107,7 @@ flashmoe_status read_keys(const flashmoe_attention_sequences& given, const View&
   AttentionProblem& p = *problem;
   SequenceTables& tables = p.sequences;
   FLASHMOE_TRY(read_numbers("seqused_k", given.seqused_k, 0, p, &tables.seqused_k));
+  FLASHMOE_TRY(read_numbers("q_offset", given.q_offset, 0, p, &tables.q_offset));
   FLASHMOE_TRY(read_numbers("k_begin", given.k_begin, 0, p, &tables.k_begin));
   FLASHMOE_TRY(read_numbers("batch_index", given.batch_index, 0, p, &tables.batch_index));
   FLASHMOE_TRY(read_numbers("cu_seqlens_k", given.cu_seqlens_k, 1, p, &tables.cu_seqlens_k));
@@ -117,9 +120,16 @@ flashmoe_status read_keys(const flashmoe_attention_sequences& given, const View&
 
 }  // namespace
 
+flashmoe_attention_sequences known_sequences(const flashmoe_attention_sequences& given) {
+  flashmoe_attention_sequences known = {};
+  std::memcpy(&known, &given, std::min(given.struct_size, sizeof known));
+  return known;
+}
+
 flashmoe_status check_sequences(const flashmoe_attention_sequences& given) {
-  FLASHMOE_TRY(check_struct_size("flashmoe_attention_sequences", given.struct_size, sizeof given,
-                                 sizeof given));
+  constexpr size_t kOldest = offsetof(flashmoe_attention_sequences, q_offset);
+  FLASHMOE_TRY(
+      check_struct_size("flashmoe_attention_sequences", given.struct_size, kOldest, sizeof given));
   constexpr char kRoom[] = "what the tensors have room for";
   FLASHMOE_TRY(check_bound("max_seqlen_q", given.max_seqlen_q, kRoom));
   FLASHMOE_TRY(check_bound("max_seqlen_k", given.max_seqlen_k, kRoom));
@@ -134,7 +144,7 @@ flashmoe_status check_sequences(const flashmoe_attention_sequences& given) {
 
 flashmoe_status read_sequences(const AttentionArguments& arguments, const View& q, const View& k,
                                AttentionProblem* problem) {
-  const flashmoe_attention_sequences& given = *arguments.sequences;
+  const flashmoe_attention_sequences given = known_sequences(*arguments.sequences);
   AttentionProblem& p = *problem;
   SequenceTables& tables = p.sequences;
   tables.given = true;
@@ -143,6 +153,7 @@ flashmoe_status read_sequences(const AttentionArguments& arguments, const View& 
   tables.rows_k = k.shape[arguments.seq_axis()];
   tables.mask = arguments.mask();
   tables.split_size = given.split_size;
+  tables.pair_keys = INT64_MAX;
   FLASHMOE_TRY(read_queries(given, q, problem));
   FLASHMOE_TRY(read_keys(given, k, problem));
   if (given.max_seqlen_q != 0) p.seq_q = std::min(p.seq_q, given.max_seqlen_q);
@@ -158,7 +169,7 @@ int print_sequences(const AttentionProblem& p, char* text, size_t size) {
   const AttentionMask& mask = t.mask;
   return std::snprintf(
       text, size,
-      "sequences=%lld seq_q<=%lld seq_k<=%lld heads=%lld/%lld dim=%lld/%lld %s by=%s%s%s%s%s%s%s "
+      "sequences=%lld seq_q<=%lld seq_k<=%lld heads=%lld/%lld dim=%lld/%lld %s by=%s%s%s%s%s%s%s%s "
       "window=%s%lld..%s%lld split=%lld",
       static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
       static_cast<long long>(p.seq_k), static_cast<long long>(p.heads_q),
@@ -167,7 +178,7 @@ int print_sequences(const AttentionProblem& p, char* text, size_t size) {
       name(t.cu_seqlens_k, "cu_seqlens_k,"), name(t.seqused_q, "seqused_q,"),
       name(t.seqused_k, "seqused_k,"), name(t.k_begin, "k_begin,"),
       name(t.batch_index, "batch_index,"), name(t.page_table, "page_table,"),
-      (mask.window & FLASHMOE_WINDOW_LEFT) != 0 ? "-" : "any-",
+      name(t.q_offset, "q_offset,"), (mask.window & FLASHMOE_WINDOW_LEFT) != 0 ? "-" : "any-",
       static_cast<long long>(mask.window_left),
       (mask.window & FLASHMOE_WINDOW_RIGHT) != 0 ? "+" : "any+",
       static_cast<long long>(mask.window_right), static_cast<long long>(t.split_size));

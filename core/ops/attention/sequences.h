@@ -9,10 +9,13 @@
 
 namespace flashmoe {
 
+// What the caller's struct has of them, whose size is checked; zeros are the rest.
+flashmoe_attention_sequences known_sequences(const flashmoe_attention_sequences& given);
+
 // A table of params that may have some.
 template <const flashmoe_tensor* flashmoe_attention_sequences::* kMember, class Params>
 const flashmoe_tensor* table_of(const Params& params) {
-  return params.sequences != nullptr ? params.sequences->*kMember : nullptr;
+  return params.sequences != nullptr ? known_sequences(*params.sequences).*kMember : nullptr;
 }
 
 // What can be said of them alone: their size, their bounds, and what is given together.

@@ -67,6 +67,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   FLASHMOE_TRY(refuse_split_size(problem, reason));
+  FLASHMOE_TRY(refuse_bias_and_mask_of_sequences(problem, reason));
   const bool ragged = problem.sequences.given;
   const bool biased = has_bias_or_mask(problem);
   const Entry* entry = find_entry(

@@ -42,6 +42,7 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
                          facts->compute_capability % 10);
   }
   FLASHMOE_TRY(attention_backward::check_lengths(problem, reason));
+  FLASHMOE_TRY(refuse_bias_and_mask_of_sequences(problem, reason));
   const bool ragged = problem.sequences.given;
   const bool biased = has_bias_or_mask(problem);
   const Entry* const entry = find_entry(

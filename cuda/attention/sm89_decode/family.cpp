@@ -112,6 +112,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
                   "dense batches, accepted are ragged, padded and paged ones");
   }
   FLASHMOE_TRY(refuse_wide_heads(problem, reason));
+  FLASHMOE_TRY(refuse_bias_and_mask(problem, reason));
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   if (!is_fp8(problem)) FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   // Of fp8 there are no other kernels.

@@ -94,6 +94,7 @@ flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts
                          "a v of its own, accepted is one that is the first columns of k, in the "
                          "same memory");
   }
+  FLASHMOE_TRY(refuse_bias_and_mask(problem, reason));
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   FLASHMOE_TRY(refuse_split_size(problem, reason));

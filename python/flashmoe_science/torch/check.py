@@ -33,7 +33,7 @@ def _fake(q: Any, k: Any, cu_seqlens_q: Any, *_: Any) -> Any:
 
 def _kernel(q: Any, k: Any, *others: Any) -> Any:
     *tables, max_seqlen_q, max_seqlen_k, layout, kernel = others
-    sequences = (*tables, None, None, max_seqlen_q, max_seqlen_k, None)
+    sequences = (*tables, *[None] * 3, max_seqlen_q, max_seqlen_k, None)
     return _core.check_sequences(q, k, sequences, layout, None, kernel, None)
 
 
@@ -79,7 +79,7 @@ def check_sequences(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
     )  # fmt: skip
     if _is_plain(q) or _leaves_graph(q, status=status, stream=stream):
-        sequences = (*tables, None, None, max_seqlen_q, max_seqlen_k, None)
+        sequences = (*tables, *[None] * 3, max_seqlen_q, max_seqlen_k, None)
         try:
             return _core.check_sequences(q, k, sequences, layout, status, kernel, stream)
         except _TransformedError:

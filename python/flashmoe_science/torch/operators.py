@@ -456,11 +456,12 @@ _RAGGED_IN_TRANSFORM = (
     "of ragged and padded batches torch's autograd alone takes gradients in this version"
 )
 _TABLES = len(SEQUENCES) - BOUNDS  # the first of them
-_RAGGED_TENSORS = _ATTENTION_TENSORS[:_DIFFERENTIABLE]  # without biases and masks
 _RAGGED_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, "
-    "Tensor? page_table, Tensor? k_scale, Tensor? v_scale, SymInt? max_seqlen_q, "
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? attn_bias, Tensor? attn_mask, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "Tensor? k_begin, Tensor? batch_index, "
+    "Tensor? page_table, Tensor? q_offset, Tensor? k_scale, Tensor? v_scale, "
+    "SymInt? max_seqlen_q, "
     "SymInt? max_seqlen_k, SymInt? split_size, str causal, SymInt? window_left, "
     "SymInt? window_right, float? scale, float? softcap, "
     "str layout, str? kernel) -> "
@@ -469,9 +470,9 @@ _RAGGED_SCHEMA = (
 
 def _ragged_arguments(arguments: _Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arguments of the operator of dense batches, and the sequences."""
-    first = len(_RAGGED_TENSORS)
+    first = len(_ATTENTION_TENSORS)
     behind = first + len(SEQUENCES)
-    return (*arguments[:first], None, None, *arguments[behind:]), tuple(arguments[first:behind])
+    return (*arguments[:first], *arguments[behind:]), tuple(arguments[first:behind])
 
 
 def _ragged_fake(return_lse: bool) -> Callable[..., Any]:
@@ -522,17 +523,19 @@ def _check_ragged_gradients(*arguments: Any) -> None:
     dense, sequences = _ragged_arguments(arguments)
     tensors, options = _attention_arguments(dense)
     del options["kernel"]  # is of the forward call alone
-    tensors = {name: tensors[name] for name in _RAGGED_TENSORS}
-    reason = _autograd.lacks_gradients(tensors, options, *_autograd.split(sequences))
+    pairs = {name: tensors.pop(name) for name in _ATTENTION_TENSORS[_DIFFERENTIABLE:]}
+    tables, bounds = _autograd.split(sequences)
+    reason = _autograd.lacks_gradients(tensors, options, pairs | tables, bounds)
     if reason:
         raise UnsupportedError(reason)
 
 
 def _ragged_record(return_lse: bool) -> Callable[..., Any]:
-    first = len(_RAGGED_TENSORS)
-    count = first + _TABLES  # tensors
+    count = len(_ATTENTION_TENSORS) + _TABLES  # tensors
 
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
+        if _autograd.is_recorded(arguments[_DIFFERENTIABLE]):
+            raise UnsupportedError(_autograd.NO_BIAS_GRADIENT)
         _refuse_shared_keys(*arguments)
         _check_early(_check_ragged_gradients, *arguments)
         *bounds, kernel = arguments[count:]  # and options
@@ -540,14 +543,15 @@ def _ragged_record(return_lse: bool) -> Callable[..., Any]:
         def differentiate(
             dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, *others: Any
         ) -> Any:
-            *tables, out, lse, wanted = others
+            *tables, out, lse, wanted = others  # behind the bias and the mask
+            wanted = wanted[:_DIFFERENTIABLE]
             made = _ragged_backward(
-                dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, *tables, *bounds,
-                list(wanted[:first]), None,
+                dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, *tables, *bounds, list(wanted),
+                None,
             )  # fmt: skip
-            return *_wanted_alone(made, wanted[:first], sinks), *(None for _ in tables)
+            return *_wanted_alone(made, wanted, sinks), *(None for _ in tables)
 
-        names = (*_RAGGED_TENSORS, *SEQUENCES[:_TABLES])
+        names = (*_ATTENTION_TENSORS, *SEQUENCES[:_TABLES])
         made = _autograd.attend(
             lambda *tensors: below(_ragged_attention_with_lse, *tensors, *bounds, kernel),
             differentiate, dict(zip(names, arguments[:count], strict=True)),
@@ -624,6 +628,7 @@ def flash_attention(
     k_begin: torch.Tensor | None = None,
     batch_index: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -634,7 +639,7 @@ def flash_attention(
     what is returned is token by token in memory in either layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
+        q_offset, k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     if _is_plain(q) or _leaves_graph(q, out=out, lse=lse, stream=stream):
         try:
@@ -646,23 +651,14 @@ def flash_attention(
             _refuse_outputs(out=out, lse=lse, stream=stream)
     q, k, v = _autograd.autocast(q, k, v)
     if any(x is not None for x in sequences):
-        _refuse_pairs(attn_bias, attn_mask)
         ragged = _ragged_attention_with_lse if return_lse else _ragged_attention
         options = (*_seen(causal, window), scale, softcap, layout, kernel)
-        return _outside_of_transforms(ragged, sequences, q, k, v, sinks, *sequences, *options)
+        return _outside_of_transforms(
+            ragged, sequences, q, k, v, sinks, attn_bias, attn_mask, *sequences, *options
+        )
     call = _call_attention_with_lse if return_lse else _call_attention
     options = (*_seen(causal, window), scale, softcap, layout, kernel)
     return call(q, k, v, sinks, attn_bias, attn_mask, *options)
-
-
-def _refuse_pairs(attn_bias: Any, attn_mask: Any) -> None:
-    """The library's words, which the operators of ragged batches do not come to."""
-    name = _first_given({"attn_bias": attn_bias, "attn_mask": attn_mask})
-    if name is not None:
-        raise UnsupportedError(
-            f"{name}: got one, accepted with lengths, offsets or pages of sequences is None: these "
-            "batches have no such tensors in this version"
-        )
 
 
 def _outside_of_transforms(overload: Any, sequences: Sequence[Any], *arguments: Any) -> Any:
@@ -686,7 +682,6 @@ def _seen(causal: bool | str, window: Sequence[int | None] | None) -> tuple[Any,
 _BACKWARD_TENSORS = (
     "dout", "q", "k", "v", "out", "lse", "dlse", "sinks", "attn_bias", "attn_mask"
 )  # fmt: skip
-_RAGGED_BACKWARD_TENSORS = _BACKWARD_TENSORS[:8]
 _GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks"}
 _BACKWARD_OPTIONS = (*_ATTENTION_OPTIONS[:-1], "wanted", "kernel")
 
@@ -827,10 +822,9 @@ def _ragged_backward_arguments(
     arguments: Sequence[Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Tensors, options and sequences by the names of flash_attention_backward."""
-    first = len(_RAGGED_BACKWARD_TENSORS)
+    first = len(_BACKWARD_TENSORS)
     behind = first + len(SEQUENCES)
-    dense = (*arguments[:first], None, None, *arguments[behind:])
-    tensors, options = _backward_arguments(dense)
+    tensors, options = _backward_arguments((*arguments[:first], *arguments[behind:]))
     return tensors, options, dict(zip(SEQUENCES, arguments[first:behind], strict=True))
 
 
@@ -850,7 +844,7 @@ def _ragged_backward_check(*arguments: Any) -> None:
 
 
 def _ragged_backward_record(below: Callable[..., Any], *arguments: Any) -> Any:
-    count = len(_RAGGED_BACKWARD_TENSORS) + _TABLES
+    count = len(_BACKWARD_TENSORS) + _TABLES
     return _autograd.once(
         lambda *tensors: below(_ragged_backward, *tensors, *arguments[count:]),
         *arguments[:count],
@@ -860,8 +854,9 @@ def _ragged_backward_record(below: Callable[..., Any], *arguments: Any) -> Any:
 _ragged_backward = _define(
     "ragged_attention_backward", ATTENTION_BACKWARD,
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
-    "Tensor? seqused_k, Tensor? k_begin, Tensor? batch_index, Tensor? page_table, "
+    "Tensor? sinks, Tensor? attn_bias, Tensor? attn_mask, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? k_begin, "
+    "Tensor? batch_index, Tensor? page_table, Tensor? q_offset, "
     "Tensor? k_scale, Tensor? v_scale, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
     "SymInt? split_size, str causal, "
     "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str layout, "
@@ -903,6 +898,7 @@ def flash_attention_backward(
     k_begin: torch.Tensor | None = None,
     batch_index: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
@@ -912,7 +908,7 @@ def flash_attention_backward(
     layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
-        None, None, max_seqlen_q, max_seqlen_k, split_size,
+        q_offset, None, None, max_seqlen_q, max_seqlen_k, split_size,
     )  # fmt: skip
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks, "stream": stream}
     if _is_plain(q) or _leaves_graph(q, **given):
@@ -926,13 +922,12 @@ def flash_attention_backward(
             _refuse_outputs(**given)
     if accumulate:
         raise InvalidArgumentError(_TRACED.format("accumulate").replace("None", "False"))
-    tensors = (dout, q, k, v, out, lse, dlse, sinks)
+    tensors = (dout, q, k, v, out, lse, dlse, sinks, attn_bias, attn_mask)
     options = (*_seen(causal, window), scale, softcap, layout, wanted, kernel)
     if any(x is not None for x in sequences):
-        _refuse_pairs(attn_bias, attn_mask)
         made = _outside_of_transforms(_ragged_backward, sequences, *tensors, *sequences, *options)
     else:
-        made = _call_attention_backward(*tensors, attn_bias, attn_mask, *options)
+        made = _call_attention_backward(*tensors, *options)
     return _wanted_alone(made, wanted, sinks)
 
 

@@ -1132,6 +1132,20 @@ void sequences_are_planned_by_what_the_host_knows() {
                     "attention_backward_sm89_fp16_d64_dv64") == 0);
   RaggedCall named("attention_backward_sm89_fp16_d64_dv64");
   CHECK(named.refusal().find("_ragged serves this call") != std::string::npos);
+  // No kernel reads a mask beside sequences.
+  int64_t one[] = {1, 1, 1, 1};
+  const flashmoe_tensor mask = {reinterpret_cast<void*>(int64_t{6} << 40),
+                                {FLASHMOE_DEVICE_CUDA, 0},
+                                4,
+                                {FLASHMOE_DTYPE_UINT, 8, 1},
+                                one,
+                                nullptr,
+                                0};
+  RaggedCall masked("sm89");
+  masked.params.attn_mask = &mask;
+  CHECK(masked.refusal().find("attn_mask beside lengths, offsets") != std::string::npos);
+  masked.params.kernel = "sm90";
+  CHECK(masked.refusal().find("attn_mask, which its kernels do not read") != std::string::npos);
   // Calls with bounds have a repair by the family that has one.
   RaggedCall bounded("sm90");
   CHECK(bounded.plan().launch_count == 3);

@@ -688,6 +688,42 @@ void values_in_keys_are_read_with_them() {
   }
 }
 
+// Of a mask beside sequences no kernel here knows, nor of queries that stand elsewhere.
+void masks_and_offsets_of_sequences_are_refused() {
+  int64_t one[] = {1, 1, 1, 1};
+  const flashmoe_tensor mask = {reinterpret_cast<void*>(int64_t{6} << 40),
+                                {FLASHMOE_DEVICE_CUDA, 0},
+                                4,
+                                {FLASHMOE_DTYPE_UINT, 8, 1},
+                                one,
+                                nullptr,
+                                0};
+  const struct {
+    const char* family;
+    const char* sentence;
+  } families[] = {{"sm89", "attn_mask beside lengths, offsets, pages or scales"},
+                  {"sm90", "attn_mask, which its kernels do not read"},
+                  {"sm89_decode", "attn_mask, which its kernels do not read"},
+                  {"mixed", "attn_mask"}};
+  const Table offsets(4, 1, 4);
+  flashmoe_plan plan = flashmoe_plan_init();
+  for (const auto& [family, sentence] : families) {
+    PagedCall call(family, 4, 500, 6, 2);
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+    call.sequences.q_offset = &offsets.tensor;
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+    CHECK(std::strstr(flashmoe_last_error(), "q_offset, which its kernels do not read") != nullptr);
+    call.sequences.q_offset = nullptr;
+    call.params.attn_mask = &mask;
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+    CHECK(std::strstr(flashmoe_last_error(), sentence) != nullptr);
+  }
+  PagedCall call(nullptr, 4, 500, 6, 2);
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  call.params.attn_mask = &mask;
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+}
+
 struct SeenMixed {
   lengths::Params lengths;
   const void* many_q;
@@ -1836,6 +1872,7 @@ int main(int argc, char** argv) {
   ragged_batches_have_kernels_of_their_own();
   few_queries_share_their_keys();
   values_in_keys_are_read_with_them();
+  masks_and_offsets_of_sequences_are_refused();
   prompts_beside_decoding_are_two_parts();
   sm90_cuts_boxes_at_sequences();
   loose_bounds_cost_little();
