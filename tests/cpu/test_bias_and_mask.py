@@ -289,16 +289,3 @@ def test_errors(library: ctypes.CDLL, name: str) -> None:
             case.dout, case.q, case.k, case.v, out, lse, **{given_as: array}, lib=library
         )
     assert raised.value.sentence == sentence
-
-
-def test_not_with_sequences(library: ctypes.CDLL) -> None:
-    case = Case(np.random.default_rng(0), capi.BF16)
-    out = np.empty_like(case.q)
-    params = capi.attention_params(
-        case.q, case.k, case.v, out, attn_mask=np.ones((1, 1, 1, 1), bool),
-        tables={"seqused_k": np.array([3, 4], np.int32)},
-    )  # fmt: skip
-    with pytest.raises(capi.FlashmoeError) as raised:
-        capi.run_attention(params, library)
-    assert raised.value.status == capi.UNSUPPORTED
-    assert raised.value.sentence.startswith("attn_mask: got one, accepted with lengths")
