@@ -5,30 +5,11 @@
 // Two tiles of rows by two of columns are multiplied at a time. Every sum runs in the order of
 // depth, whatever is beside it.
 //
-// Included after cpu/products.h.
+// Included after cpu/products.h and cpu/amx_registers.h.
 
 constexpr int kTileEdge = 16;                          // rows, columns and words of a tile
 constexpr int64_t kTileWords = kTileEdge * kTileEdge;  // as many sums
 constexpr int64_t kTileDepth = 2 * kTileEdge;          // elements that a step multiplies
-
-// All eight tiles are whole ones. What the thread had in tiles is lost.
-class TileRegisters {
- public:
-  TileRegisters() {
-    struct alignas(64) {
-      uint8_t palette = 1;
-      uint8_t start_row = 0;
-      uint8_t reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    static_assert(sizeof config == 64);
-    _tile_loadconfig(&config);
-  }
-  ~TileRegisters() { _tile_release(); }
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
-};
 
 // Tiles of words: from row to row of a tile, to the tile of the next rows or columns, and of the
 // next step of depth. In words.

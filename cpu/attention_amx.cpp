@@ -22,6 +22,7 @@ struct Simd : avx512::Simd {
 // clang-format off
 #include "cpu/products.h"
 #include "cpu/bf16_pair_product.h"
+#include "cpu/amx_registers.h"
 #include "cpu/amx_tiles.h"
 #include "cpu/dot_rows.h"
 #include "cpu/attention_rows.h"

@@ -20,6 +20,7 @@ struct Simd : avx512::Simd {
 // clang-format off
 #include "cpu/products.h"
 #include "cpu/bf16_pair_product.h"
+#include "cpu/amx_registers.h"
 #include "cpu/moe_activation.h"
 #include "cpu/moe_sums.h"
 #include "cpu/dot_rows.h"

@@ -16,7 +16,7 @@
 //
 // Every sum runs in the order of depth, whatever the number of rows and columns.
 //
-// Included after cpu/moe_few_rows.h and cpu/bf16_pair_product.h, with kGroupRows the rows of a
+// Included after cpu/moe_few_rows.h and cpu/amx_registers.h, with kGroupRows the rows of a
 // tile.
 
 // Of a product, of which a tile is a part: by rows no more rows than are packed over all of a depth
@@ -29,24 +29,6 @@ constexpr int64_t kEdge = 16;             // rows, columns and words of a tile
 constexpr int64_t kTile = kEdge * kEdge;  // words
 constexpr int kTileRowBytes = 64;
 static_assert(kGroupRows == kEdge && kLanes == kEdge && kPanelVectors == 2);
-
-// While it lives the thread has eight whole tiles. What it had in tiles is lost.
-struct TileRegisters {
-  TileRegisters() {
-    struct alignas(64) {
-      uint8_t palette = 1;
-      uint8_t start_row = 0;
-      uint8_t reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    static_assert(sizeof config == 64);
-    _tile_loadconfig(&config);
-  }
-  ~TileRegisters() { _tile_release(); }
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
-};
 
 // Both tiles of a panel's columns, step by step, where they lie or where they are packed.
 struct PanelTiles {
