@@ -1,5 +1,5 @@
-"""compute-sanitizer over the kernels that docs/testing.md lists: memory errors, races, uninitialised
-reads, barriers.
+"""compute-sanitizer over the kernels that docs/testing.md lists: memory errors, races,
+uninitialised reads, barriers.
 
 Families apart, and some processes for each of attention's, since a run takes as long as the tool
 does with each kernel's code: memcheck is given every call of the programs, the others each kernel
