@@ -4,12 +4,16 @@ See cpu_pairs.py for how they are timed. Every cell's result is checked against 
 
     python benchmarks/cpu_attention.py --output 'benchmarks/results/cpu_attention_<cpu>.json'
     python benchmarks/cpu_attention.py --decode --output 'benchmarks/results/cpu_decode_<cpu>.json'
-
+    python benchmarks/cpu_attention.py --backward \
+        --output 'benchmarks/results/cpu_backward_<cpu>.json'
     python benchmarks/cpu_attention.py --padded --dtypes fp32 --add \
         --output 'benchmarks/results/cpu_padded_fp32_<cpu>.json'
 
 Decoding is one query a sequence. torch gets the heads of a group as queries of one head, so that it
 reads keys and values once, as we do.
+
+Backward is dq, dk and dv of an output that is there: torch's autograd of one forward, again and
+again.
 
 Padded batches are as transformers makes them: on the right of an encoder's input, with a mask of
 keys, [batch, 1, 1, seq]; on the left of prompts, causal, with a mask of pairs, [batch, 1, seq,
@@ -26,7 +30,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +93,35 @@ def our_call(
     return call, capi.attention_plan(params).launches[0].kernel.decode()
 
 
+def our_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str
+) -> tuple[Callable[[], tuple[torch.Tensor, ...]], str]:
+    """Likewise, of dq, dk and dv."""
+    lib = capi.load()
+    size = capi.c.c_size_t()
+    out, lse = capi.attention(
+        as_array(q), as_array(k), as_array(v), layout="bhsd", causal=causal, lib=lib
+    )
+
+    def call() -> tuple[torch.Tensor, ...]:
+        made = tuple(torch.empty_like(x) for x in (q, k, v))
+        for name, x in zip(("dq", "dk", "dv"), made, strict=True):
+            getattr(params, name).contents.data = x.data_ptr()
+        capi.check(lib.flashmoe_attention_backward_workspace_size(params, size), lib)
+        workspace = torch.empty(size.value, dtype=torch.uint8)
+        capi.check(
+            lib.flashmoe_attention_backward(params, workspace.data_ptr(), size.value, None), lib
+        )
+        return made
+
+    tensors = {name: as_array(x) for name, x in (("dout", dout), ("q", q), ("k", k), ("v", v))}
+    gradients = {f"d{name}": np.empty_like(tensors[name]) for name in "qkv"}
+    params = capi.attention_backward_params(
+        {**tensors, "out": out, "lse": lse, **gradients}, layout="bhsd", causal=causal
+    )
+    return call, capi.attention_backward_plan(params).launches[0].kernel.decode()
+
+
 def check_against_float64(
     ours: torch.Tensor,
     theirs: torch.Tensor,
@@ -144,6 +177,54 @@ def measure_cell(
         "ours_gflops": flops / timed["ours_ms"] / 1e6,
         "ours_gbytes_per_s": read / timed["ours_ms"] / 1e6,
         "max_error": error,
+    }
+
+
+def measure_backward_cell(
+    threads: int,
+    dtype: str,
+    dim: int,
+    seqs: tuple[int, int],
+    heads: tuple[int, int],
+    causal: bool,
+    pairs: int,
+    order: random.Random,
+) -> dict[str, object]:
+    q, k, v = (
+        torch.randn(BATCH, n, seq, dim).to(DTYPES[dtype])
+        for n, seq in zip((heads[0], *heads[1:] * 2), (seqs[0], *seqs[1:] * 2), strict=True)
+    )
+    dout = torch.randn(q.shape).to(q.dtype)
+    ours, kernel = our_backward(dout, q, k, v, "top_left" if causal else "none")
+
+    def of_torch(*tensors: torch.Tensor, dout: torch.Tensor) -> Callable[[], Any]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    theirs = of_torch(q, k, v, dout=dout)
+    one = (x[:, :1].double() for x in (q, k, v))
+    exact = of_torch(*one, dout=dout[:, :1].double())()
+    errors = [
+        check_error(mine[:, :1], other[:, :1], right)
+        for mine, other, right in zip(ours(), theirs(), exact, strict=True)
+    ]
+    timed = time_pairs(ours, theirs, pairs, order)
+    flops = 10.0 * BATCH * heads[0] * seqs[0] * seqs[1] * dim
+    if causal:
+        flops *= (seqs[1] + 1) / (2 * seqs[1])
+    return {
+        "threads": threads,
+        "dtype": dtype,
+        "dim": dim,
+        "seq": seqs[1],
+        "causal": causal,
+        "heads_q": heads[0],
+        "heads_kv": heads[1],
+        "kernel": kernel,
+        **timed,
+        "ours_gflops": flops / timed["ours_ms"] / 1e6,
+        "max_error": {name: max(e[name] for e in errors) for name in errors[0]},
     }
 
 
@@ -220,6 +301,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq", nargs="+", type=int, help="keys of a sequence")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--decode", action="store_true", help="one query a sequence")
+    kinds.add_argument("--backward", action="store_true", help="gradients")
     kinds.add_argument("--padded", action="store_true", help="batches of different lengths")
     parser.add_argument("--batch", nargs="+", type=int, help="sequences, of --padded")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="of --padded")
@@ -255,7 +337,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
     )
     for threads, *what in grid(arguments):
         set_threads(threads)
-        cell = measure_cell(threads, *what, arguments.pairs, order)
+        measure_one = measure_backward_cell if arguments.backward else measure_cell
+        cell = measure_one(threads, *what, arguments.pairs, order)
         cells.append(cell)
         low, high = cell["ratio_quartiles"]
         heads = f"{cell['heads_q']}/{cell['heads_kv']}"
@@ -263,7 +346,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
             f"{threads:7} {cell['dtype']:>5} {cell['dim']:4} {heads:>5} {cell['seq']:5} "
             f"{'yes' if cell['causal'] else 'no':>6} | "
             f"{cell['ours_ms']:8.3f} {cell['torch_ms']:9.3f} {cell['ours_gflops']:8.1f} "
-            f"{cell['ours_gbytes_per_s']:6.1f} | {cell['ratio']:.2f} [{low:.2f}, {high:.2f}]",
+            f"{cell.get('ours_gbytes_per_s', float('nan')):6.1f} | "
+            f"{cell['ratio']:.2f} [{low:.2f}, {high:.2f}]",
             flush=True,
         )
     return cells
@@ -309,8 +393,8 @@ def main() -> int:
     cells = measure_padded(arguments) if arguments.padded else measure(arguments)
     detail = {"decoding, one query": ", one query a sequence", "padded": ", of padded batches"}
     what: dict[str, object] = {
-        "what": "attention forward on the CPU, ours against torch SDPA; ratio = torch / ours"
-        + detail.get(kind, ""),
+        "what": f"attention {'backward' if arguments.backward else 'forward'} on the CPU, "
+        "ours against torch SDPA; ratio = torch / ours" + detail.get(kind, ""),
         "batch": batch,
     }
     if not arguments.decode:

@@ -474,8 +474,10 @@ def _cpu_threads(threads: str, summary: dict[str, Any]) -> str:
 def render_cpu(source: Source) -> str:
     """Of a record of benchmarks/cpu_attention.py: GFLOP/s, and torch's time over ours."""
     document = source.document
+    backward = document["what"].startswith("attention backward")
     parts = [
-        f"Attention forward on the CPU, batch {document['batch']}, {document['heads']} heads: "
+        f"{'Attention backward' if backward else 'Attention forward'} on the CPU, batch "
+        f"{document['batch']}, {document['heads']} heads: "
         "GFLOP/s, and in brackets torch's time over ours (above 1, ours is faster). "
         f"{_cpu_provenance(source)}"
     ]
@@ -487,7 +489,7 @@ def render_cpu(source: Source) -> str:
         cells = [c for c in document["cells"] if c["threads"] == int(threads)]
         parts += [_cpu_threads(threads, summary), _cpu_table(cells, row, "seq", "S")]
     one = document["cells"][len(document["cells"]) // 2]
-    script = "python benchmarks/cpu_attention.py --threads"
+    script = f"python benchmarks/cpu_attention.py{' --backward' if backward else ''} --threads"
     parts.append(
         _commands(
             f"{script} {' '.join(document['summary_by_threads'])}",

@@ -371,7 +371,7 @@ std::vector<TableFault> faults() {
       {"struct_size",
        [](Random* random, Tables* t) -> Blame {
          const size_t size = sizeof t->params;
-         t->params.struct_size = random->one_of({size_t{0}, size - 8, size + 8, SIZE_MAX});
+         t->params.struct_size = random->one_of({size_t{0}, size - 16, size + 8, SIZE_MAX});
          return {"flashmoe_attention_sequences.struct_size"};
        }},
       in_field<Tables, Params, int64_t>("max_seqlen_q", &Params::max_seqlen_q, {-1, INT64_MIN}),

@@ -191,9 +191,9 @@ void every_byte_counts(size_t addresses) {
 }
 
 void every_byte_of_a_problem_counts() {
-  every_byte_counts<AttentionProblem>(17);
-  every_byte_counts<AttentionBackwardProblem>(23);
-  every_byte_counts<CheckSequencesProblem>(8);
+  every_byte_counts<AttentionProblem>(18);
+  every_byte_counts<AttentionBackwardProblem>(24);
+  every_byte_counts<CheckSequencesProblem>(9);
   every_byte_counts<KvAppendProblem>(17);
   every_byte_counts<KvGatherProblem>(11);
   every_byte_counts<MoeRouteProblem>(11);
