@@ -276,6 +276,7 @@ def test_a_cpu_record() -> None:
     ]  # fmt: skip
     summary = {"geometric_mean": 1.5, "lowest": 1.2, "highest": 2.0}
     record = {
+        "what": "attention backward on the CPU",
         "batch": 1,
         "heads": 8,
         "environment": {"cpu": "A CPU", "isa": "avx2", "torch": "2.13.0", "commit": "abc",
@@ -284,6 +285,10 @@ def test_a_cpu_record() -> None:
         "cells": cells,
     }  # fmt: skip
     lines = report.render_cpu(source(record)).splitlines()
+    assert lines[0].startswith("Attention backward on the CPU, batch 1, 8 heads")
+    assert "python benchmarks/cpu_attention.py --backward --threads 1 2" in lines
+    forward = report.render_cpu(source(record | {"what": "attention forward on the CPU"}))
+    assert forward.startswith("Attention forward") and "--backward" not in forward
     assert "| fp32 D=64 causal | 50 (1.50) |" in lines
     assert "| fp32 D=64 causal | 99 (1.50) | 99 (1.50) |" in lines
     assert "2 threads; geometric mean of the ratios 1.50, from 1.20 to 2.00:" in lines
