@@ -166,6 +166,21 @@ def test_logits_beyond_fp32(isa_library: ctypes.CDLL, dtype: str, scale: float) 
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [2, 40])  # as few rows, and in tiles
+def test_differences_of_scores_beyond_fp32(isa_library: ctypes.CDLL, dtype: str, rows: int) -> None:
+    """Of finite scores whose logits are small: the lesser one still has its weight."""
+    q = np.zeros((1, rows, 1, 8), capi.DTYPES[dtype])
+    q[..., 0] = 1.5e19
+    k = np.zeros((1, 2, 1, 8), q.dtype)
+    k[0, :, 0, 0] = -2.2e19, 1.0e19
+    v = np.zeros((1, 2, 1, 8), q.dtype)
+    v[0, 0] = 100
+    out, lse = capi.attention(q, k, v, scale=1.2e-38, lib=isa_library)
+    assert (out.astype(np.float32) > 0.2).all()
+    assert_accurate(out, lse, q, k, v, scale=1.2e-38)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_scores_beyond_fp32(isa_library: ctypes.CDLL, dtype: str) -> None:
     """Infinite ones are infinities: NaN where one is the maximum, no weight below a finite one."""
     q = np.full((1, 2, 1, 8), 1e25, capi.DTYPES[dtype])
