@@ -14,7 +14,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -24,27 +23,11 @@
 #include "flashmoe/flashmoe.h"
 #include "fuzz_cache.h"
 #include "fuzz_call.h"
+#include "fuzz_run.h"
 
 namespace {
 
-uint64_t seed = 0;
-int64_t call_number = 0;
 int64_t written = 0;  // rows
-std::string fault;
-std::map<std::string, int64_t> blamed;
-
-#define EXPECT(condition)                                                            \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr,                                                           \
-                   "%s:%d: seed %" PRIu64 ", call %" PRId64                          \
-                   ", fault '%s': failed: %s\n"                                      \
-                   "  last error: %s\n",                                             \
-                   __FILE__, __LINE__, seed, call_number, fault.c_str(), #condition, \
-                   flashmoe_last_error());                                           \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (0)
 
 using Params = flashmoe_kv_append_params;
 
@@ -530,24 +513,14 @@ void run(Random* random, Append* call) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t calls = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 5000;
-  seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
-  std::printf("fuzz_append %" PRId64 " %" PRIu64 "\n", calls, seed);
-  std::fflush(stdout);
-  for (call_number = 0; call_number < calls; ++call_number) {
-    Random random(seed * 1000003 + static_cast<uint64_t>(call_number));
-    if (random.chance(0.05)) {
-      EXPECT(flashmoe_set_num_threads(random.one_of({0, 1, 2, 5})) == FLASHMOE_OK);
-    }
+  const int64_t calls = run_calls("fuzz_append", argc, argv, 5000, [](Random* random) {
     Append call;
-    make_valid(&random, &call);
-    run(&random, &call);
-  }
-  std::printf("%" PRId64 " rows written and compared\nblamed:", written);
-  for (const auto& [name, count] : blamed) std::printf(" %s %" PRId64 ",", name.c_str(), count);
-  std::printf("\n");
+    make_valid(random, &call);
+    run(random, &call);
+  });
+  std::printf("%" PRId64 " rows written and compared\n", written);
+  print_blamed();
   if (calls < 5000) return 0;
-  fault.clear();
   EXPECT(written > calls);
   for (const char* name :
        {"k",          "v",        "k_cache",     "v_cache",    "slots",     "cache_seqlens",

@@ -15,7 +15,6 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -26,27 +25,11 @@
 #include "fuzz_cache.h"
 #include "fuzz_call.h"
 #include "fuzz_gradients.h"
+#include "fuzz_run.h"
 
 namespace {
 
-uint64_t seed = 0;
-int64_t call_number = 0;
 int64_t computed = 0, pairs = 0, unowned = 0, shared = 0;
-std::string fault;
-std::map<std::string, int64_t> blamed;
-
-#define EXPECT(condition)                                                            \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr,                                                           \
-                   "%s:%d: seed %" PRIu64 ", call %" PRId64                          \
-                   ", fault '%s': failed: %s\n"                                      \
-                   "  last error: %s\n",                                             \
-                   __FILE__, __LINE__, seed, call_number, fault.c_str(), #condition, \
-                   flashmoe_last_error());                                           \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (0)
 
 using Params = flashmoe_attention_sequences;
 
@@ -433,25 +416,17 @@ void run(Random* random, Ragged* ragged) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t calls = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 5000;
-  seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
-  std::printf("fuzz_backward_sequences %" PRId64 " %" PRIu64 "\n", calls, seed);
-  std::fflush(stdout);
-  for (call_number = 0; call_number < calls; ++call_number) {
-    Random random(seed * 1000003 + static_cast<uint64_t>(call_number));
-    if (random.chance(0.05)) {
-      EXPECT(flashmoe_set_num_threads(random.one_of({0, 1, 2, 5})) == FLASHMOE_OK);
-    }
+  const int64_t calls = run_calls("fuzz_backward_sequences", argc, argv, 5000, [](Random* random) {
     Ragged ragged;
     Call& call = ragged.call;
-    make_valid(&random, &call);
-    make_tables(&random, &ragged);
+    make_valid(random, &call);
+    make_tables(random, &ragged);
     for (int i = 0; i < call.count(); ++i) {
       Argument* const argument = call.arguments[static_cast<size_t>(i)];
       if (argument->rank == 1 || argument == &call.attn_bias || argument == &call.attn_mask) {
         continue;
       }
-      argument->allocate(&random, call.is_output(i) || argument == &call.lse);
+      argument->allocate(random, call.is_output(i) || argument == &call.lse);
     }
     find_rows(&ragged);
     for (Argument* each : {&call.q, &call.dout, &call.out}) {
@@ -459,15 +434,13 @@ int main(int argc, char** argv) {
     }
     for (Argument* each : {&call.k, &call.v}) poison_others(ragged, each, ragged.key_owners);
     store_lse(&ragged);
-    run(&random, &ragged);
-  }
+    run(random, &ragged);
+  });
   std::printf("%" PRId64 " computed and compared, of %" PRId64 " pairs; %" PRId64
-              " elements of rows of none, %" PRId64 " of rows of several\nblamed:",
+              " elements of rows of none, %" PRId64 " of rows of several\n",
               computed, pairs, unowned, shared);
-  for (const auto& [name, count] : blamed) std::printf(" %s %" PRId64 ",", name.c_str(), count);
-  std::printf("\n");
+  print_blamed();
   if (calls < 5000) return 0;
-  fault.clear();
   EXPECT(computed > calls / 2 && pairs > calls && unowned > calls && shared > calls);
   for (const char* name :
        {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin", "batch_index",

@@ -14,7 +14,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,28 +22,12 @@
 #include "flashmoe/flashmoe.h"
 #include "fuzz_cache.h"
 #include "fuzz_call.h"
+#include "fuzz_run.h"
 
 namespace {
 
-uint64_t seed = 0;
-int64_t call_number = 0;
 int64_t written = 0;  // rows
 int64_t zeros = 0;    // of them
-std::string fault;
-std::map<std::string, int64_t> blamed;
-
-#define EXPECT(condition)                                                            \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr,                                                           \
-                   "%s:%d: seed %" PRIu64 ", call %" PRId64                          \
-                   ", fault '%s': failed: %s\n"                                      \
-                   "  last error: %s\n",                                             \
-                   __FILE__, __LINE__, seed, call_number, fault.c_str(), #condition, \
-                   flashmoe_last_error());                                           \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (0)
 
 using Params = flashmoe_kv_gather_params;
 
@@ -389,25 +372,14 @@ void run(Random* random, Gather* call) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t calls = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 5000;
-  seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
-  std::printf("fuzz_gather %" PRId64 " %" PRIu64 "\n", calls, seed);
-  std::fflush(stdout);
-  for (call_number = 0; call_number < calls; ++call_number) {
-    Random random(seed * 1000003 + static_cast<uint64_t>(call_number));
-    if (random.chance(0.05)) {
-      EXPECT(flashmoe_set_num_threads(random.one_of({0, 1, 2, 5})) == FLASHMOE_OK);
-    }
+  const int64_t calls = run_calls("fuzz_gather", argc, argv, 5000, [](Random* random) {
     Gather call;
-    make_valid(&random, &call);
-    run(&random, &call);
-  }
-  std::printf("%" PRId64 " rows written and compared, %" PRId64 " of them zeros\nblamed:", written,
-              zeros);
-  for (const auto& [name, count] : blamed) std::printf(" %s %" PRId64 ",", name.c_str(), count);
-  std::printf("\n");
+    make_valid(random, &call);
+    run(random, &call);
+  });
+  std::printf("%" PRId64 " rows written and compared, %" PRId64 " of them zeros\n", written, zeros);
+  print_blamed();
   if (calls < 5000) return 0;
-  fault.clear();
   EXPECT(written > calls && zeros > calls / 20);
   for (const char* name :
        {"k", "v", "k_cache", "v_cache", "cu_seqlens_k", "seqused_k", "k_begin", "batch_index",

@@ -15,7 +15,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -24,27 +23,11 @@
 #include "fuzz_cache.h"
 #include "fuzz_call.h"
 #include "fuzz_gradients.h"
+#include "fuzz_run.h"
 
 namespace {
 
-uint64_t seed = 0;
-int64_t call_number = 0;
 int64_t rows = 0, empty_rows = 0, infinite_rows = 0, in_place = 0, shared = 0;
-std::string fault;
-std::map<std::string, int64_t> blamed;
-
-#define EXPECT(condition)                                                            \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr,                                                           \
-                   "%s:%d: seed %" PRIu64 ", call %" PRId64                          \
-                   ", fault '%s': failed: %s\n"                                      \
-                   "  last error: %s\n",                                             \
-                   __FILE__, __LINE__, seed, call_number, fault.c_str(), #condition, \
-                   flashmoe_last_error());                                           \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (0)
 
 using Params = flashmoe_merge_states_params;
 
@@ -522,27 +505,17 @@ void run(Random* random, Merge* call) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t calls = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 5000;
-  seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
-  std::printf("fuzz_merge %" PRId64 " %" PRIu64 "\n", calls, seed);
-  std::fflush(stdout);
-  for (call_number = 0; call_number < calls; ++call_number) {
-    Random random(seed * 1000003 + static_cast<uint64_t>(call_number));
-    if (random.chance(0.05)) {
-      EXPECT(flashmoe_set_num_threads(random.one_of({0, 1, 2, 5})) == FLASHMOE_OK);
-    }
+  const int64_t calls = run_calls("fuzz_merge", argc, argv, 5000, [](Random* random) {
     Merge call;
-    make_valid(&random, &call);
-    make_strange(&random, &call);
-    run(&random, &call);
-  }
+    make_valid(random, &call);
+    make_strange(random, &call);
+    run(random, &call);
+  });
   std::printf("%" PRId64 " rows compared, %" PRId64 " of them empty, %" PRId64 " infinite; %" PRId64
-              " calls in place, %" PRId64 " of shared memory\nblamed:",
+              " calls in place, %" PRId64 " of shared memory\n",
               rows, empty_rows, infinite_rows, in_place, shared);
-  for (const auto& [name, count] : blamed) std::printf(" %s %" PRId64 ",", name.c_str(), count);
-  std::printf("\n");
+  print_blamed();
   if (calls < 5000) return 0;
-  fault.clear();
   EXPECT(rows > calls && empty_rows > calls / 20 && infinite_rows > calls / 20);
   EXPECT(in_place > calls / 20 && shared > calls / 20);
   for (const char* name : {"outs", "lses", "prior_out", "prior_lse", "out", "lse", "kernel",

@@ -18,7 +18,6 @@
 #include <deque>
 #include <map>
 #include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -26,29 +25,12 @@
 #include "flashmoe/flashmoe.h"
 #include "flashmoe/moe.h"
 #include "fuzz_call.h"
+#include "fuzz_run.h"
 
 namespace {
 
-uint64_t seed = 0;
-int64_t call_number = 0;
 int64_t compared = 0;
-std::string operation;
-std::string fault;
 std::map<std::string, int64_t> calls_of;
-std::map<std::string, int64_t> blamed;
-
-#define EXPECT(condition)                                                                   \
-  do {                                                                                      \
-    if (!(condition)) {                                                                     \
-      std::fprintf(stderr,                                                                  \
-                   "%s:%d: seed %" PRIu64 ", call %" PRId64                                 \
-                   ", %s, fault '%s': failed: %s\n"                                         \
-                   "  last error: %s\n",                                                    \
-                   __FILE__, __LINE__, seed, call_number, operation.c_str(), fault.c_str(), \
-                   #condition, flashmoe_last_error());                                      \
-      std::exit(1);                                                                         \
-    }                                                                                       \
-  } while (0)
 
 constexpr flashmoe_dtype kFp32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
 constexpr flashmoe_dtype kFp16 = {FLASHMOE_DTYPE_FLOAT, 16, 1};
@@ -1346,39 +1328,28 @@ void fuzz_backward(Random* random) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t calls = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 2000;
-  seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
-  std::printf("fuzz_moe %" PRId64 " %" PRIu64 "\n", calls, seed);
-  std::fflush(stdout);
-  for (call_number = 0; call_number < calls; ++call_number) {
-    Random random(seed * 1000003 + static_cast<uint64_t>(call_number));
-    if (random.chance(0.05)) {
-      EXPECT(flashmoe_set_num_threads(random.one_of({0, 1, 2, 5})) == FLASHMOE_OK);
-    }
-    const int64_t which = random.below(9);
+  const int64_t calls = run_calls("fuzz_moe", argc, argv, 2000, [](Random* random) {
+    const int64_t which = random->below(9);
     constexpr const char* kNames[] = {
         "moe_route",   "moe_route_backward", "grouped_product", "grouped_product_backward",
         "moe_forward", "fused_moe",          "moe_backward",    "moe_backward",
         "moe_backward"};
     operation = kNames[which];
     switch (which) {
-      case 0: fuzz_route(&random); break;
-      case 1: fuzz_route_backward(&random); break;
-      case 2: fuzz_product(&random, false); break;
-      case 3: fuzz_product(&random, true); break;
-      case 4: fuzz_forward(&random); break;
-      case 5: fuzz_fused(&random); break;
-      default: fuzz_backward(&random);
+      case 0: fuzz_route(random); break;
+      case 1: fuzz_route_backward(random); break;
+      case 2: fuzz_product(random, false); break;
+      case 3: fuzz_product(random, true); break;
+      case 4: fuzz_forward(random); break;
+      case 5: fuzz_fused(random); break;
+      default: fuzz_backward(random);
     }
-  }
+  });
   std::printf("%" PRId64 " numbers compared\ncalls:", compared);
   for (const auto& [name, count] : calls_of) std::printf(" %s %" PRId64 ",", name.c_str(), count);
-  std::printf("\nblamed:");
-  for (const auto& [name, count] : blamed) std::printf(" %s %" PRId64 ",", name.c_str(), count);
   std::printf("\n");
+  print_blamed();
   if (calls < 2000) return 0;
-  operation = "all";
-  fault.clear();
   EXPECT(compared > 100 * calls);
   for (const char* name :
        {"logits",   "ids",       "weights",        "offsets", "pairs",          "slots",

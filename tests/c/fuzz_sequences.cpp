@@ -14,30 +14,18 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "flashmoe/flashmoe.h"
 #include "fuzz_call.h"
+#include "fuzz_run.h"
 
 namespace {
 
-uint64_t seed = 0;
-int64_t call_number = 0;
 int64_t computed = 0;
 int64_t found[9] = {};  // faults of sequences, by bit
 int64_t sound = 0;      // sequences without
-
-#define EXPECT(condition)                                                                       \
-  do {                                                                                          \
-    if (!(condition)) {                                                                         \
-      std::fprintf(stderr,                                                                      \
-                   "%s:%d: seed %" PRIu64 ", call %" PRId64 ": failed: %s\n  last error: %s\n", \
-                   __FILE__, __LINE__, seed, call_number, #condition, flashmoe_last_error());   \
-      std::exit(1);                                                                             \
-    }                                                                                           \
-  } while (0)
 
 // int32 in memory of its own, that ends where it is said to.
 struct Table {
@@ -544,19 +532,11 @@ void run(Random* random, Ragged* ragged) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t calls = argc > 1 ? std::strtoll(argv[1], nullptr, 10) : 5000;
-  seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
-  std::printf("fuzz_sequences %" PRId64 " %" PRIu64 "\n", calls, seed);
-  std::fflush(stdout);
-  for (call_number = 0; call_number < calls; ++call_number) {
-    Random random(seed * 1000003 + static_cast<uint64_t>(call_number));
-    if (random.chance(0.05)) {
-      EXPECT(flashmoe_set_num_threads(random.one_of({0, 1, 2, 5})) == FLASHMOE_OK);
-    }
+  const int64_t calls = run_calls("fuzz_sequences", argc, argv, 5000, [](Random* random) {
     Ragged ragged;
-    make_ragged(&random, &ragged);
-    run(&random, &ragged);
-  }
+    make_ragged(random, &ragged);
+    run(random, &ragged);
+  });
   std::printf("%" PRId64 " computed and compared\n", computed);
   EXPECT(computed > calls / 2);
   if (calls < 5000) return 0;
