@@ -137,6 +137,16 @@ def check_against_float64(
     return check_error(ours.view_as(theirs)[:, :1], theirs[:, :1], reference)
 
 
+def place_of(
+    threads: int, dtype: str, dim: int, seqs: tuple[int, int], heads: tuple[int, int], causal: bool
+) -> dict[str, object]:
+    """What a cell is of, in its record."""
+    return {
+        "threads": threads, "dtype": dtype, "dim": dim, "seq": seqs[1], "causal": causal,
+        "heads_q": heads[0], "heads_kv": heads[1],
+    }  # fmt: skip
+
+
 def measure_cell(
     threads: int,
     dtype: str,
@@ -165,13 +175,7 @@ def measure_cell(
         flops *= (seq_k + 1) / (2 * seq_k)
     read = 2 * BATCH * heads_kv * seq_k * dim * q.element_size()  # keys and values
     return {
-        "threads": threads,
-        "dtype": dtype,
-        "dim": dim,
-        "seq": seq_k,
-        "causal": causal,
-        "heads_q": heads_q,
-        "heads_kv": heads_kv,
+        **place_of(threads, dtype, dim, seqs, heads, causal),
         "kernel": kernel,
         **timed,
         "ours_gflops": flops / timed["ours_ms"] / 1e6,
@@ -214,13 +218,7 @@ def measure_backward_cell(
     if causal:
         flops *= (seqs[1] + 1) / (2 * seqs[1])
     return {
-        "threads": threads,
-        "dtype": dtype,
-        "dim": dim,
-        "seq": seqs[1],
-        "causal": causal,
-        "heads_q": heads[0],
-        "heads_kv": heads[1],
+        **place_of(threads, dtype, dim, seqs, heads, causal),
         "kernel": kernel,
         **timed,
         "ours_gflops": flops / timed["ours_ms"] / 1e6,
