@@ -61,6 +61,7 @@ extern const AttentionBackwardFamily kSm89AttentionBackward;
 extern const CheckSequencesFamily kCudaCheckSequences;  // for every GPU
 extern const KvAppendFamily kCudaKvAppend;              // for every GPU
 extern const KvGatherFamily kCudaKvGather;              // for every GPU
+extern const MergeStatesFamily kCudaMergeStates;        // for every GPU
 extern const MoeRouteFamily kCudaMoeRoute;              // for every GPU
 extern const MoeForwardFamily kSm89FewTokensMoeForward;
 extern const MoeForwardFamily kSm89MoeForward;

@@ -115,6 +115,8 @@ class Rows {
     o_ = 0;
     ++batch_;
   }
+  int64_t batch() const { return batch_; }
+  int64_t seq() const { return heads_inside_ ? o_ : i_; }
   int64_t offset(const RowStrides& strides) const {
     const int64_t inner = heads_inside_ ? strides.head : strides.seq;
     const int64_t outer = heads_inside_ ? strides.seq : strides.head;
@@ -134,6 +136,41 @@ class Rows {
   int64_t batch_ = 0;
   int64_t o_ = 0;
   int64_t i_ = 0;
+};
+
+// The rows that sequences have, of a problem that has sequences.
+class Tokens {
+ public:
+  explicit Tokens(const Problem& p) : p_(p) {}
+
+  bool have(int64_t batch, int64_t seq) {
+    if (p_.most_q == 0) return true;
+    if (p_.cu_seqlens_q.data == nullptr) {
+      const int64_t length = p_.seqused_q.data != nullptr ? p_.seqused_q.at(batch) : p_.seq;
+      return seq < std::min(length, p_.most_q);
+    }
+    // Neighbours are of one sequence, or of the next one.
+    for (const int64_t s : {last_, last_ + 1}) {
+      if (s < p_.sequences && is_of(s, seq)) return (last_ = s, true);
+    }
+    for (int64_t s = 0; s < p_.sequences; ++s) {
+      if (is_of(s, seq)) return (last_ = s, true);
+    }
+    return false;
+  }
+
+ private:
+  bool is_of(int64_t sequence, int64_t seq) const {
+    const int64_t begin = std::clamp<int64_t>(p_.cu_seqlens_q.at(sequence), 0, p_.seq);
+    int64_t length = std::clamp(p_.cu_seqlens_q.at(sequence + 1), begin, p_.seq) - begin;
+    if (p_.seqused_q.data != nullptr) {
+      length = std::clamp<int64_t>(p_.seqused_q.at(sequence), 0, length);
+    }
+    return seq >= begin && seq - begin < std::min(length, p_.most_q);
+  }
+
+  const Problem& p_;
+  int64_t last_ = 0;  // sequence that had a row
 };
 
 template <class Data>
@@ -311,7 +348,10 @@ void merge_tiles(Launch* launch, void (*merge)(const MergeRow<Real>&)) {
     const int64_t end = std::min(begin + launch->tile, rows_of(p));
     Rows rows(p);
     rows.go_to(begin);
-    for (int64_t row = begin; row < end; ++row, rows.next()) RowMerge<Real>(p, merge, rows).run();
+    Tokens tokens(p);
+    for (int64_t row = begin; row < end; ++row, rows.next()) {
+      if (tokens.have(rows.batch(), rows.seq())) RowMerge<Real>(p, merge, rows).run();
+    }
   }
 }
 

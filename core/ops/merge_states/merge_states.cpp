@@ -40,13 +40,9 @@ class Common {
     View view;
     FLASHMOE_TRY(check_view("outs", tensor, rank, &view));
     FLASHMOE_TRY(check_device("outs", *tensor, &p_.device));
-    if (is_on_cuda(p_.device)) {
-      return fail(
-          FLASHMOE_ERROR_UNSUPPORTED,
-          "outs: it is on %s, but merge_states is computed on the CPU alone by this version",
-          DeviceName(p_.device).text);
-    }
-    FLASHMOE_TRY(check_attention_dtype("outs", *tensor, p_.device, &p_.outs.dtype));
+    FLASHMOE_TRY(is_on_cuda(p_.device)
+                     ? check_dtype("outs", *tensor, &p_.outs.dtype)
+                     : check_attention_dtype("outs", *tensor, p_.device, &p_.outs.dtype));
     FLASHMOE_TRY(check_rows("outs", view, rank, dtype_bytes(p_.outs.dtype)));
     p_.partials = *lead == 1 ? view.shape[0] : 1;
     p_.outs_stride = *lead == 1 ? view.strides[0] : 0;
@@ -154,7 +150,12 @@ struct MergeStates {
   static constexpr size_t kFirstOutput = 4;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "merge_states_";
-  static constexpr const MergeStatesFamily* kFamilies[] = {&kCpuMergeStates};
+  static constexpr const MergeStatesFamily* kFamilies[] = {
+#if FLASHMOE_WITH_CUDA
+      &kCudaMergeStates,
+#endif
+      &kCpuMergeStates,
+  };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
     Problem& p = *problem;

@@ -36,6 +36,14 @@ struct MergeStatesProblem {
   RowsView<void> out;                // [batch, seq, heads, dim_v]
   RowNumbers<void> lse;              // [batch, heads, seq] or absent
 
+  // Of the results of attention over sequences (core/ops/attention/merge_in.cpp): the rows that no
+  // sequence has are neither read nor written. `most_q` bounds the rows of a sequence; 0: no
+  // sequences, and all rows are there. With cu_seqlens_q batch is 1.
+  Numbers cu_seqlens_q;
+  Numbers seqused_q;
+  int64_t sequences;
+  int64_t most_q;
+
   KernelName kernel;  // the kernel or family that the call asks for, or ""
 };
 
@@ -47,6 +55,8 @@ void visit_addresses(MergeStatesProblem* p, const Visit& visit) {
   visit(&p->prior_lse.data);
   visit(&p->out.data);
   visit(&p->lse.data);
+  visit(&p->cu_seqlens_q.data);
+  visit(&p->seqused_q.data);
 }
 
 }  // namespace flashmoe

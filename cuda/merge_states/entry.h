@@ -1,0 +1,28 @@
+// The instantiated merging kernels, as the host sees them.
+#pragma once
+
+#include "core/dtype.h"
+#include "cuda/kv_append/entry.h"
+#include "cuda/launch.h"
+
+namespace flashmoe::merge_states {
+
+using kv_append::kMostBlockRows;  // whose weights a block keeps
+using kv_append::kThreads;        // rows are cut by cuda/kv_append/shares.h
+
+inline constexpr int kUnitNumbers = 8;  // of a row, that a thread merges at a time
+
+inline constexpr int kLsesOfThread = 4;  // of a row's, as long as a warp suffices
+
+struct Entry {
+  Kernel kernel;
+  Dtype dtype;  // of outs
+  // A unit is twice four numbers, half a row apart, so that those of fp32 are 16 bytes beside the
+  // next thread's; where no tensor is of fp32, eight numbers of 16 bits are.
+  bool halves;
+};
+
+inline constexpr int kEntries = 5;
+extern const Entry entries[kEntries];
+
+}  // namespace flashmoe::merge_states

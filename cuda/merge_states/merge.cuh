@@ -1,0 +1,394 @@
+// Merging partial results of attention: of each row and head
+//
+//   lse = log sum_i exp(lse_i)          out = sum_i exp(lse_i - lse) out_i
+//
+// The kernel is bound by memory: every partial is read once. A block has consecutive rows.
+// First its threads make the rows' weights, exp(lse_i - largest)
+// over their sum: a few threads a row, as many as its partials ask for, whose numbers lie anywhere
+// in memory. Weights and places are kept in shared memory. Then all threads merge a unit of a row
+// at a time, in the order of the partials, and have kBatch of them on their way before the first is
+// used. Of a partial whose lse is -inf, no number is read.
+//
+// A row is one block's, and a unit one thread's, which reads it before it writes: out may be
+// prior_out, and lse prior_lse.
+//
+// Sums begin with -0: a partial alone comes out with all of its bits, which are those of 0 + x but
+// for -0. The CPU does the same (cpu/merge_states.cpp) but for the bits of exp and of the division.
+//
+// Shared memory: kMostBlockRows rows of 80 bytes, and whose tokens there are.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/merge_states/entry.h"
+#include "cuda/merge_states/params.h"
+#include "cuda/numeric/dtype.cuh"
+#include "cuda/ptx/global.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#include "cuda/ptx/pdl.cuh"
+#endif
+
+namespace flashmoe::merge_states {
+
+// Partials of a unit that are on their way at a time: 64 bytes.
+template <class Element>
+inline constexpr int kBatch = 8 / static_cast<int>(sizeof(Element));
+inline constexpr int kKept = 8;  // partials whose weights are kept: others' are made again
+static_assert(kKept <= 2 * kLsesOfThread);  // who keeps them has them at hand
+inline constexpr float kNotRead = -1.0f;    // in place of a weight
+// Of a multiprocessor, at least: as many as have registers.
+template <bool kHalves>
+inline constexpr int kBlocks = kHalves ? 4 : 5;
+
+// ---- weights ------------------------------------------------------------------------------------
+
+struct Row {
+  const char* outs;
+  const char* prior;  // nullptr: not to be read
+  char* out;          // nullptr: not to be written
+  const float* lses;
+  float largest;  // of all lse
+  float inverse;  // of the sum of powers
+  float prior_weight;
+  float start;  // of the sum: -0, or 0 where no partial has a key
+  float weights[kKept];
+};
+
+struct SharedStorage {
+  Row rows[kMostBlockRows];
+  int there[kMostBlockRows];  // tokens of a packed batch
+};
+
+// Where a row is.
+struct Index {
+  int batch;
+  int seq;
+  int head;
+};
+
+__device__ __forceinline__ Index index_of(const Params& params, int row) {
+  const int major = params.inner.quotient(row);
+  const int minor = row - major * params.inner.number();
+  const int batch = params.outer.quotient(major);
+  const int middle = major - batch * params.outer.number();
+  return params.heads_inside != 0 ? Index{batch, middle, minor} : Index{batch, minor, middle};
+}
+
+__device__ __forceinline__ char* at(const Rows& rows, const Index& index) {
+  return rows.data + index.batch * rows.batch + index.seq * rows.seq + index.head * rows.head;
+}
+__device__ __forceinline__ float* at(const RowFloats& rows, const Index& index) {
+  return rows.data + index.batch * rows.batch + index.seq * rows.seq + index.head * rows.head;
+}
+
+// Of a partial that has a key; NaN for NaN. Of +inf each has the same, and others none.
+__device__ __forceinline__ float power_of(float lse, float largest) {
+  if (largest < INFINITY) return expf(lse - largest);
+  return lse == INFINITY ? 1.0f : lse != lse ? lse : 0.0f;
+}
+// NaN is not empty.
+__device__ __forceinline__ bool is_empty(float lse) { return lse == -INFINITY; }
+
+// Which of a packed batch's tokens from `first` on sequences have, by all threads.
+__device__ __forceinline__ void find_tokens(const Params& params, int first, int count,
+                                            int* there) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < count) there[thread] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int s = thread; s < params.sequences; s += kThreads) {
+    const int begin = SequenceParams::cut(params.cu_seqlens_q.at(s), 0, params.seq);
+    int length = SequenceParams::cut(params.cu_seqlens_q.at(s + 1), begin, params.seq) - begin;
+    if (params.seqused_q.given()) {
+      length = SequenceParams::cut(params.seqused_q.at(s), 0, length);
+    }
+    const int end = min(begin + min(length, params.most_q) - first, count);
+    for (int token = max(begin - first, 0); token < end; ++token) atomicOr(&there[token], 1);
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ bool is_there(const Params& params, const Index& index, int first,
+                                         const int* there) {
+  if (params.most_q == 0) return true;
+  if (params.cu_seqlens_q.given()) return there[index.seq - first] != 0;
+  const int length = params.seqused_q.given() ? params.seqused_q.at(index.batch) : params.seq;
+  return index.seq < min(length, params.most_q);
+}
+
+// A row's weights, by 2^threads_log2 neighbouring threads of a warp, of which this is the `lane`th.
+__device__ __forceinline__ void weigh(const Params& params, const Index& index, int lane, Row& row,
+                                      bool valid) {
+  const int lanes = 1 << params.threads_log2;
+  const int partials = valid ? params.partials : 0;
+  const float* const lses = at(params.lses, index);
+  const bool first = lane == 0 && valid;
+  const bool has_prior = first && params.prior_out.data != nullptr;
+  const float prior_lse = has_prior ? *at(params.prior_lse, index) : -INFINITY;
+  float own[kLsesOfThread];  // all on their way together
+#pragma unroll
+  for (int j = 0; j < kLsesOfThread; ++j) {
+    const int i = lane + j * lanes;
+    own[j] = i < partials ? lses[i * params.lses_step] : -INFINITY;
+  }
+  const int further = lane + kLsesOfThread * lanes;
+  float largest = -INFINITY;  // NaN aside
+  int any = 0;                // partial has a key
+  const auto see = [&](float lse) {
+    any |= is_empty(lse) ? 0 : 1;
+    largest = fmaxf(largest, lse);
+  };
+  see(prior_lse);
+#pragma unroll
+  for (const float lse : own) see(lse);
+  for (int i = further; i < partials; i += lanes) see(lses[i * params.lses_step]);
+  for (int step = 1; step < lanes; step *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    any |= __shfl_xor_sync(~0u, any, step);
+  }
+  const float prior_power = is_empty(prior_lse) ? 0.0f : power_of(prior_lse, largest);
+  float sum = prior_power;
+#pragma unroll
+  for (float& power : own) {
+    power = is_empty(power) ? kNotRead : power_of(power, largest);
+    sum += power == kNotRead ? 0.0f : power;
+  }
+  for (int i = further; i < partials; i += lanes) {
+    const float lse = lses[i * params.lses_step];
+    sum += is_empty(lse) ? 0.0f : power_of(lse, largest);
+  }
+  for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  const float inverse = __frcp_rn(sum);
+#pragma unroll
+  for (int j = 0; j < kLsesOfThread; ++j) {
+    const int i = lane + j * lanes;
+    if (i < min(partials, kKept)) row.weights[i] = own[j] == kNotRead ? kNotRead : own[j] * inverse;
+  }
+  if (!first) return;
+  row.outs = at(params.outs, index);
+  row.prior = is_empty(prior_lse) ? nullptr : at(params.prior_out, index);
+  row.out = at(params.out, index);
+  row.lses = lses;
+  row.largest = largest;
+  row.inverse = inverse;
+  row.prior_weight = prior_power * inverse;
+  row.start = any != 0 ? -0.0f : 0.0f;
+  if (params.lse.data != nullptr) {
+    *at(params.lse, index) = any != 0 ? largest + logf(sum) : -INFINITY;
+  }
+}
+
+// Of all of the block's rows.
+__device__ __forceinline__ void weigh_rows(const Params& params, int first, int count,
+                                           SharedStorage& shared) {
+  const int first_token = params.inner.quotient(first);
+  if (params.cu_seqlens_q.given()) {
+    const int last_token = params.inner.quotient(first + count - 1);
+    find_tokens(params, first_token, last_token - first_token + 1, shared.there);
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread & ((1 << params.threads_log2) - 1);
+  const int rows_at_once = kThreads >> params.threads_log2;
+  for (int begin = 0; begin < count; begin += rows_at_once) {
+    const int i = begin + (thread >> params.threads_log2);
+    const Index index = index_of(params, first + min(i, count - 1));
+    const bool valid = i < count && is_there(params, index, first_token, shared.there);
+    Row& row = shared.rows[min(i, count - 1)];
+    weigh(params, index, lane, row, valid);
+    if (i < count && !valid && lane == 0) row.out = nullptr;
+  }
+  __syncthreads();
+}
+
+// ---- units --------------------------------------------------------------------------------------
+
+// kUnitNumbers of a row as they lie in memory, of fp32 at the most.
+struct Stored {
+  uint32_t words[kUnitNumbers];
+};
+
+// Where a unit's numbers are, in its row.
+template <bool kHalves>
+struct Columns {
+  int first;
+  int second;  // four numbers further, or half a row
+
+  __device__ __forceinline__ Columns(const Params& params, int unit)
+      : first(unit * (kHalves ? kUnitNumbers / 2 : kUnitNumbers)),
+        second(first + (kHalves ? params.half_row : kUnitNumbers / 2)) {}
+};
+
+template <bool kHalves>
+__device__ __forceinline__ void load(Stored& stored, const char* row, const Columns<kHalves>& at,
+                                     bool wide, bool valid) {
+  uint32_t (&low)[4] = *reinterpret_cast<uint32_t (*)[4]>(&stored.words[0]);
+  if constexpr (!kHalves) {
+    ptx::load_streaming_or_zero(low, row + at.first * 2, valid);
+  } else if (wide) {
+    uint32_t (&high)[4] = *reinterpret_cast<uint32_t (*)[4]>(&stored.words[4]);
+    ptx::load_streaming_or_zero(low, row + at.first * 4, valid);
+    ptx::load_streaming_or_zero(high, row + at.second * 4, valid);
+  } else {
+    uint32_t (&first)[2] = *reinterpret_cast<uint32_t (*)[2]>(&stored.words[0]);
+    uint32_t (&second)[2] = *reinterpret_cast<uint32_t (*)[2]>(&stored.words[2]);
+    ptx::load_streaming_or_zero(first, row + at.first * 2, valid);
+    ptx::load_streaming_or_zero(second, row + at.second * 2, valid);
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void add(float (&sums)[kUnitNumbers], const Stored& stored,
+                                    float weight) {
+#pragma unroll
+  for (int i = 0; i < kUnitNumbers / 2; ++i) {
+    float2 pair;
+    if constexpr (std::is_same_v<Element, float>) {
+      pair = make_float2(__uint_as_float(stored.words[2 * i]),
+                         __uint_as_float(stored.words[2 * i + 1]));
+    } else {
+      pair = numeric::ElementTraits<Element>::unpack(stored.words[i]);
+    }
+    sums[2 * i] = fmaf(pair.x, weight, sums[2 * i]);
+    sums[2 * i + 1] = fmaf(pair.y, weight, sums[2 * i + 1]);
+  }
+}
+
+template <bool kHalves>
+__device__ __forceinline__ void add(float (&sums)[kUnitNumbers], const Stored& stored, float weight,
+                                    Format format) {
+  if (kHalves && format == kFp32) {
+    add<float>(sums, stored, weight);
+  } else if (format == kBf16) {
+    add<__nv_bfloat16>(sums, stored, weight);
+  } else {
+    add<__half>(sums, stored, weight);
+  }
+}
+
+template <class Element, bool kHalves>
+__device__ __forceinline__ void store_pairs(char* row, const Columns<kHalves>& at,
+                                            const float (&sums)[kUnitNumbers]) {
+  uint32_t pairs[kUnitNumbers / 2];
+#pragma unroll
+  for (int i = 0; i < kUnitNumbers / 2; ++i) {
+    pairs[i] = numeric::ElementTraits<Element>::pack(sums[2 * i], sums[2 * i + 1]);
+  }
+  if constexpr (kHalves) {
+    *reinterpret_cast<uint2*>(row + at.first * 2) = make_uint2(pairs[0], pairs[1]);
+    *reinterpret_cast<uint2*>(row + at.second * 2) = make_uint2(pairs[2], pairs[3]);
+  } else {
+    *reinterpret_cast<uint4*>(row + at.first * 2) =
+        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+template <bool kHalves>
+__device__ __forceinline__ void store(char* row, const Columns<kHalves>& at,
+                                      const float (&sums)[kUnitNumbers], Format format) {
+  if (kHalves && format == kFp32) {
+    *reinterpret_cast<float4*>(row + at.first * 4) =
+        make_float4(sums[0], sums[1], sums[2], sums[3]);
+    *reinterpret_cast<float4*>(row + at.second * 4) =
+        make_float4(sums[4], sums[5], sums[6], sums[7]);
+  } else if (format == kBf16) {
+    store_pairs<__nv_bfloat16>(row, at, sums);
+  } else {
+    store_pairs<__half>(row, at, sums);
+  }
+}
+
+// The weights of partials `first` on, kNotRead of those that there are not. kFromShared: they are
+// kept.
+template <bool kFromShared, int kCount>
+__device__ __forceinline__ void read_weights(const Params& params, const Row& row, int first,
+                                             float (&weights)[kCount]) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    weights[j] = kNotRead;
+    if (first + j >= params.partials) continue;
+    if constexpr (kFromShared) {
+      weights[j] = row.weights[first + j];
+    } else {
+      const float lse = row.lses[(first + j) * params.lses_step];
+      if (!is_empty(lse)) weights[j] = power_of(lse, row.largest) * row.inverse;
+    }
+  }
+}
+
+template <class Element, bool kHalves>
+class Unit {
+ public:
+  __device__ __forceinline__ Unit(const Params& params, const Row& row, int unit)
+      : params_(params), row_(row), columns_(params, unit), from_(row.outs) {}
+
+  __device__ __forceinline__ void merge() {
+#pragma unroll
+    for (float& sum : sums_) sum = row_.start;
+    Stored prior;
+    if (row_.prior != nullptr) {
+      load(prior, row_.prior, columns_, params_.prior_format == kFp32, true);
+    }
+    add_batch<true>(0, [&] {
+      if (row_.prior == nullptr) return;
+      add<kHalves>(sums_, prior, row_.prior_weight, params_.prior_format);
+    });
+    const auto nothing = [] {};
+    for (int i = kAtOnce; i < min(params_.partials, kKept); i += kAtOnce) {
+      add_batch<true>(i, nothing);
+    }
+    for (int i = kKept; i < params_.partials; i += kAtOnce) add_batch<false>(i, nothing);
+    store(row_.out, columns_, sums_, params_.out_format);
+  }
+
+ private:
+  static constexpr int kAtOnce = kBatch<Element>;
+  static_assert(kKept % kAtOnce == 0);
+
+  // The next kAtOnce partials, behind what `before` adds while they are on their way.
+  template <bool kFromShared, class Before>
+  __device__ __forceinline__ void add_batch(int first, const Before& before) {
+    Stored batch[kAtOnce];
+    float weights[kAtOnce];
+    read_weights<kFromShared>(params_, row_, first, weights);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      load(batch[j], from_, columns_, std::is_same_v<Element, float>, weights[j] != kNotRead);
+      from_ += params_.outs_step;
+    }
+    before();
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (weights[j] != kNotRead) add<Element>(sums_, batch[j], weights[j]);
+    }
+  }
+
+  const Params& params_;
+  const Row& row_;
+  const Columns<kHalves> columns_;
+  const char* from_;
+  float sums_[kUnitNumbers];
+};
+
+// ---- kernel -------------------------------------------------------------------------------------
+
+template <class Element, bool kHalves>
+__global__ void __launch_bounds__(kThreads, kBlocks<kHalves>)
+    merge_states_kernel(const __grid_constant__ Params params) {
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+  __shared__ SharedStorage shared;
+  const int first = static_cast<int>(blockIdx.x) * params.block_rows;
+  const int count = min(params.block_rows, params.rows - first);
+  weigh_rows(params, first, count, shared);
+  const int end = count * params.row_units.number();
+  for (int i = static_cast<int>(threadIdx.x); i < end; i += kThreads) {
+    const int row = params.row_units.quotient(i);
+    if (shared.rows[row].out == nullptr) continue;
+    Unit<Element, kHalves>(params, shared.rows[row], i - row * params.row_units.number()).merge();
+  }
+}
+
+}  // namespace flashmoe::merge_states

@@ -1,0 +1,58 @@
+// Arguments of the kernel that merges partial results of attention, as the device sees them.
+// Strides of rows are bytes, those of numbers elements.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/divisor.h"
+#include "cuda/kv_append/params.h"
+#include "cuda/tile/sequence_tables.h"
+
+namespace flashmoe::merge_states {
+
+using kv_append::Rows;
+
+// A number of each row, such as its log-sum-exp; data is nullptr: absent.
+struct RowFloats {
+  float* data;
+  int64_t batch;
+  int64_t seq;
+  int64_t head;
+};
+
+// How the numbers of a row are stored.
+enum Format : int32_t { kFp16, kBf16, kFp32 };
+
+// Rows are counted in an order in which those of outs lie in memory: heads within tokens, or tokens
+// within heads. A unit is kUnitNumbers of a row.
+struct Params {
+  Rows outs;
+  Rows prior_out;  // data is nullptr: absent
+  Rows out;
+  RowFloats lses;
+  RowFloats prior_lse;  // there with prior_out
+  RowFloats lse;        // absent: not wanted
+  int64_t outs_step;    // from one partial to the next
+  int64_t lses_step;
+  int32_t partials;  // of outs
+  Format prior_format;
+  Format out_format;
+
+  int32_t rows;
+  Divisor inner;  // heads of a token, or tokens of a head
+  Divisor outer;  // the others
+  int32_t heads_inside;
+  Divisor row_units;
+  int32_t half_row;  // numbers
+  int32_t block_rows;
+  int32_t threads_log2;  // of a row, where its weights are made
+
+  // The tokens that there are; of others nothing is read or written. Without tables all are.
+  TableNumbers cu_seqlens_q;  // heads are inside, and the batch is one row
+  TableNumbers seqused_q;
+  int32_t sequences;
+  int32_t most_q;  // tokens of a sequence; 0: no sequences
+  int32_t seq;     // tokens of a row of the batch
+};
+
+}  // namespace flashmoe::merge_states
