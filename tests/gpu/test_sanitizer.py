@@ -22,6 +22,7 @@ from gpu import (
     moe_layers,
     sanitize_attention_backward,
     sanitize_kv_append,
+    sanitize_merge,
     sanitize_moe,
 )
 from gpu import sanitize_moe_backward as moe_gradients
@@ -31,11 +32,13 @@ pytestmark = pytest.mark.gpu
 ATTENTION = Path(__file__).with_name("sanitize_attention.py")
 BACKWARD = Path(__file__).with_name("sanitize_attention_backward.py")
 APPEND = Path(__file__).with_name("sanitize_kv_append.py")
+MERGE = Path(__file__).with_name("sanitize_merge.py")
 MOE = Path(__file__).with_name("sanitize_moe.py")
 MOE_BACKWARD = Path(__file__).with_name("sanitize_moe_backward.py")
 PARTS = [*((ATTENTION, family) for family in kernels.FAMILIES),
          *((BACKWARD, family) for family in sanitize_attention_backward.FAMILIES),
          *((APPEND, dtype) for dtype in sanitize_kv_append.PARTS),
+         *((MERGE, dtype) for dtype in sanitize_merge.PARTS),
          *((MOE, part) for part in sanitize_moe.PARTS),
          *((MOE_BACKWARD, part) for part in moe_gradients.PARTS)]  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -58,7 +61,7 @@ def _skip_unless_served(program: Path, part: str) -> None:
     of_experts = program in (MOE, MOE_BACKWARD)
     why_not = moe_layers.why_not if of_experts else families.why_not
     name = "sm90_whole_tiles" if (program, part) == (BACKWARD, "sm90") else part
-    any_gpu = part == "route" or program == APPEND
+    any_gpu = part == "route" or program in (APPEND, MERGE)
     reason = None if any_gpu else why_not(name)
     if reason is not None:
         pytest.skip(reason)
@@ -73,6 +76,8 @@ def _kernels(program: Path, part: str) -> set[str]:
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
     if program == APPEND:
         return {f"kv_append_sm89_{part}"}
+    if program == MERGE:
+        return sanitize_merge.kernels_of(part)
     if program == MOE_BACKWARD:
         return moe_gradients.stated_kernels(part)
     return sanitize_moe.stated_kernels(part) if moe_layers.is_as_stated() else set()

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE, DTYPE = "cuda:0", torch.bfloat16
 OURS = {str(call): call for call in calls(fmt)}
-ON_GPUS = [call for call in calls(fm) if "merge" not in call.name]  # which the CPU computes
-CALLS = pytest.mark.parametrize("call", ON_GPUS, ids=str)
+CALLS = pytest.mark.parametrize("call", calls(fm), ids=str)
 
 
 @pytest.fixture(autouse=True)
