@@ -79,6 +79,8 @@ struct AttentionCall {
   TensorView sinks;
   TensorView attn_bias;
   TensorView attn_mask;
+  TensorView prior_out;
+  TensorView prior_lse;
   TensorView out;
   TensorView lse;
   std::optional<Sequences> sequences;
@@ -92,6 +94,8 @@ struct AttentionCall {
       {"sinks", &AttentionCall::sinks, &Params::sinks, Access::kRead},
       {"attn_bias", &AttentionCall::attn_bias, &Params::attn_bias, Access::kRead},
       {"attn_mask", &AttentionCall::attn_mask, &Params::attn_mask, Access::kRead},
+      {"prior_out", &AttentionCall::prior_out, &Params::prior_out, Access::kRead},
+      {"prior_lse", &AttentionCall::prior_lse, &Params::prior_lse, Access::kRead},
       {"out", &AttentionCall::out, &Params::out, Access::kWrite},
       {"lse", &AttentionCall::lse, &Params::lse, Access::kWrite},
   };
@@ -107,10 +111,12 @@ struct AttentionCall {
   template <class Make>
   void make_outputs(bool want_lse, const Make& make) {
     const flashmoe_dtype dtype = q.tensor().dtype;
-    if (q.rank() != kRank || v.rank() != kRank || !is_served(dtype)) return;
+    const flashmoe_dtype of_out =
+        prior_out.get() != nullptr ? prior_out.tensor().dtype : q.tensor().dtype;
+    if (q.rank() != kRank || v.rank() != kRank || !is_served(dtype) || !is_served(of_out)) return;
     if (out.get() == nullptr) {
       const int64_t shape[] = {q.extent(0), q.extent(1), q.extent(2), v.extent(3)};
-      make("out", &out, dtype, kRank, shape);
+      make("out", &out, of_out, kRank, shape);
     }
     if (want_lse && lse.get() == nullptr) {
       const bool bhsd = params.layout == FLASHMOE_LAYOUT_BHSD;
@@ -140,7 +146,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
                            nb::handle window, nb::handle scale, nb::handle softcap,
                            nb::handle sinks, nb::handle layout, nb::handle return_lse,
                            nb::handle out, nb::handle lse, nb::handle kernel, nb::handle stream,
-                           nb::handle sequences, nb::handle attn_bias, nb::handle attn_mask) {
+                           nb::handle sequences, nb::handle attn_bias, nb::handle attn_mask,
+                           nb::handle prior_out, nb::handle prior_lse) {
   const bool want_lse = parse_flag("return_lse", return_lse);
   const nb::handle options[] = {layout, causal, window, scale, softcap, kernel};
   const TensorType* type = tensor_type(q);
@@ -150,7 +157,11 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     return nb::module_::import_("flashmoe_science._dispatch")
         .attr("flash_attention")(
             named_tensors({{"q", q}, {"k", k}, {"v", v}},
-                          {{"sinks", sinks}, {"attn_bias", attn_bias}, {"attn_mask", attn_mask}}),
+                          {{"sinks", sinks},
+                           {"attn_bias", attn_bias},
+                           {"attn_mask", attn_mask},
+                           {"prior_out", prior_out},
+                           {"prior_lse", prior_lse}}),
             named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream, sequences);
   }
   AttentionCall call;
@@ -162,6 +173,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   caller.borrow_optional("sinks", sinks, &call.sinks);
   caller.borrow_optional("attn_bias", attn_bias, &call.attn_bias);
   caller.borrow_optional("attn_mask", attn_mask, &call.attn_mask);
+  caller.borrow_optional("prior_out", prior_out, &call.prior_out);
+  caller.borrow_optional("prior_lse", prior_lse, &call.prior_lse);
   nb::handle scales[Sequences::kScales];
   borrow_sequences(sequences, &caller, &call.sequences, scales);
   caller.borrow_optional("k_scale", scales[0], &call.k_scale);
@@ -171,14 +184,15 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   if (caller.is_recorded() || (type->is_torch && is_cast(call))) {
     return torchs_flash_attention.get()(q, k, v, causal, window, scale, softcap, sinks, layout,
                                         return_lse, out, lse, kernel, stream, sequences, attn_bias,
-                                        attn_mask);
+                                        attn_mask, prior_out, prior_lse);
   }
   nb::object result = nb::borrow(out);
   nb::object sums = nb::borrow(lse);
   call.make_outputs(want_lse, [&](const char* name, TensorView* view, flashmoe_dtype dtype,
                                   int rank, const int64_t* shape) {
     nb::object& made = view == &call.out ? result : sums;
-    const bool like_q = view == &call.out && shape[kRank - 1] == call.q.extent(kRank - 1);
+    const bool like_q = view == &call.out && shape[kRank - 1] == call.q.extent(kRank - 1) &&
+                        prior_out.is_none();
     made = like_q ? caller.allocate_like(name, q, call.q, view)
                   : caller.allocate(name, call.q.device(), dtype, rank, shape, view);
   });
@@ -343,7 +357,8 @@ void define_attention(nb::module_& module) {
              nb::arg("layout").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
              nb::arg("lse").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
              nb::arg("sequences").none() = nb::none(), nb::arg("attn_bias").none() = nb::none(),
-             nb::arg("attn_mask").none() = nb::none(),
+             nb::arg("attn_mask").none() = nb::none(), nb::arg("prior_out").none() = nb::none(),
+             nb::arg("prior_lse").none() = nb::none(),
              "flashmoe_science.flash_attention with all of its arguments; those of sequences, from "
              "cu_seqlens_q to split_size, are one tuple.");
   module.def("flash_attention_backward", &flash_attention_backward, nb::arg("dout").none(),

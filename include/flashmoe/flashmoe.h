@@ -324,6 +324,18 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  * of q's dtype whose k and v are already multiplied by it, wherever its products are normal
  * numbers. Scales of keys that are not looked at are not read, and may be NaN. k and v of other
  * dtypes take scales, too, on the CPU, but of fp64.
+ *
+ * A partial result of other keys can be merged in: a prefix that requests share, the part of a ring
+ * that came before. out and lse are then those of its keys and this call's, as
+ * flashmoe_merge_states makes them of the two, the given one first:
+ *
+ *   prior_out  [batch, seq_q, heads_q, dim_v]  in the layout of out: fp16, bf16 or fp32, with a q of
+ *                                              fp64 fp64; NULL: none
+ *   prior_lse  [batch, heads_q, seq_q]         as lse; with prior_out
+ *
+ * out may then be of any of these dtypes, in place of q's. It may be prior_out, of the same memory,
+ * shape, strides and dtype, and lse prior_lse. The call's own part is rounded to q's dtype, in the
+ * workspace, before the two are merged in fp32. Sinks are those of this part.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_layout {
@@ -474,6 +486,8 @@ typedef struct flashmoe_attention_forward_params {
                                    no sink, +inf leaves nothing to the keys. */
   const flashmoe_tensor* attn_bias; /* NULL: none */
   const flashmoe_tensor* attn_mask; /* NULL: none */
+  const flashmoe_tensor* prior_out; /* NULL: nothing is merged in */
+  const flashmoe_tensor* prior_lse;
 } flashmoe_attention_forward_params;
 
 static inline flashmoe_attention_forward_params flashmoe_attention_forward_params_init(void) {
@@ -489,7 +503,8 @@ FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_plan* plan);
 
 /* Bytes of workspace the call needs, at most 16 MiB on a GPU, with split_size 0.3 MiB for each of
- * its multiprocessors, and 8 for each sequence; 0 is common. On the CPU they depend on the number
+ * its multiprocessors, and 8 for each sequence; with prior_out also what out and lse of the call's
+ * own part take; 0 is common. On the CPU they depend on the number
  * of threads, of every operation: what was told stays enough when that number changes, since a
  * call uses no more threads than it has room for. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
@@ -617,8 +632,8 @@ flashmoe_attention_backward(const flashmoe_attention_backward_params* params, vo
  * run and with any number of threads. Sums are accumulated in fp32, of fp64 in fp64, and every
  * partial is read once.
  *
- *   outs       [partials, batch, seq, heads, dim_v]  fp16, bf16, fp32, fp64; or of rank 4, without
- *                                                    the first axis: one partial
+ *   outs       [partials, batch, seq, heads, dim_v]  fp16, bf16, fp32, on the CPU also fp64; or of
+ *                                                    rank 4, without the first axis: one partial
  *   lses       [partials, batch, heads, seq]         fp32, with outs of fp64 fp64; any strides; of
  *                                                    rank 3 with outs of rank 4
  *   prior_out  [batch, seq, heads, dim_v]            one more partial, before the others: fp16,
@@ -677,10 +692,9 @@ FLASHMOE_API flashmoe_status flashmoe_merge_states_plan(const flashmoe_merge_sta
 FLASHMOE_API flashmoe_status
 flashmoe_merge_states_workspace_size(const flashmoe_merge_states_params* params, size_t* bytes);
 
-/* Computes out and, if given, lse. workspace and stream: as of flashmoe_attention_forward. This
- * version computes it on the CPU: tensors on a GPU are refused with UNSUPPORTED.
+/* Computes out and, if given, lse. workspace and stream: as of flashmoe_attention_forward.
  *
- * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL,
+ * Errors: INVALID_ARGUMENT, UNSUPPORTED, ARCH_NOT_BUILT, NO_DEVICE, WORKSPACE_TOO_SMALL, CUDA,
  * OUT_OF_MEMORY. */
 FLASHMOE_API flashmoe_status flashmoe_merge_states(const flashmoe_merge_states_params* params,
                                                    void* workspace, size_t workspace_size,

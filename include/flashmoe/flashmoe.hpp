@@ -473,6 +473,9 @@ struct AttentionForward {
   // [batch, heads_q, seq_q, seq_k], of which any extent may be 1 for all; absent: none.
   ConstTensorView attn_bias;  // fp32 or q's dtype, added to the logits
   ConstTensorView attn_mask;  // bool or uint8: not 0 where a query may see a key
+  // A partial result of other keys that is merged in, as of MergeStates; absent: none.
+  ConstTensorView prior_out;  // [batch, seq_q, heads_q, dim_v]; out may be it
+  ConstTensorView prior_lse;  // [batch, heads_q, seq_q]; lse may be it
 };
 
 // Attention, backward: flashmoe_attention_backward. Of dq, dk, dv and dsinks one at least.
@@ -786,7 +789,7 @@ struct Bound<AttentionForward> {
   static constexpr auto workspace_size = flashmoe_attention_forward_workspace_size;
   static constexpr auto run = flashmoe_attention_forward;
 
-  Argument q, k, v, sinks, attn_bias, attn_mask, out, lse, k_scale, v_scale;
+  Argument q, k, v, sinks, attn_bias, attn_mask, prior_out, prior_lse, out, lse, k_scale, v_scale;
   BoundSequences sequences;
   flashmoe_attention_forward_params params = flashmoe_attention_forward_params_init();
 
@@ -797,6 +800,8 @@ struct Bound<AttentionForward> {
         sinks(call.sinks),
         attn_bias(call.attn_bias),
         attn_mask(call.attn_mask),
+        prior_out(call.prior_out),
+        prior_lse(call.prior_lse),
         out(call.out),
         lse(call.lse),
         k_scale(call.k_scale),
@@ -810,6 +815,8 @@ struct Bound<AttentionForward> {
     params.sinks = sinks;
     params.attn_bias = attn_bias;
     params.attn_mask = attn_mask;
+    params.prior_out = prior_out;
+    params.prior_lse = prior_lse;
     params.out = out;
     params.lse = lse;
     params.k_scale = k_scale;

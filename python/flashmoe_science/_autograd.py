@@ -68,6 +68,10 @@ NO_BIAS_GRADIENT = (
     "attn_bias: requires grad, but no kernel computes the gradient of a bias in this version; pass "
     "attn_bias.detach()"
 )
+NO_MERGE_GRADIENT = (
+    "prior_out: got one in a call that gradients are recorded of, accepted is None: what is merged "
+    "in has no gradients in this version; call under torch.no_grad() or on detached tensors"
+)
 _MOST_KEPT = 1024
 _kept_reasons: dict[Any, str] = {}  # by problem: asking takes longer than a call may
 
@@ -290,27 +294,31 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def is_handled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any = None, attn_bias: Any = None,
-    attn_mask: Any = None,
+    attn_mask: Any = None, prior_out: Any = None, prior_lse: Any = None,
 ) -> bool:  # fmt: skip
     """Whether a call of these is for the function below."""
-    return is_recorded(q, k, v, sinks, attn_bias) or _is_cast(q, k, v)
+    recorded = is_recorded(q, k, v, sinks, attn_bias, prior_out, prior_lse)
+    return recorded or _is_cast(q, k, v)
 
 
 def flash_attention(
     q: Any, k: Any, v: Any, causal: Any, window: Any, scale: Any, softcap: Any, sinks: Any,
     layout: Any, return_lse: Any, out: Any, lse: Any, kernel: Any, stream: Any,
-    sequences: Any = None, attn_bias: Any = None, attn_mask: Any = None,
+    sequences: Any = None, attn_bias: Any = None, attn_mask: Any = None, prior_out: Any = None,
+    prior_lse: Any = None,
 ) -> Any:  # fmt: skip
     """flash_attention, called by the native one, to which what is_handled goes back as what is not:
     cast, and without grad mode."""
     q, k, v = autocast(q, k, v)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     options = (causal, window, scale, softcap)
-    if not is_recorded(*tensors.values(), attn_bias):
+    if not is_recorded(*tensors.values(), attn_bias, prior_out, prior_lse):
         return _core.flash_attention(
             q, k, v, *options, sinks, layout, return_lse, out, lse, kernel, stream, sequences,
-            attn_bias, attn_mask,
+            attn_bias, attn_mask, prior_out, prior_lse,
         )  # fmt: skip
+    if prior_out is not None:
+        raise UnsupportedError(NO_MERGE_GRADIENT)
     if is_recorded(attn_bias):
         raise UnsupportedError(NO_BIAS_GRADIENT)
     for name, given in (("out", out), ("lse", lse), ("stream", stream)):

@@ -505,16 +505,18 @@ def flash_attention(
         from flashmoe_science import _autograd
 
         if _autograd.is_handled(**tensors):
-            given = dict.fromkeys(("sinks", "out", "lse")) | tensors | outputs
+            optional = ("sinks", "out", "lse", "prior_out", "prior_lse")
+            given = dict.fromkeys(optional) | tensors | outputs
             return _autograd.flash_attention(**given, **options, stream=stream, sequences=sequences)
 
-    q = tensors["q"]
-    device = framework.device(q)
+    of_out = "prior_out" if "prior_out" in tensors else "q"
+    like = tensors[of_out]
+    device = framework.device(tensors["q"])
     missing = "out" not in outputs or (return_lse and "lse" not in outputs)
-    if missing and type(framework) is Framework and not makes_tensors(q):
+    if missing and type(framework) is Framework and not makes_tensors(like):
         if device.type == CUDA:
-            framework.namespace(q)  # raises: there is no way to allocate
-        q = through_numpy({"q": q})["q"]
+            framework.namespace(like)  # raises: there is no way to allocate
+        like = through_numpy({of_out: like})[of_out]
         framework = NUMPY
 
     handle = _core.stream_handle(stream)
@@ -523,10 +525,10 @@ def flash_attention(
 
     def allocate(name: str, shape: tuple[int, ...], dtype: str) -> Any:
         if name == "out":
-            given[name] = framework.out(q, shape)
+            given[name] = framework.out(like, shape)
         else:
             alone = handle if name == "workspace" else None
-            given[name] = framework.empty(q, shape, dtype, alone)
+            given[name] = framework.empty(like, shape, dtype, alone)
         return framework.view(given[name], handle)
 
     views = {name: framework.view(tensor, handle) for name, tensor in given.items()}

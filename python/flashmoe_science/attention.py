@@ -81,6 +81,8 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
+    prior_out: _T | None = None,
+    prior_lse: _T | None = None,
 ) -> _T: ...
 
 
@@ -116,6 +118,8 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
+    prior_out: _T | None = None,
+    prior_lse: _T | None = None,
 ) -> tuple[_T, _T]: ...
 
 
@@ -150,6 +154,8 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
+    prior_out: Any = None,
+    prior_lse: Any = None,
 ) -> Any:
     """Exact attention: out = softmax(scale * q k^T) v, by an online softmax over tiles.
 
@@ -218,6 +224,11 @@ def flash_attention(
             counted from its first key (beyond 32 chunks by a multiple of so many): then its bits
             depend on nothing else in the batch, nor on how many sequences there are, or on pages.
             None is equal shares of all keys, which is fastest. The CPU's bits depend on neither.
+        prior_out, prior_lse: A partial result of other keys, of the shapes of out and lse: out and
+            lse become those of its keys and this call's, as merge_states makes them of the two. It
+            may be of fp16, bf16 or fp32 whatever q is (beside fp64 fp64), and so may out, whose new
+            ones are of its dtype; out may be prior_out, and lse prior_lse. The call's own part is
+            rounded to q's dtype before it is merged in fp32. There are no gradients through them.
 
     Sequences of different lengths: sequence b has as its queries the rows of q[b], or with
     cu_seqlens_q [batch + 1] those from cu_seqlens_q[b] to before cu_seqlens_q[b + 1] of a q of
@@ -251,14 +262,15 @@ def flash_attention(
         try:
             return _core.flash_attention(
                 q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
-                kernel, stream, sequences, attn_bias, attn_mask,
+                kernel, stream, sequences, attn_bias, attn_mask, prior_out, prior_lse,
             )  # fmt: skip
         except _TransformedError:  # which torch's operators take
             pass
     return operators().flash_attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
         attn_bias=attn_bias, attn_mask=attn_mask, layout=layout, return_lse=return_lse, out=out,
-        lse=lse, kernel=kernel, stream=stream, **dict(zip(SEQUENCES, sequences, strict=True)),
+        lse=lse, kernel=kernel, stream=stream, prior_out=prior_out, prior_lse=prior_lse,
+        **dict(zip(SEQUENCES, sequences, strict=True)),
     )  # fmt: skip
 
 

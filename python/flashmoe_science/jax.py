@@ -476,7 +476,7 @@ _CALLS = {
         _words(operation),
         _kept_plan,
         takes_fp32_on_gpu=operation
-        in ("moe_route", "moe_route_backward", "kv_append", "kv_gather"),
+        in ("moe_route", "moe_route_backward", "kv_append", "kv_gather", "merge_states"),
         in_place=_CACHES_IN_PLACE if operation == "kv_append" else None,
     )
     for operation, (target, _) in _core.xla_ffi_handlers().items()
@@ -713,7 +713,17 @@ def flash_attention(
     if "attn_bias" in tensors:
         bias = without_gradient("attn_bias", jnp.asarray(tensors["attn_bias"]))
         tensors = tensors | {"attn_bias": bias}
-    made = run("attention_forward", tensors, options)
+    prior = {name: tensors[name] for name in ("prior_out", "prior_lse") if name in tensors}
+    if not prior:
+        made = run("attention_forward", tensors, options)
+        return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
+    if len(prior) == 1:
+        plan("attention_forward", tensors, options)  # raises which one is missing
+    # The same two steps, between which XLA has what a workspace has elsewhere.
+    tensors = {name: x for name, x in tensors.items() if name not in prior}
+    made = run("attention_forward", tensors, options | {"return_lse": True})
+    merge = {"layout": options["layout"], "dtype": None, "return_lse": options["return_lse"]}
+    made = run("merge_states", {"outs": made["out"], "lses": made["lse"]} | prior, merge)
     return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
 
 

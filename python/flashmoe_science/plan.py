@@ -208,6 +208,8 @@ def attention_plan(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
+    prior_out: Any = None,
+    prior_lse: Any = None,
 ) -> AttentionPlan:
     """What flash_attention would do with these arguments. Reads no data and launches nothing.
 
@@ -220,7 +222,7 @@ def attention_plan(
     tables, bounds = _tables_and_bounds(sequences)
     tensors = {
         "q": q, "k": k, "v": v, "sinks": sinks, "attn_bias": attn_bias, "attn_mask": attn_mask,
-        "out": out, "lse": lse,
+        "prior_out": prior_out, "prior_lse": prior_lse, "out": out, "lse": lse,
     } | tables  # fmt: skip
     options = {
         "layout": layout, "causal": causal, "window": window, "scale": scale, "softcap": softcap,

@@ -48,12 +48,6 @@ int64_t key_bytes(const AttentionArguments& arguments, const flashmoe_tensor& te
                                                                   : problem.q.dtype);
 }
 
-flashmoe_status check_same_kind(const char* name, const flashmoe_tensor& tensor,
-                                const AttentionProblem& problem) {
-  FLASHMOE_TRY(check_same_device(name, tensor, "q", problem.device));
-  return check_same_dtype(name, tensor, "q", problem.q.dtype);
-}
-
 // Rank, rows and extents of one of q, k, v, out.
 flashmoe_status check_rows_tensor(const char* name, const flashmoe_tensor* tensor, Dtype dtype,
                                   View* view) {
@@ -171,8 +165,14 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "v: got dtype %s, accepted is %s as k's",
                 dtype_name(p.v.dtype), dtype_name(p.k.dtype));
   }
-  FLASHMOE_TRY(check_rows_tensor("out", arguments.out, dtype, &out));
-  FLASHMOE_TRY(check_same_kind("out", *arguments.out, p));
+  Dtype of_out = dtype;
+  if (arguments.merges && dtype != Dtype::kFloat64) {
+    FLASHMOE_TRY(check_view("out", arguments.out, 4, &out));
+    FLASHMOE_TRY(check_dtype("out", *arguments.out, &of_out));
+  }
+  FLASHMOE_TRY(check_rows_tensor("out", arguments.out, of_out, &out));
+  FLASHMOE_TRY(check_same_device("out", *arguments.out, "q", p.device));
+  FLASHMOE_TRY(check_same_dtype("out", *arguments.out, "q", of_out));
 
   const int seq_axis = arguments.seq_axis();
   const int head_axis = arguments.head_axis();
@@ -205,7 +205,7 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   set_rows(q, dtype, arguments, &p.q);
   set_rows(k, p.k.dtype, arguments, &p.k);
   set_rows(v, p.v.dtype, arguments, &p.v);
-  set_rows(out, dtype, arguments, &p.out);
+  set_rows(out, of_out, arguments, &p.out);
   p.values_in_keys = are_values_in_keys(p, k);
   p.scale = arguments.scale != 0.0f
                 ? arguments.scale

@@ -40,6 +40,7 @@ struct AttentionArguments {
   bool may_be_fp8 = false;                                  // k and v
   int64_t most_dim = kMaxGradientHeadDim;
   int64_t most_dim_v = kMaxGradientHeadDim;
+  bool merges = false;  // something in: out may be of another dtype than q
 
   template <class Params>
   static AttentionArguments of(const Params& params) {

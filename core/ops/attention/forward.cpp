@@ -1,10 +1,13 @@
 // Attention forward: its options, its checks and its families. See core/operation.h for the rest.
 #include <array>
+#include <cstddef>
 #include <cstdio>
+#include <cstring>
 
 #include "core/operation.h"
 #include "core/ops/attention/checks.h"
 #include "core/ops/attention/families.h"
+#include "core/ops/attention/merge_in.h"
 #include "core/ops/attention/sequences.h"
 #include "core/option.h"
 #include "core/status.h"
@@ -58,7 +61,7 @@ struct AttentionForward {
   static constexpr char kParams[] = "flashmoe_attention_forward_params";
   static constexpr char kSizeFunction[] = "flashmoe_attention_forward_workspace_size";
   static constexpr size_t kOldestParams = offsetof(Params, window);
-  static constexpr std::array<TensorMember<Params>, 18> kTensors = {{
+  static constexpr std::array<TensorMember<Params>, 20> kTensors = {{
       {"q", &Params::q},
       {"k", &Params::k},
       {"v", &Params::v},
@@ -75,16 +78,29 @@ struct AttentionForward {
       {"batch_index", nullptr, table_of<&flashmoe_attention_sequences::batch_index>},
       {"page_table", nullptr, table_of<&flashmoe_attention_sequences::page_table>},
       {"q_offset", nullptr, table_of<&flashmoe_attention_sequences::q_offset>},
+      {"prior_out", &Params::prior_out},
+      {"prior_lse", &Params::prior_lse},
       {"out", &Params::out},
       {"lse", &Params::lse},
   }};
-  static constexpr size_t kFirstOutput = 16;
+  static constexpr size_t kFirstOutput = 18;
   static constexpr size_t kGpuAlignment = 16;
   static constexpr const char* kKernelPrefix = "attention_forward_";
   static constexpr const auto& kFamilies = kAttentionFamilies;
 
   static flashmoe_status make_problem(const Params& params, Problem* problem) {
-    AttentionArguments arguments = AttentionArguments::of(params);
+    AttentionArguments arguments;
+    AttentionViews views;
+    return read(params, problem, &arguments, &views);
+  }
+
+  // Also what else is checked by.
+  static flashmoe_status read(const Params& params, Problem* problem, AttentionArguments* given,
+                              AttentionViews* given_views) {
+    AttentionArguments& arguments = *given;
+    AttentionViews& views = *given_views;
+    arguments = AttentionArguments::of(params);
+    arguments.merges = params.prior_out != nullptr;
     FLASHMOE_TRY(check_options(kScoreOptions<Params>, params));
     FLASHMOE_TRY(check_options(kOptions, params));
     FLASHMOE_TRY(check_window(arguments));
@@ -98,7 +114,6 @@ struct AttentionForward {
     } else if (has_scaled_keys(params)) {
       arguments.sequences = whole_sequences();
     }
-    AttentionViews views;
     FLASHMOE_TRY(check_attention(arguments, problem, &views));
     FLASHMOE_TRY(check_no_overlap("out", views.out, 4));
     FLASHMOE_TRY(read_scale_of("k_scale", params.k_scale, views.k, *problem, &problem->k_scale));
@@ -134,22 +149,96 @@ struct AttentionForward {
   }
 };
 
+// The same, and a partial result of other keys is merged in.
+struct AttentionMergeIn : AttentionForward {
+  using Problem = AttentionMergeInProblem;
+  static constexpr const auto& kFamilies = kAttentionMergeInFamilies.list;
+
+  static flashmoe_status make_problem(const Params& params, Problem* problem) {
+    AttentionProblem& attention = problem->attention;
+    AttentionArguments arguments;
+    AttentionViews views;
+    if (params.prior_out == nullptr) {
+      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                  "prior_lse: got a tensor, accepted is a null pointer without prior_out");
+    }
+    FLASHMOE_TRY(read(params, &attention, &arguments, &views));
+    FLASHMOE_TRY(read_prior(params, arguments, views, attention, &problem->merge));
+    problem->device = attention.device;
+    copy_kernel_name(params.kernel, &problem->kernel);
+    divide_merge_in(views.q.shape[0], views.q.shape[arguments.seq_axis()], problem);
+    return FLASHMOE_OK;
+  }
+
+  // out may be prior_out, and lse prior_lse.
+  static Params params_apart(const Params& params) {
+    Params apart = params;
+    if (is_in_place(params.prior_out, params.out)) apart.prior_out = nullptr;
+    if (is_in_place(params.prior_lse, params.lse)) apart.prior_lse = nullptr;
+    return apart;
+  }
+
+  static double flops(const Problem& p) { return AttentionForward::flops(p.attention); }
+  static bool is_empty(const Problem& p) { return AttentionForward::is_empty(p.attention); }
+
+  static void print(const Params& params, const Problem& p, char* text, size_t size) {
+    AttentionProblem shown = p.attention;
+    shown.lse = p.merge.lse.data;  // the call's, and not that of its own part
+    AttentionForward::print(params, shown, text, size);
+    const size_t used = std::strlen(text);
+    std::snprintf(text + used, size - used, " prior=%s -> %s",
+                  dtype_name(p.merge.prior_out.dtype), dtype_name(p.merge.out.dtype));
+  }
+
+ private:
+  static flashmoe_status read_prior(const Params& params, const AttentionArguments& arguments,
+                                    const AttentionViews& views, const AttentionProblem& attention,
+                                    MergeStatesProblem* merge) {
+    View view;
+    Dtype dtype = attention.q.dtype;
+    FLASHMOE_TRY(check_view("prior_out", params.prior_out, 4, &view));
+    FLASHMOE_TRY(check_same_device("prior_out", *params.prior_out, "q", attention.device));
+    FLASHMOE_TRY(dtype == Dtype::kFloat64
+                     ? check_same_dtype("prior_out", *params.prior_out, "q", dtype)
+                     : check_dtype("prior_out", *params.prior_out, &dtype));
+    FLASHMOE_TRY(check_rows("prior_out", view, 4, dtype_bytes(dtype)));
+    FLASHMOE_TRY(check_shape_of("prior_out", view, "out", views.out, arguments));
+    set_rows(view, dtype, arguments, &merge->prior_out);
+    FLASHMOE_TRY(check_row_numbers("prior_lse", params.prior_lse, arguments, views.q, attention,
+                                   &view, &merge->prior_lse.strides));
+    merge->prior_lse.data = view.data;
+    return FLASHMOE_OK;
+  }
+};
+
+// Whether a call has something to merge in: of params that may be anything yet.
+bool merges(const Params* params) {
+  constexpr size_t kKnown = offsetof(Params, prior_lse) + sizeof params->prior_lse;
+  return params != nullptr && params->struct_size >= kKnown &&
+         (params->prior_out != nullptr || params->prior_lse != nullptr);
+}
+
 }  // namespace
 }  // namespace flashmoe
 
 using flashmoe::AttentionForward;
+using flashmoe::AttentionMergeIn;
 
 flashmoe_status flashmoe_attention_forward_plan(const flashmoe_attention_forward_params* params,
                                                 flashmoe_plan* plan) {
-  return flashmoe::plan_operation<AttentionForward>(params, plan);
+  return flashmoe::merges(params) ? flashmoe::plan_operation<AttentionMergeIn>(params, plan)
+                                  : flashmoe::plan_operation<AttentionForward>(params, plan);
 }
 
 flashmoe_status flashmoe_attention_forward_workspace_size(
     const flashmoe_attention_forward_params* params, size_t* bytes) {
-  return flashmoe::workspace_size_of<AttentionForward>(params, bytes);
+  return flashmoe::merges(params) ? flashmoe::workspace_size_of<AttentionMergeIn>(params, bytes)
+                                  : flashmoe::workspace_size_of<AttentionForward>(params, bytes);
 }
 
 flashmoe_status flashmoe_attention_forward(const flashmoe_attention_forward_params* params,
                                            void* workspace, size_t workspace_size, void* stream) {
-  return flashmoe::run_operation<AttentionForward>(params, workspace, workspace_size, stream);
+  return flashmoe::merges(params)
+             ? flashmoe::run_operation<AttentionMergeIn>(params, workspace, workspace_size, stream)
+             : flashmoe::run_operation<AttentionForward>(params, workspace, workspace_size, stream);
 }

@@ -634,6 +634,8 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
+    prior_out: torch.Tensor | None = None,
+    prior_lse: torch.Tensor | None = None,
 ) -> Any:
     """As flashmoe_science.flash_attention. In a graph, out, lse and stream are None, and
     what is returned is token by token in memory in either layout."""
@@ -645,10 +647,17 @@ def flash_attention(
         try:
             return _core.flash_attention(
                 q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
-                kernel, stream, sequences, attn_bias, attn_mask,
+                kernel, stream, sequences, attn_bias, attn_mask, prior_out, prior_lse,
             )  # fmt: skip
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
+    if prior_out is not None or prior_lse is not None:
+        own = flash_attention(
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
+            attn_bias=attn_bias, attn_mask=attn_mask, layout=layout, return_lse=True,
+            kernel=kernel, **dict(zip(SEQUENCES, sequences, strict=True)),
+        )  # fmt: skip
+        return _merged_in(prior_out, prior_lse, own, layout, return_lse)
     q, k, v = _autograd.autocast(q, k, v)
     if any(x is not None for x in sequences):
         ragged = _ragged_attention_with_lse if return_lse else _ragged_attention
@@ -659,6 +668,17 @@ def flash_attention(
     call = _call_attention_with_lse if return_lse else _call_attention
     options = (*_seen(causal, window), scale, softcap, layout, kernel)
     return call(q, k, v, sinks, attn_bias, attn_mask, *options)
+
+
+def _merged_in(prior_out: Any, prior_lse: Any, own: Any, layout: str, return_lse: bool) -> Any:
+    """What a call that is not traced does in one: the same two steps."""
+    from flashmoe_science.torch import merge
+
+    for name, given in (("prior_out", prior_out), ("prior_lse", prior_lse)):
+        if given is None:
+            raise InvalidArgumentError(f"{name}: got None, accepted is a tensor beside the other")
+    lses = (prior_lse, own[1])
+    return merge.merge_states((prior_out, own[0]), lses, layout=layout, return_lse=return_lse)
 
 
 def _outside_of_transforms(overload: Any, sequences: Sequence[Any], *arguments: Any) -> Any:

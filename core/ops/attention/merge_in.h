@@ -1,0 +1,79 @@
+// Attention into which a partial result of other keys is merged: a call of attention whose results
+// go to the workspace, and the merge of the two, which every family of attention serves. What is
+// checked is said in forward.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <utility>
+
+#include "core/backends.h"
+#include "core/ops/attention/families.h"
+#include "core/ops/attention/problem.h"
+#include "core/ops/merge_states/problem.h"
+#include "core/plan.h"
+
+namespace flashmoe {
+
+// Where attention writes, and the merge reads it: addresses that a launch knows, of which plans
+// know that they are there.
+struct AttentionMergeInProblem {
+  flashmoe_device device;
+  AttentionProblem attention;
+  MergeStatesProblem merge;
+  KernelName kernel;
+};
+
+template <class Visit>
+void visit_addresses(AttentionMergeInProblem* p, const Visit& visit) {
+  visit_addresses(&p->attention, visit);
+  visit_addresses(&p->merge, visit);
+}
+
+// Of a problem whose `attention` is a call that writes the results of `merge`, and whose `merge`
+// has a prior: moves the one to the workspace, and has the other read it there. `rows` are those of
+// a row of q's batch.
+void divide_merge_in(int64_t batch, int64_t rows, AttentionMergeInProblem* problem);
+
+flashmoe_status plan_merge_in(const Family<AttentionProblem>& family,
+                              const AttentionMergeInProblem& problem, Plan* plan,
+                              const Reason& reason);
+flashmoe_status launch_merge_in(const Family<AttentionProblem>& family,
+                                const AttentionMergeInProblem& problem, const Plan& plan,
+                                void* workspace, void* stream);
+
+using AttentionMergeInFamily = Family<AttentionMergeInProblem>;
+
+// What a family of attention, and the merge behind it, make together: under its name.
+template <const AttentionFamily& kFamily>
+struct MergeIn {
+  static flashmoe_status plan(const AttentionMergeInProblem& problem, Plan* plan,
+                              const Reason& reason) {
+    return plan_merge_in(kFamily, problem, plan, reason);
+  }
+  static flashmoe_status launch(const AttentionMergeInProblem& problem, const Plan& plan,
+                                void* workspace, void* stream) {
+    return launch_merge_in(kFamily, problem, plan, workspace, stream);
+  }
+  static const AttentionMergeInFamily family;
+};
+template <const AttentionFamily& kFamily>
+const AttentionMergeInFamily MergeIn<kFamily>::family = {kFamily.name, kFamily.device_type, &plan,
+                                                         &launch, kFamily.schedules};
+
+struct AttentionMergeInFamilies {
+  static constexpr size_t kCount = std::size(kAttentionFamilies);
+  const AttentionMergeInFamily* list[kCount];
+
+  template <size_t... kIndices>
+  static constexpr AttentionMergeInFamilies make(std::index_sequence<kIndices...>) {
+    return {{&MergeIn<*kAttentionFamilies[kIndices]>::family...}};
+  }
+};
+
+// In the order of attention's own.
+inline constexpr AttentionMergeInFamilies kAttentionMergeInFamilies =
+    AttentionMergeInFamilies::make(std::make_index_sequence<AttentionMergeInFamilies::kCount>());
+
+}  // namespace flashmoe
