@@ -95,6 +95,8 @@ class AttentionForwardParams(c.Structure):
         ("sinks", c.POINTER(Tensor)),
         ("attn_bias", c.POINTER(Tensor)),
         ("attn_mask", c.POINTER(Tensor)),
+        ("prior_out", c.POINTER(Tensor)),
+        ("prior_lse", c.POINTER(Tensor)),
     ]
 
 

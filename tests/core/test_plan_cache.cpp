@@ -19,6 +19,7 @@
 
 #include "check.h"
 #include "core/backends.h"
+#include "core/ops/attention/merge_in.h"
 #include "core/status.h"
 #include "flashmoe/flashmoe.h"
 
@@ -196,6 +197,8 @@ void every_byte_of_a_problem_counts() {
   every_byte_counts<CheckSequencesProblem>(9);
   every_byte_counts<KvAppendProblem>(17);
   every_byte_counts<KvGatherProblem>(11);
+  every_byte_counts<MergeStatesProblem>(8);
+  every_byte_counts<AttentionMergeInProblem>(26);
   every_byte_counts<MoeRouteProblem>(11);
   every_byte_counts<MoeForwardProblem>(13);
   every_byte_counts<GroupedProductProblem>(6);
@@ -311,6 +314,7 @@ const KvAppendFamily kCudaKvAppend = family<KvAppendProblem, kSm89, Kind::kMany>
 const KvAppendFamily kCpuKvAppend = family<KvAppendProblem, kCpu, Kind::kHost>();
 const KvGatherFamily kCudaKvGather = family<KvGatherProblem, kSm89, Kind::kMany>();
 const KvGatherFamily kCpuKvGather = family<KvGatherProblem, kCpu, Kind::kHost>();
+const MergeStatesFamily kCudaMergeStates = family<MergeStatesProblem, kSm89, Kind::kMany>();
 const MergeStatesFamily kCpuMergeStates = family<MergeStatesProblem, kCpu, Kind::kHost>();
 const MoeRouteFamily kCudaMoeRoute = family<MoeRouteProblem, kCuda, Kind::kMany>();
 const MoeRouteFamily kCpuMoeRoute = family<MoeRouteProblem, kCpu, Kind::kHost>();
@@ -542,6 +546,19 @@ struct Gather : AnyCall<flashmoe_kv_gather_params> {
   }
 };
 
+// Of one partial and a prior one.
+struct Merge : AnyCall<flashmoe_merge_states_params> {
+  using Problem = MergeStatesProblem;
+  enum { kOuts, kLses, kPriorOut, kPriorLse, kOut, kLse, kCount };
+  static constexpr auto kRun = &flashmoe_merge_states;
+  static constexpr auto kSize = &flashmoe_merge_states_workspace_size;
+
+  explicit Merge(int64_t seq = 100) : AnyCall(kCount, flashmoe_merge_states_params_init()) {
+    for (const size_t rows : {kOuts, kPriorOut, kOut}) tensors[rows].set({2, seq, 2, 64}, kHalf);
+    for (const size_t sums : {kLses, kPriorLse, kLse}) tensors[sums].set({2, 2, seq}, kFloat);
+  }
+};
+
 struct Route : AnyCall<flashmoe_moe_route_params> {
   using Problem = MoeRouteProblem;
   enum {
@@ -729,6 +746,7 @@ void calls_are_planned_once() {
   a_call_is_planned_once(full_layer());
   a_call_is_planned_once(Product());
   a_call_is_planned_once(Product::with_counts());
+  a_call_is_planned_once(Merge());
 }
 
 void a_launch_gets_the_addresses_of_its_call() {
@@ -1048,6 +1066,27 @@ void gathers_are_told_apart() {
                                    stride<C>(C::kPageTable, 0, 7),
                                    stride<C>(C::kPageTable, 1, 2),
                                });
+}
+
+void merges_are_told_apart() {
+  using C = Merge;
+  check_all_told_apart<C>(
+      C(), {
+               [](C* c) { *c = C(101); },
+               [](C* c) { (*c)[C::kPriorOut].given = (*c)[C::kPriorLse].given = false; },
+               [](C* c) { (*c)[C::kLse].given = false; },
+               [](C* c) { (*c)[C::kOuts].view.dtype = kBf16; },
+               [](C* c) { (*c)[C::kPriorOut].view.dtype = kBf16; },
+               [](C* c) { (*c)[C::kOut].view.dtype = kBf16; },
+               [](C* c) { c->kernel = "sm89"; },
+               [](C* c) { c->put_on({FLASHMOE_DEVICE_CUDA, 1}); },
+               stride<C>(C::kOuts, 0, 0),
+               stride<C>(C::kLses, 1, 0),
+               stride<C>(C::kPriorOut, 1, 0),
+               stride<C>(C::kPriorLse, 2, 0),
+               stride<C>(C::kOut, 0, 1 << 20),
+               stride<C>(C::kLse, 0, 1 << 20),
+           });
 }
 
 // Nothing but where gate and up begin tells these two apart, and a plan does not depend on it.
@@ -1506,6 +1545,7 @@ int main() {
       products_are_told_apart,
       appends_are_told_apart,
       gathers_are_told_apart,
+      merges_are_told_apart,
       older_callers_give_no_window,
       strides_that_are_absent_are_those_of_contiguous_tensors,
       a_kernels_name_is_the_callers,

@@ -56,9 +56,11 @@ ATTENTION_BASE = (
     *(f"cuda/attention/{name}.cpp" for name in ("cost", "launch", "walkable")),
     "tests/cuda/host/fake_cuda.cpp",
 )
+MERGE = ("cuda/merge_states/family.cpp", "tests/cuda/host/made_up_merge.cpp")
 ATTENTION = (
     *ATTENTION_BASE,
-    *(f"core/ops/attention/{name}.cpp" for name in ("forward", "mixed")),
+    *(f"core/ops/attention/{name}.cpp" for name in ("forward", "merge_in", "mixed")),
+    *MERGE,
     *(f"cuda/attention/{family}/family.cpp" for family in ("sm89_few_rows", "sm89", "sm90")),
     "cuda/attention/sm89_decode/family.cpp",
     "cuda/attention/sm90_mla/family.cpp",
@@ -95,6 +97,7 @@ SOURCES = {
     ),
     "test_kv_append": (*MOE_CORE, *MOE_CUDA, "cuda/kv_append/family.cpp"),
     "test_kv_gather": (*MOE_CORE, *MOE_CUDA, "cuda/kv_gather/family.cpp"),
+    "test_merge_states": (*MOE_CORE, *MOE_CUDA, *MERGE),
     "test_moe": (
         *MOE_CORE,
         *MOE_CUDA,
@@ -209,6 +212,10 @@ def test_appending_to_a_cache(tmp_path: Path) -> None:
 
 def test_gathering_from_a_cache(tmp_path: Path) -> None:
     checked([_compile("test_kv_gather", tmp_path)])
+
+
+def test_merging_partial_results(tmp_path: Path) -> None:
+    checked([_compile("test_merge_states", tmp_path)])
 
 
 def test_routing_and_combining(tmp_path: Path) -> None:

@@ -338,6 +338,7 @@ _MOE_KERNELS = {
     ],
     "kv_append_kernel": ["kv_append_sm89_fp16"],
     "kv_gather_kernel": ["kv_gather_sm89_fp16"],
+    "merge_states_kernel": ["merge_states_sm89_fp16"],
     "moe_combine_kernel": ["moe_combine_fp16"],
     "sums_kernel": ["moe_backward_sums_fp16"],
     "weight_gradients_kernel": ["moe_backward_sm89_fp16"],
