@@ -546,8 +546,6 @@ def merge_attn_states(
 ) -> None:
     """vLLM's merge_attn_states: attention over a prefix and a suffix, from that over each.
 
-    This version computes it on the CPU: tensors on a GPU are refused.
-
     Args:
         output: [tokens, heads, dim]: where to write. It may be prefix_output. fp16, bf16 or fp32,
             whichever the partials are; of fp64 fp64. dim is a multiple of 8. Here and below the
@@ -564,7 +562,6 @@ def merge_attn_states(
             numbers to the result divided by this, of those beyond 448 that.
 
     Raises:
-        NotImplementedError: The tensors are on a GPU.
         ValueError, TypeError: As flashmoe_science.merge_states.
     """
     arguments.check_rank(3, output=output, prefix_output=prefix_output, suffix_output=suffix_output)

@@ -103,15 +103,14 @@ def merge_states(
     long sequence. Sums are accumulated in fp32 (of fp64 in fp64), every partial is read once, and
     the same inputs give the same bits on every run and with any number of threads.
 
-    Takes tensors as flash_attention does, and returns the same kind. This version computes it on
-    the CPU: tensors on a GPU are refused. It has no derivative: torch's tensors that require grad
-    and JAX's derivatives are refused.
+    Takes tensors as flash_attention does, and returns the same kind. It has no derivative: torch's
+    tensors that require grad and JAX's derivatives are refused.
 
     Args:
         outs: [partials, batch, seq, heads, dim] in layout "bshd", [partials, batch, heads, seq,
             dim] in "bhsd", of any number of partials; of rank 4 one. Slices of it can be the `out`
             of flash_attention. Or two tensors (first, second) of rank 4, each of a dtype of its
-            own. fp16, bf16, fp32 or fp64. dim is a multiple of 8. Here and below the last
+            own. fp16, bf16, fp32, on the CPU also fp64. dim is a multiple of 8. Here and below the last
             dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
         lses: [partials, batch, heads, seq], or two of [batch, heads, seq]: the natural log-sum-exp
             of each partial, fp32, with outs of fp64 fp64; any strides.

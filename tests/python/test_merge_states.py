@@ -211,13 +211,13 @@ def test_numpy_makes_bfloat16_beside_others_alone() -> None:
     assert_merged((out, want[1]), both, lses[:2], UNITS["bf16"])
 
 
-def test_tensors_on_a_gpu_are_refused() -> None:
+def test_fp64_on_a_gpu_is_refused() -> None:
     def described(*shape: int) -> Any:
-        return shape, (2, 16) if len(shape) == 5 else (2, 32), (capi.CUDA, 0), None
+        return shape, (2, 64), (capi.CUDA, 0), None
 
-    sentence = r"^outs: it is on cuda:0, but merge_states is computed on the CPU alone by this"
+    sentence = r"^outs: got dtype fp64, accepted are fp16, bf16 and fp32"
     tensors = {"outs": described(2, 1, 3, 4, 16), "lses": described(2, 1, 4, 3)}
-    with pytest.raises(NotImplementedError, match=sentence):
+    with pytest.raises(TypeError, match=sentence):
         _core.plan("merge_states", tensors, {})
 
 
