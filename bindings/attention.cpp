@@ -111,9 +111,11 @@ struct AttentionCall {
   template <class Make>
   void make_outputs(bool want_lse, const Make& make) {
     const flashmoe_dtype dtype = q.tensor().dtype;
-    const flashmoe_dtype of_out =
-        prior_out.get() != nullptr ? prior_out.tensor().dtype : q.tensor().dtype;
-    if (q.rank() != kRank || v.rank() != kRank || !is_served(dtype) || !is_served(of_out)) return;
+    if (q.rank() != kRank || v.rank() != kRank || !is_served(dtype)) return;
+    flashmoe_dtype of_out = dtype;
+    if (prior_out.get() != nullptr && is_served(prior_out.tensor().dtype)) {
+      of_out = prior_out.tensor().dtype;
+    }
     if (out.get() == nullptr) {
       const int64_t shape[] = {q.extent(0), q.extent(1), q.extent(2), v.extent(3)};
       make("out", &out, of_out, kRank, shape);

@@ -344,7 +344,7 @@ ERRORS = [
     ({"layout": 2}, "layout: got 2, accepted are 0 (bshd) and 1 (bhsd)"),
     ({"layout": 1}, "lses: its number of heads is 4, but outs has 3"),
     ({"reserved": 1}, "reserved: got 1, accepted is 0"),
-    ({"kernel": b"sm90"}, 'kernel: got "sm90", built in are cpu'),
+    ({"kernel": b"sm90"}, 'kernel: got "sm90", built in are'),
     ({"kernel": b"merge_states_cpu_none"}, "kernel: cannot be served"),
 ]  # fmt: skip
 

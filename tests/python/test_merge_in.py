@@ -81,7 +81,9 @@ def test_fp64() -> None:
     want = fm.flash_attention(q, k, v, return_lse=True)
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
     with pytest.raises(TypeError, match="prior_out: got dtype fp32, accepted is fp64 as q's"):
-        fm.flash_attention(q, k, v, prior_out=first[0].float(), prior_lse=first[1])
+        fm.flash_attention(
+            q, k, v, prior_out=first[0].float(), prior_lse=first[1], out=torch.empty_like(got[0])
+        )
     out = torch.empty_like(first[0], dtype=torch.float32)
     with pytest.raises(TypeError, match="out: got dtype fp32, accepted is fp64 as q's"):
         fm.flash_attention(q, k, v, out=out, **given)
@@ -212,13 +214,13 @@ def test_rows_that_no_sequence_has(way: str, layout: str, dtype: str) -> None:
 
 
 def test_many_sequences() -> None:
-    """Of one row each, most of them in order: the search for a row's sequence begins anew."""
+    """Of a few rows or none, some behind others in memory: the search for a row's sequence begins
+    anew."""
     rng = np.random.default_rng(0)
-    starts = np.sort(rng.integers(0, 400, 301))
-    starts[[17, 200]] = starts[[200, 17]]
+    starts = np.concatenate([np.sort(rng.integers(low, low + 200, 150)) for low in (200, 0)])
     tables = {"cu_seqlens_q": torch.from_numpy(starts).int(),
-              "seqused_k": torch.from_numpy(rng.integers(0, 6, 300)).int()}  # fmt: skip
-    q, k, v = normal(1, 400, 2, 16), normal(300, 5, 1, 16, seed=1), normal(300, 5, 1, 16, seed=2)
+              "seqused_k": torch.from_numpy(rng.integers(0, 6, 299)).int()}  # fmt: skip
+    q, k, v = normal(1, 400, 2, 16), normal(299, 5, 1, 16, seed=1), normal(299, 5, 1, 16, seed=2)
     prior, sums = normal(1, 400, 2, 16, seed=3), normal(1, 2, 400, seed=4)
     own = torch.full_like(prior, POISON), torch.full_like(sums, POISON)
     fm.flash_attention(q, k, v, out=own[0], lse=own[1], return_lse=True, **tables)
@@ -261,7 +263,7 @@ def test_threads_do_not_change_bits(threads: int) -> None:
     q, k, v = qkv("bf16", seq_q=200, seq_k=333)
     prior = {"prior_out": normal(2, 200, 4, 40, seed=5), "prior_lse": normal(2, 4, 200, seed=6)}
     want = fm.flash_attention(q, k, v, return_lse=True, **prior)
-    before = fm.num_threads()
+    before = fm.get_num_threads()
     fm.set_num_threads(threads)
     try:
         assert same(fm.flash_attention(q, k, v, return_lse=True, **prior), want)
@@ -277,7 +279,7 @@ def described(*shape: int, dtype: tuple[int, int] = (2, 16)) -> Any:
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"prior_out": None}, "prior_lse: got a tensor, accepted is a null pointer without prior_out"),
+    ({"prior_out": None}, "prior_lse: got a tensor, accepted is None without prior_out"),
     ({"prior_lse": None}, "prior_lse: got a null tensor, it is required"),
     ({"prior_out": described(2, 5, 4, 8)}, "prior_out: its head dimension is 8, but out has 16"),
     ({"prior_out": described(2, 6, 4, 16)}, "prior_out: its sequence length is 6, but out has 5"),
@@ -289,7 +291,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"prior_lse": described(2, 4, 5)}, "prior_lse: got dtype fp16, accepted is fp32"),
     (
         {"out": described(2, 5, 4, 16, dtype=(0, 16))},
-        "out: got dtype int16, accepted are fp16",
+        "out: got dtype int16",
     ),
     ({"out": described(2, 5, 4, 24)}, "out: its head dimension is 24, but v has 16"),
 ]

@@ -175,7 +175,7 @@ ERRORS: list[tuple[type, str, Any]] = [
      lambda o, s: fm.merge_states(o, s, dtype="int8")),
     (ValueError, r"layout: got 'sbhd'", lambda o, s: fm.merge_states(o, s, layout="sbhd")),
     (TypeError, r"return_lse: got 1 of type int", lambda o, s: fm.merge_states(o, s, return_lse=1)),
-    (ValueError, r'kernel: got "sm90", built in are cpu',
+    (ValueError, r'kernel: got "sm90", built in are',
      lambda o, s: fm.merge_states(o, s, kernel="sm90")),
     (ValueError, r"out: it shares memory with outs", lambda o, s: fm.merge_states(o, s, out=o[1])),
     (ValueError, r"out: it shares memory with outs\[1\]",
