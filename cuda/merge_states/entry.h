@@ -12,7 +12,8 @@ using kv_append::kThreads;        // rows are cut by cuda/kv_append/shares.h
 
 inline constexpr int kUnitNumbers = 8;  // of a row, that a thread merges at a time
 
-inline constexpr int kLsesOfThread = 4;  // of a row's, as long as a warp suffices
+inline constexpr int kMostWeights = 4096;  // that a block keeps
+inline constexpr int kLsesOfThread = 4;    // of a row's, as long as a warp suffices
 
 struct Entry {
   Kernel kernel;

@@ -49,7 +49,8 @@ bool cut_rows(const Problem& p, int multiprocessors, Shares* shares) {
   }
   const bool few = s.rows * s.row_units <= kFewBlocks * multiprocessors * kThreads;
   const int64_t units = kThreads * (few ? 1 : kUnitsOfThread);
-  s.block_rows = std::clamp<int64_t>(units / s.row_units, 1, kMostBlockRows);
+  const int64_t most_rows = kMostWeights / std::max<int64_t>(p.partials, 1);
+  s.block_rows = std::clamp<int64_t>(std::min(units / s.row_units, most_rows), 1, kMostBlockRows);
   s.blocks = std::max<int64_t>(ceil_div(s.rows, s.block_rows), 1);
   return true;
 }
@@ -149,6 +150,8 @@ Params make_params(const Problem& p, const flashmoe_launch& planned) {
   params.row_units = divisor_of(p.dim_v / kUnitNumbers);
   params.half_row = static_cast<int32_t>(p.dim_v / 2);
   params.block_rows = planned.tile_m;
+  params.kept =
+      static_cast<int32_t>(std::min<int64_t>(p.partials, kMostWeights / params.block_rows));
   params.threads_log2 = threads_log2(p.partials);
   params.cu_seqlens_q = table_numbers(p.cu_seqlens_q);
   params.seqused_q = table_numbers(p.seqused_q);

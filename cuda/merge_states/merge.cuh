@@ -7,7 +7,8 @@
 // over their sum: a few threads a row, as many as its partials ask for, whose numbers lie anywhere
 // in memory. Weights and places are kept in shared memory. Then all threads merge a unit of a row
 // at a time, in the order of the partials, and have kBatch of them on their way before the first is
-// used. Of a partial whose lse is -inf, no number is read.
+// used; of two partials those of kFewBatch units. Of a partial whose lse is -inf, no number is
+// read.
 //
 // A row is one block's, and a unit one thread's, which reads it before it writes: out may be
 // prior_out, and lse prior_lse.
@@ -15,7 +16,7 @@
 // Sums begin with -0: a partial alone comes out with all of its bits, which are those of 0 + x but
 // for -0. The CPU does the same (cpu/merge_states.cpp) but for the bits of exp and of the division.
 //
-// Shared memory: kMostBlockRows rows of 80 bytes, and whose tokens there are.
+// Shared memory: kMostBlockRows rows of 48 bytes, kMostWeights weights, and which tokens there are.
 #pragma once
 
 #include <type_traits>
@@ -31,15 +32,17 @@
 
 namespace flashmoe::merge_states {
 
-// Partials of a unit that are on their way at a time: 64 bytes.
-template <class Element>
-inline constexpr int kBatch = 8 / static_cast<int>(sizeof(Element));
-inline constexpr int kKept = 8;  // partials whose weights are kept: others' are made again
-static_assert(kKept <= 2 * kLsesOfThread);  // who keeps them has them at hand
-inline constexpr float kNotRead = -1.0f;    // in place of a weight
-// Of a multiprocessor, at least: as many as have registers.
+// Partials of a unit that are on their way at a time, in 32 registers or less. Where there are no
+// more than two partials, as many units are.
+template <class Element, bool kHalves>
+inline constexpr int kBatch = std::is_same_v<Element, float> ? 4
+                              : kHalves                      ? 6
+                                                             : 8;
 template <bool kHalves>
-inline constexpr int kBlocks = kHalves ? 4 : 5;
+inline constexpr int kFewBatch = kHalves ? 2 : 4;
+
+inline constexpr float kNotRead = -1.0f;  // in place of a weight
+inline constexpr int kBlocks = 4;         // of a multiprocessor, at least
 
 // ---- weights ------------------------------------------------------------------------------------
 
@@ -52,12 +55,12 @@ struct Row {
   float inverse;  // of the sum of powers
   float prior_weight;
   float start;  // of the sum: -0, or 0 where no partial has a key
-  float weights[kKept];
 };
 
 struct SharedStorage {
   Row rows[kMostBlockRows];
-  int there[kMostBlockRows];  // tokens of a packed batch
+  float weights[kMostWeights];  // [block_rows][kept]
+  int there[kMostBlockRows];    // tokens of a packed batch
 };
 
 // Where a row is.
@@ -119,7 +122,7 @@ __device__ __forceinline__ bool is_there(const Params& params, const Index& inde
 
 // A row's weights, by 2^threads_log2 neighbouring threads of a warp, of which this is the `lane`th.
 __device__ __forceinline__ void weigh(const Params& params, const Index& index, int lane, Row& row,
-                                      bool valid) {
+                                      float* weights, bool valid) {
   const int lanes = 1 << params.threads_log2;
   const int partials = valid ? params.partials : 0;
   const float* const lses = at(params.lses, index);
@@ -156,15 +159,22 @@ __device__ __forceinline__ void weigh(const Params& params, const Index& index, 
   }
   for (int i = further; i < partials; i += lanes) {
     const float lse = lses[i * params.lses_step];
-    sum += is_empty(lse) ? 0.0f : power_of(lse, largest);
+    const float power = is_empty(lse) ? kNotRead : power_of(lse, largest);
+    sum += power == kNotRead ? 0.0f : power;
+    if (i < params.kept) weights[i] = power;
   }
   for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
   const float inverse = __frcp_rn(sum);
+  const auto weight_of = [&](float power) {
+    return power == kNotRead ? kNotRead : power * inverse;
+  };
+  const int kept = min(partials, params.kept);
 #pragma unroll
   for (int j = 0; j < kLsesOfThread; ++j) {
     const int i = lane + j * lanes;
-    if (i < min(partials, kKept)) row.weights[i] = own[j] == kNotRead ? kNotRead : own[j] * inverse;
+    if (i < kept) weights[i] = weight_of(own[j]);
   }
+  for (int i = further; i < kept; i += lanes) weights[i] = weight_of(weights[i]);
   if (!first) return;
   row.outs = at(params.outs, index);
   row.prior = is_empty(prior_lse) ? nullptr : at(params.prior_out, index);
@@ -194,8 +204,9 @@ __device__ __forceinline__ void weigh_rows(const Params& params, int first, int 
     const int i = begin + (thread >> params.threads_log2);
     const Index index = index_of(params, first + min(i, count - 1));
     const bool valid = i < count && is_there(params, index, first_token, shared.there);
-    Row& row = shared.rows[min(i, count - 1)];
-    weigh(params, index, lane, row, valid);
+    const int kept_row = min(i, count - 1);
+    Row& row = shared.rows[kept_row];
+    weigh(params, index, lane, row, &shared.weights[kept_row * params.kept], valid);
     if (i < count && !valid && lane == 0) row.out = nullptr;
   }
   __syncthreads();
@@ -298,65 +309,53 @@ __device__ __forceinline__ void store(char* row, const Columns<kHalves>& at,
   }
 }
 
-// The weights of partials `first` on, kNotRead of those that there are not. kFromShared: they are
-// kept.
-template <bool kFromShared, int kCount>
-__device__ __forceinline__ void read_weights(const Params& params, const Row& row, int first,
-                                             float (&weights)[kCount]) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    weights[j] = kNotRead;
-    if (first + j >= params.partials) continue;
-    if constexpr (kFromShared) {
-      weights[j] = row.weights[first + j];
-    } else {
-      const float lse = row.lses[(first + j) * params.lses_step];
-      if (!is_empty(lse)) weights[j] = power_of(lse, row.largest) * row.inverse;
-    }
-  }
-}
-
+// A unit of a row, partial by partial.
 template <class Element, bool kHalves>
 class Unit {
  public:
-  __device__ __forceinline__ Unit(const Params& params, const Row& row, int unit)
-      : params_(params), row_(row), columns_(params, unit), from_(row.outs) {}
+  __device__ __forceinline__ Unit(const Params& params, const Row& row, const float* weights,
+                                  int unit)
+      : params_(params), row_(row), weights_(weights), columns_(params, unit), from_(row.outs) {}
 
   __device__ __forceinline__ void merge() {
 #pragma unroll
     for (float& sum : sums_) sum = row_.start;
-    Stored prior;
     if (row_.prior != nullptr) {
+      Stored prior;
       load(prior, row_.prior, columns_, params_.prior_format == kFp32, true);
-    }
-    add_batch<true>(0, [&] {
-      if (row_.prior == nullptr) return;
       add<kHalves>(sums_, prior, row_.prior_weight, params_.prior_format);
-    });
-    const auto nothing = [] {};
-    for (int i = kAtOnce; i < min(params_.partials, kKept); i += kAtOnce) {
-      add_batch<true>(i, nothing);
     }
-    for (int i = kKept; i < params_.partials; i += kAtOnce) add_batch<false>(i, nothing);
+    for (int i = 0; i < params_.kept; i += kAtOnce) add_batch<true>(i, params_.kept);
+    for (int i = params_.kept; i < params_.partials; i += kAtOnce) {
+      add_batch<false>(i, params_.partials);
+    }
     store(row_.out, columns_, sums_, params_.out_format);
   }
 
  private:
-  static constexpr int kAtOnce = kBatch<Element>;
-  static_assert(kKept % kAtOnce == 0);
+  static constexpr int kAtOnce = kBatch<Element, kHalves>;
 
-  // The next kAtOnce partials, behind what `before` adds while they are on their way.
-  template <bool kFromShared, class Before>
-  __device__ __forceinline__ void add_batch(int first, const Before& before) {
+  template <bool kFromShared>
+  __device__ __forceinline__ float weight_of(int partial) const {
+    if constexpr (kFromShared) return weights_[partial];
+    const float lse = row_.lses[partial * params_.lses_step];
+    return is_empty(lse) ? kNotRead : power_of(lse, row_.largest) * row_.inverse;
+  }
+
+  // Partials `first` to before `end`, kAtOnce at the most. kFromShared: their weights are kept.
+  template <bool kFromShared>
+  __device__ __forceinline__ void add_batch(int first, int end) {
     Stored batch[kAtOnce];
     float weights[kAtOnce];
-    read_weights<kFromShared>(params_, row_, first, weights);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      weights[j] = first + j < end ? weight_of<kFromShared>(first + j) : kNotRead;
+    }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       load(batch[j], from_, columns_, std::is_same_v<Element, float>, weights[j] != kNotRead);
-      from_ += params_.outs_step;
+      if (first + j < end) from_ += params_.outs_step;
     }
-    before();
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (weights[j] != kNotRead) add<Element>(sums_, batch[j], weights[j]);
@@ -365,15 +364,83 @@ class Unit {
 
   const Params& params_;
   const Row& row_;
+  const float* const weights_;
   const Columns<kHalves> columns_;
   const char* from_;
   float sums_[kUnitNumbers];
 };
 
+// All of the block's units.
+template <class Element, bool kHalves>
+__device__ __forceinline__ void merge_units(const Params& params, const SharedStorage& shared,
+                                            int end) {
+  for (int i = static_cast<int>(threadIdx.x); i < end; i += kThreads) {
+    const int row = params.row_units.quotient(i);
+    if (shared.rows[row].out == nullptr) continue;
+    Unit<Element, kHalves>(params, shared.rows[row], &shared.weights[row * params.kept],
+                           i - row * params.row_units.number())
+        .merge();
+  }
+}
+
+// The same of two partials at the most, the prior one among them, whose weights are all kept.
+template <class Element, bool kHalves>
+__device__ __forceinline__ void merge_units_of_few(const Params& params,
+                                                   const SharedStorage& shared, int end) {
+  constexpr int kUnits = kFewBatch<kHalves>;
+  constexpr bool kWide = std::is_same_v<Element, float>;
+  constexpr Format kFormat = kWide ? kFp32 : std::is_same_v<Element, __half> ? kFp16 : kBf16;
+  const bool has_prior = params.prior_out.data != nullptr;
+  const Format first_format = has_prior ? params.prior_format : kFormat;
+  const int second = has_prior ? 0 : 1;  // partial of outs
+  // Of a row that is not written none are read.
+  const auto first_weight = [&](const Row& row, const float* weights) {
+    if (has_prior) return row.prior != nullptr ? row.prior_weight : kNotRead;
+    return params.partials > 0 ? weights[0] : kNotRead;
+  };
+  const auto second_weight = [&](const float* weights) {
+    return second < params.partials ? weights[second] : kNotRead;
+  };
+  for (int i = static_cast<int>(threadIdx.x); i < end; i += kThreads * kUnits) {
+    Stored firsts[kUnits], seconds[kUnits];
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      const int at = min(i + j * kThreads, end - 1);
+      const int index = params.row_units.quotient(at);
+      const Row& row = shared.rows[index];
+      const float* const weights = &shared.weights[index * params.kept];
+      const Columns<kHalves> columns(params, at - index * params.row_units.number());
+      const bool there = i + j * kThreads < end && row.out != nullptr;
+      load(firsts[j], has_prior ? row.prior : row.outs, columns, first_format == kFp32,
+           there && first_weight(row, weights) != kNotRead);
+      load(seconds[j], row.outs + second * params.outs_step, columns, kWide,
+           there && second_weight(weights) != kNotRead);
+    }
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      const int at = i + j * kThreads;
+      if (at >= end) continue;
+      const int index = params.row_units.quotient(at);
+      const Row& row = shared.rows[index];
+      if (row.out == nullptr) continue;
+      const float* const weights = &shared.weights[index * params.kept];
+      const Columns<kHalves> columns(params, at - index * params.row_units.number());
+      float sums[kUnitNumbers];
+#pragma unroll
+      for (float& sum : sums) sum = row.start;
+      const float first = first_weight(row, weights);
+      const float other = second_weight(weights);
+      if (first != kNotRead) add<kHalves>(sums, firsts[j], first, first_format);
+      if (other != kNotRead) add<Element>(sums, seconds[j], other);
+      store(row.out, columns, sums, params.out_format);
+    }
+  }
+}
+
 // ---- kernel -------------------------------------------------------------------------------------
 
 template <class Element, bool kHalves>
-__global__ void __launch_bounds__(kThreads, kBlocks<kHalves>)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     merge_states_kernel(const __grid_constant__ Params params) {
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
@@ -384,10 +451,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHalves>)
   const int count = min(params.block_rows, params.rows - first);
   weigh_rows(params, first, count, shared);
   const int end = count * params.row_units.number();
-  for (int i = static_cast<int>(threadIdx.x); i < end; i += kThreads) {
-    const int row = params.row_units.quotient(i);
-    if (shared.rows[row].out == nullptr) continue;
-    Unit<Element, kHalves>(params, shared.rows[row], i - row * params.row_units.number()).merge();
+  if (params.partials + (params.prior_out.data != nullptr ? 1 : 0) <= 2) {
+    merge_units_of_few<Element, kHalves>(params, shared, end);
+  } else {
+    merge_units<Element, kHalves>(params, shared, end);
   }
 }
 

@@ -45,6 +45,7 @@ struct Params {
   Divisor row_units;
   int32_t half_row;  // numbers
   int32_t block_rows;
+  int32_t kept;          // partials of outs whose weights a block keeps: others' are made again
   int32_t threads_log2;  // of a row, where its weights are made
 
   // The tokens that there are; of others nothing is read or written. Without tables all are.

@@ -4,7 +4,8 @@
 // are sane, strange or both. Every call must succeed, agree with a plain loop in double precision
 // that reads flashmoe.h its own way, and write nothing that no sequence has. Calls with a fault in
 // the tables must be refused, and change nothing. What check_sequences finds in the same tables
-// must be what a plain loop finds. Meant to be built with AddressSanitizer and UBSan.
+// must be what a plain loop finds. Some calls are made once more with a partial result to merge
+// in. Meant to be built with AddressSanitizer and UBSan.
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
@@ -24,6 +25,7 @@
 namespace {
 
 int64_t computed = 0;
+int64_t merged = 0;     // into a partial result
 int64_t found[9] = {};  // faults of sequences, by bit
 int64_t sound = 0;      // sequences without
 
@@ -443,6 +445,92 @@ void check(Random* random, Ragged* ragged) {
   }
 }
 
+// The sequences that have a row of q, by [batch, row].
+using Owners = std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>>;
+
+// What the same call gives when a partial result is merged in, beside what it gave without: in the
+// rows of sequences, and nothing else is written.
+void check_merge_in(Random* random, const Ragged& ragged, const Owners& owners) {
+  const Call& call = ragged.call;
+  if (call.params.lse == nullptr) return;
+  constexpr flashmoe_dtype kNarrow[] = {
+      {FLASHMOE_DTYPE_FLOAT, 16, 1}, {FLASHMOE_DTYPE_BFLOAT, 16, 1}, {FLASHMOE_DTYPE_FLOAT, 32, 1}};
+  const bool wide = call.q.tensor.dtype.bits == 64;
+  Argument prior_out, prior_lse, out, lse;
+  for (Argument* rows : {&prior_out, &out}) {
+    std::copy(call.out.shape, call.out.shape + 4, rows->shape);
+    rows->tensor.dtype = wide ? call.q.tensor.dtype : random->one_of(kNarrow);
+    rows->tensor.device = call.q.tensor.device;
+    rows->allocate(random, rows == &out);
+  }
+  for (Argument* sums : {&prior_lse, &lse}) {
+    std::copy(call.lse.shape, call.lse.shape + 3, sums->shape);
+    sums->rank = 3;
+    sums->tensor.dtype = call.lse.tensor.dtype;
+    sums->tensor.device = call.q.tensor.device;
+    sums->allocate(random, sums == &lse);
+  }
+  const bool empty = random->chance(0.2);  // the other keys were none
+  for (int64_t b = 0; empty && b < prior_lse.shape[0]; ++b) {
+    for (int64_t h = 0; h < prior_lse.shape[1]; ++h) {
+      for (int64_t i = 0; i < prior_lse.shape[2]; ++i) {
+        const auto* const at = prior_lse.element(b, h, i, 0);
+        auto* const element = prior_lse.block.get() + (at - prior_lse.block.get());
+        const double none = -HUGE_VAL;
+        const auto narrow = static_cast<float>(none);
+        if (wide) std::memcpy(element, &none, sizeof none);
+        if (!wide) std::memcpy(element, &narrow, sizeof narrow);
+      }
+    }
+  }
+  prior_lse.before.assign(prior_lse.block.get(), prior_lse.block.get() + prior_lse.block_bytes);
+
+  flashmoe_attention_forward_params params = call.params;
+  params.prior_out = &prior_out.tensor;
+  params.prior_lse = &prior_lse.tensor;
+  params.out = &out.tensor;
+  params.lse = random->chance(0.8) ? &lse.tensor : nullptr;
+  flashmoe_plan plan = flashmoe_plan_init();
+  if (flashmoe_attention_forward_plan(&params, &plan) != FLASHMOE_OK) {
+    EXPECT(std::strstr(flashmoe_last_error(), "an output needs distinct elements") != nullptr);
+    return;
+  }
+  ++merged;
+  const Memory workspace = allocate_memory(plan.workspace_bytes);
+  EXPECT(flashmoe_attention_forward(&params, workspace.get(), plan.workspace_bytes, nullptr) ==
+         FLASHMOE_OK);
+  const double unit = out.tensor.dtype.bits >= 32                     ? 2e-6
+                      : out.tensor.dtype.code == FLASHMOE_DTYPE_FLOAT ? 1e-3
+                                                                      : 8e-3;
+  for (const auto& [row, sequences] : owners) {
+    const auto [b, i] = row;
+    for (int64_t h = 0; h < call.lse.shape[1]; ++h) {
+      const double first = load(prior_lse.element(b, h, i, 0), prior_lse.tensor.dtype);
+      const double second = load(call.lse.element(b, h, i, 0), call.lse.tensor.dtype);
+      const double largest = std::fmax(first, second);
+      const double total =
+          largest == -HUGE_VAL
+              ? largest
+              : largest + std::log(std::exp(first - largest) + std::exp(second - largest));
+      const auto weight = [&](double of) { return of == -HUGE_VAL ? 0 : std::exp(of - total); };
+      for (int64_t d = 0; d < call.v.shape[3]; ++d) {
+        const double expected = weight(first) * number_at(call, prior_out, {b, i}, h, d) +
+                                weight(second) * number_at(call, call.out, {b, i}, h, d);
+        const double got = number_at(call, out, {b, i}, h, d);
+        EXPECT(std::fabs(got - expected) <= unit * (1 + std::fabs(expected)) ||
+               sequences.size() > 1);
+        restore(&out, element_at(call, out, b, i, h, d));
+      }
+      if (params.lse == nullptr) continue;
+      const double sum = load(lse.element(b, h, i, 0), lse.tensor.dtype);
+      EXPECT(sum == total || std::fabs(sum - total) <= 1e-5 * (1 + std::fabs(total)) ||
+             sequences.size() > 1);
+      restore(&lse, lse.element(b, h, i, 0));
+    }
+  }
+  for (const Argument* each : {&prior_out, &prior_lse, &out, &lse}) EXPECT(each->unchanged());
+}
+
 void run(Random* random, Ragged* ragged) {
   Call& call = ragged->call;
   flashmoe_plan plan = flashmoe_plan_init();
@@ -461,13 +549,14 @@ void run(Random* random, Ragged* ragged) {
   const int seq = bhsd ? 2 : 1;
   const int64_t heads = call.q.shape[bhsd ? 1 : 2];
   // Of rows that several sequences have either's result is right.
-  std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>> owners;
+  Owners owners;
   for (int64_t b = 0; b < ragged->batch; ++b) {
     const std::vector<Place> queries = queries_of(*ragged, b, call.q.shape[seq]);
     for (size_t i = 0; i < queries.size(); ++i) {
       owners[{queries[i].batch, queries[i].row}].push_back(b);
     }
   }
+  if (random->chance(0.5)) check_merge_in(random, *ragged, owners);
   for (const auto& [row, sequences] : owners) {
     const Place query = {row.first, row.second};
     for (int64_t h = 0; h < heads; ++h) {
@@ -540,6 +629,7 @@ int main(int argc, char** argv) {
   std::printf("%" PRId64 " computed and compared\n", computed);
   EXPECT(computed > calls / 2);
   if (calls < 5000) return 0;
+  EXPECT(merged > calls / 10);
   EXPECT(sound > calls / 4);
   for (const int64_t count : found) EXPECT(count > calls / 50);
   return 0;

@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 import capi
+import capi_moe
 import flashmoe_science as fm
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ FP32 = np.dtype(np.float32)
 UNITS = {"fp32": 1e-6, "fp16": 2.0**-11 * 1.02, "bf16": 2.0**-8 * 1.02}
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUT = {"bshd": 0, "bhsd": 1}
+EVERY_DTYPE = list(itertools.product(TORCH, repeat=3))
 NAMES = ("outs", "lses", "prior_out", "prior_lse", "out", "lse")
 
 
@@ -43,8 +45,8 @@ def run(tensors: dict[str, Placed | None], layout: str = "bshd") -> None:
     for name, view in views.items():
         setattr(params, name, c.pointer(view))
     lib = capi.load()
-    stream = torch.cuda.current_stream().cuda_stream
-    capi.check(lib.flashmoe_merge_states(params, None, 0, stream), lib)
+    call, *_ = capi_moe.functions(params, lib)
+    capi.check(call(params, None, 0, torch.cuda.current_stream().cuda_stream), lib)
     torch.cuda.synchronize()
     written = {id(there[name]) for name in ("out", "lse") if name in there}
     for name, each in there.items():
@@ -82,7 +84,7 @@ def bits(*tensors: torch.Tensor) -> list[bytes]:
     return [memory.bits(x.contiguous()).cpu().numpy().tobytes() for x in tensors]
 
 
-# As many as a batch of loads, as weights that are kept, as threads have of a row, and those around.
+# As many as a batch of loads, as threads have of a row, and those around.
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 9, 13, 31, 32, 33, 127, 128, 129, 300])
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("layout", LAYOUT)
@@ -92,7 +94,7 @@ def test_stacked(dtype: str, layout: str, count: int) -> None:
     assert_merged(merge(outs, lses, layout=layout), merged(outs, lses, layout), UNITS[dtype])
 
 
-@pytest.mark.parametrize(("of_prior", "of_outs", "of_out"), itertools.product(TORCH, repeat=3))
+@pytest.mark.parametrize(("of_prior", "of_outs", "of_out"), EVERY_DTYPE)
 @pytest.mark.parametrize("count", [0, 1, 2, 11])
 def test_prior(of_prior: str, of_outs: str, of_out: str, count: int) -> None:
     """Each tensor is of a dtype of its own, and the prior partial comes first."""
@@ -216,6 +218,20 @@ def test_dims(dtype: str, dim: int) -> None:
     tensors = {name: memory.place_values(to_torch(x)) for name, x in given.items()}
     run({**tensors, **state, "out": state["prior_out"], "lse": state["prior_lse"]})
     assert bits(state["prior_out"].view, state["prior_lse"].view) == bits(*got)
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_more_partials_than_a_block_keeps_weights_of(dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    outs, lses = partials(rng, (4101, 1, 2, 2, 16), capi.DTYPES[dtype])
+    lses[rng.random(lses.shape) < 0.3] = -np.inf
+    first, first_lse = partials(rng, (1, 1, 2, 2, 16), FP32)
+    got = merge(outs, lses, prior=(first[0], first_lse[0]))
+    every = np.concatenate([first.astype(np.float64), outs.astype(np.float64)])
+    want = merged(every, np.concatenate([first_lse, lses]))
+    out, lse = (x.double().cpu().numpy() for x in got)
+    np.testing.assert_allclose(out, want[0], rtol=UNITS[dtype], atol=2e-6)
+    np.testing.assert_allclose(lse, want[1], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("empty", ["batch", "seq", "heads"])

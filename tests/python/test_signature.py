@@ -26,7 +26,7 @@ OPTIONS = {
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
 # The native function has those of ragged, padded and paged batches in one tuple, and these behind.
-PAIRS = ("attn_bias", "attn_mask")
+PAIRS = ("attn_bias", "attn_mask", "prior_out", "prior_lse")
 DENSE = {name: parameter for name, parameter in OPTIONS.items() if name not in (*SEQUENCES, *PAIRS)}
 
 
@@ -39,7 +39,7 @@ def test_it_looks_like_a_function_of_the_package() -> None:
         "kernel=None, stream=None, "
         "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, k_begin=None, "
         "batch_index=None, page_table=None, q_offset=None, k_scale=None, v_scale=None, "
-        "max_seqlen_q=None, max_seqlen_k=None, split_size=None"
+        "max_seqlen_q=None, max_seqlen_k=None, split_size=None, prior_out=None, prior_lse=None"
     )
     assert {*DENSE, *PAIRS, *SEQUENCES} == set(OPTIONS)
     assert list(OPTIONS) == list(parameters)[3:]

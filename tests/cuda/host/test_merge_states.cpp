@@ -175,6 +175,17 @@ void a_row_has_threads_by_its_partials() {
   }
 }
 
+void a_block_keeps_the_weights_of_its_rows() {
+  for (const int64_t partials : {0, 1, 2, 31, 32, 33, 64, 4096, 4097, 100000}) {
+    Shape shape;
+    shape.partials = partials;
+    shape.seq = 3000;
+    const Params params = launch(problem_of(shape));
+    CHECK(params.kept == std::min<int64_t>(partials, 4096));
+    CHECK(int64_t{params.block_rows} * params.kept <= merge_states::kMostWeights);
+  }
+}
+
 void estimates_grow_with_bytes() {
   Shape shape;
   shape.seq = 4096;
@@ -221,6 +232,7 @@ int main() {
   strides_are_bytes_of_each_tensors_own();
   the_kernel_is_that_of_the_dtypes();
   a_row_has_threads_by_its_partials();
+  a_block_keeps_the_weights_of_its_rows();
   estimates_grow_with_bytes();
   what_does_not_fit_is_refused();
   return 0;
