@@ -343,8 +343,8 @@ std::vector<MergeFault> faults() {
        }},
       in_field<Merge, Params, int32_t>("layout", &Params::layout, {-1, 2, 77, INT32_MAX}),
       in_field<Merge, Params, uint32_t>("reserved", &Params::reserved, {1, 0x80000000}),
-      in_field<Merge, Params, const char*>("kernel", &Params::kernel,
-                                           {"sm89", "x", "merge_states_", "attention_cpu"}),
+      in_field<Merge, Params, const char*>(
+          "kernel", &Params::kernel, {"sm89", "x", "merge_states_", "merge_states_sm89_fp16"}),
       {"missing tensor",
        [](Random* random, Merge* call) -> Blame {
          const struct {

@@ -724,6 +724,38 @@ void merge_states() {
         [&] { return fm::run(call, workspace); });
 }
 
+// Attention over six keys, and over the last three of them into that over the first, in place.
+void merge_in() {
+  const std::vector<float> q = random(3 * 8, 20), k = random(6 * 8, 21), v = random(6 * 8, 22);
+  std::vector<float> whole(3 * 8, NAN), whole_lse(3, NAN), out(3 * 8, NAN), lse(3, NAN);
+  fm::AttentionForward call;
+  call.q = fm::ConstTensorView(q.data(), {1, 3, 1, 8});
+  call.k = fm::ConstTensorView(k.data(), {1, 6, 1, 8});
+  call.v = fm::ConstTensorView(v.data(), {1, 6, 1, 8});
+  call.out = fm::TensorView(whole.data(), {1, 3, 1, 8});
+  call.lse = fm::TensorView(whole_lse.data(), {1, 1, 3});
+  fm::Workspace workspace;
+  done(fm::run(call, workspace));
+  call.k = fm::ConstTensorView(k.data(), {1, 3, 1, 8});
+  call.v = fm::ConstTensorView(v.data(), {1, 3, 1, 8});
+  call.out = fm::TensorView(out.data(), {1, 3, 1, 8});
+  call.lse = fm::TensorView(lse.data(), {1, 1, 3});
+  done(fm::run(call, workspace));
+  call.k = fm::ConstTensorView(k.data() + 24, {1, 3, 1, 8});
+  call.v = fm::ConstTensorView(v.data() + 24, {1, 3, 1, 8});
+  call.prior_out = fm::ConstTensorView(out.data(), {1, 3, 1, 8});
+  call.prior_lse = fm::ConstTensorView(lse.data(), {1, 1, 3});
+  done(fm::run(call, workspace));
+  const flashmoe_plan plan = get(fm::plan(call));
+  CHECK(plan.launch_count == 2);
+  CHECK(std::strstr(plan.launches[1].kernel, "merge_states_cpu") != nullptr);
+  for (size_t i = 0; i < 24; ++i) CHECK(std::fabs(out[i] - whole[i]) <= 1e-5f);
+  for (size_t i = 0; i < 3; ++i) CHECK(std::fabs(lse[i] - whole_lse[i]) <= 1e-5f);
+  call.prior_lse = fm::ConstTensorView();
+  fails(FLASHMOE_ERROR_INVALID_ARGUMENT, "prior_lse: got a null tensor",
+        [&] { return fm::run(call, workspace); });
+}
+
 void check_sequences() {
   const std::vector<float> q(2 * 16), k(4 * 4 * 16);
   const int32_t used[] = {9, 5}, table[] = {2, 1, 3, 4};
@@ -861,6 +893,7 @@ void FLASHMOE_HPP_CHECKS() {
   gradients();
   given_experts_and_grouped_product();
   merge_states();
+  merge_in();
   kv_append();
   check_sequences();
   kv_gather();
