@@ -652,10 +652,11 @@ def flash_attention(
         except _TransformedError:
             _refuse_outputs(out=out, lse=lse, stream=stream)
     if prior_out is not None or prior_lse is not None:
+        named: dict[str, Any] = dict(zip(SEQUENCES, sequences, strict=True))
         own = flash_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
             attn_bias=attn_bias, attn_mask=attn_mask, layout=layout, return_lse=True,
-            kernel=kernel, **dict(zip(SEQUENCES, sequences, strict=True)),
+            kernel=kernel, **named,
         )  # fmt: skip
         return _merged_in(prior_out, prior_lse, own, layout, return_lse)
     q, k, v = _autograd.autocast(q, k, v)
