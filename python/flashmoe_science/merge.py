@@ -110,8 +110,8 @@ def merge_states(
         outs: [partials, batch, seq, heads, dim] in layout "bshd", [partials, batch, heads, seq,
             dim] in "bhsd", of any number of partials; of rank 4 one. Slices of it can be the `out`
             of flash_attention. Or two tensors (first, second) of rank 4, each of a dtype of its
-            own. fp16, bf16, fp32, on the CPU also fp64. dim is a multiple of 8. Here and below the last
-            dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
+            own. fp16, bf16, fp32, on the CPU also fp64. dim is a multiple of 8. Here and below the
+            last dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
         lses: [partials, batch, heads, seq], or two of [batch, heads, seq]: the natural log-sum-exp
             of each partial, fp32, with outs of fp64 fp64; any strides.
         layout: "bshd" or "bhsd".
