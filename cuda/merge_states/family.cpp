@@ -20,7 +20,8 @@ using kv_append::ceil_div;
 using kv_append::rows_of;
 using Problem = MergeStatesProblem;
 
-constexpr int64_t kUnitsOfThread = 8;
+constexpr int64_t kUnitsOfThread = 8;      // at the most
+constexpr int64_t kPartialsOfThread = 64;  // of all of these units: of more partials units are less
 constexpr int64_t kFewBlocks = 8;  // of a multiprocessor: those that run at a time, or nearly
 
 // What a launch costs, and what of the memory's speed there is. Nobody chooses by it.
@@ -48,8 +49,10 @@ bool cut_rows(const Problem& p, int multiprocessors, Shares* shares) {
     return false;
   }
   const bool few = s.rows * s.row_units <= kFewBlocks * multiprocessors * kThreads;
-  const int64_t units = kThreads * (few ? 1 : kUnitsOfThread);
-  const int64_t most_rows = kMostWeights / std::max<int64_t>(p.partials, 1);
+  const int64_t partials = std::max<int64_t>(p.partials, 1);
+  const int64_t of_thread = std::clamp<int64_t>(kPartialsOfThread / partials, 1, kUnitsOfThread);
+  const int64_t units = kThreads * (few ? 1 : of_thread);
+  const int64_t most_rows = kMostWeights / partials;
   s.block_rows = std::clamp<int64_t>(std::min(units / s.row_units, most_rows), 1, kMostBlockRows);
   s.blocks = std::max<int64_t>(ceil_div(s.rows, s.block_rows), 1);
   return true;

@@ -491,7 +491,7 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match="outs: got dtype fp64, accepted are fp16, bf16 and fp32"):
         fm.merge_states(outs, lses.double())
     outs = outs.float()
-    with pytest.raises(ValueError, match="lses: it is on cpu, but outs is on cuda:0"):
+    with pytest.raises(ValueError, match="lses: it is on cpu but outs is on cuda:0"):
         fm.merge_states(outs, lses.cpu())
     with pytest.raises(ValueError, match="out: it shares memory with outs"):
         fm.merge_states(outs, lses, out=outs[0])
