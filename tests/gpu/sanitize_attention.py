@@ -142,7 +142,7 @@ def _sequences(
     sequence. Free rows are NaN, and the table ends in pages that there are not. Values of sm90_mla
     are columns of their keys."""
     rng, dtype, size = np.random.default_rng(dim + options.seq_k), capi.DTYPES[kernel.dtype], 16
-    cached = capi.FP8 if kernel.family == "sm89_decode" and kernel.fp8 else dtype
+    cached = capi.FP8 if kernel.fp8 else dtype
     lengths = ((options.seq_q, options.seq_k), (0, 5), (1, 40))
 
     def tensors(count: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
@@ -242,7 +242,8 @@ def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int])
             options = _for_kernel(kernel, _SMALL[family])
             seen |= check(driver, kernel, kernel.dim, kernel.dim_v, options)
             continue
-        for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - 8, kernel.dim_v - 16)}:
+        less = 16 if kernel.fp8 else 8  # rows of fp8 begin on 16-byte boundaries, too
+        for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - less, kernel.dim_v - 16)}:
             for options in _OPTIONS:
                 seen |= check(driver, kernel, dim, dim_v, _for_kernel(kernel, options))
         # The rare path: a NaN of V that lies right of some rows of a tile and left of others.

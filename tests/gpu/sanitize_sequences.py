@@ -62,7 +62,7 @@ def check_gather(driver: Driver, case: gather_cases.Case, hostile: bool = False)
 
 def check_fp8(driver: Driver, rng: np.random.Generator, dtype: str) -> set[str]:
     """Pages of fp8, with a scale of each page and head that is a power of two."""
-    pages, size, heads, dim = 9, 5, 2, 24
+    pages, size, heads, dim = 9, 5, 2, 48
     cache = capi.normal(rng, (pages, size, heads, dim), capi.FP8)
     scale = np.exp2(rng.integers(-2, 3, (pages, heads))).astype(np.float32)
     table = rng.permutation(pages)[:8].reshape(2, 4).astype(np.int32)
