@@ -85,6 +85,8 @@ def serves(family: str) -> bool:
     lengths = {"seqused_k": np.full(1, 8, np.int32)} if family in kernels.OF_SEQUENCES else None
     values = arrays["k"][..., :dim_v]
     params = capi.attention_params(**arrays, v=values, tables=lengths, kernel=family.encode())
+    if lengths is not None:
+        params.keep |= params.keep_sequences.keep
     return sanitize.serves(params, capi.attention_plan)
 
 

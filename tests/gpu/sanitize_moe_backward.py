@@ -121,7 +121,9 @@ def check_layer(
         )  # fmt: skip
         return params, made
 
-    return check(runner, make, written=not accumulate and not wild, wild=wild)
+    # Boxes of the copy engine reach into rows of other experts, which may not be written yet.
+    written = not accumulate and not wild and family != "sm90"
+    return check(runner, make, written=written, wild=wild)
 
 
 def check_product(
@@ -149,7 +151,7 @@ def check_product(
         )  # fmt: skip
         return params, made
 
-    return check(runner, make, written=not accumulate)
+    return check(runner, make, written=not accumulate and family != "sm90")
 
 
 def check_route(
