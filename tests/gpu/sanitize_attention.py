@@ -57,7 +57,10 @@ FAMILIES = (*kernels.FAMILIES, *kernels.OF_SEQUENCES)
 
 
 def _for_kernel(kernel: Kernel, options: Options) -> Options:
-    """With a softcap where the kernel is for calls that have one, without where another is."""
+    """With a softcap where the kernel is for calls that have one, without where another is; with
+    heads enough for two blocks where these are a cluster."""
+    if kernel.family == "sm90_mla":
+        return options._replace(heads_q=80 if "Paired" in kernel.tuning else 16, heads_kv=1)
     if kernel.family in kernels.COPY_ENGINE:
         return options._replace(softcap=2.0 if kernel.capped else None)
     return options
@@ -79,10 +82,10 @@ def serves(family: str) -> bool:
     """Whether the family computes on this GPU."""
     dim, dim_v = (576, 512) if family == "sm90_mla" else (64, 64)
     arrays = {
-        name: capi.aligned_empty((1, 8, 1, last), capi.DTYPES["fp16"])
+        name: capi.aligned_empty((1, 40, 1, last), capi.DTYPES["fp16"])
         for name, last in (("q", dim), ("k", dim), ("out", dim_v))
     }
-    lengths = {"seqused_k": np.full(1, 8, np.int32)} if family in kernels.OF_SEQUENCES else None
+    lengths = {"seqused_k": np.full(1, 40, np.int32)} if family in kernels.OF_SEQUENCES else None
     values = arrays["k"][..., :dim_v]
     params = capi.attention_params(**arrays, v=values, tables=lengths, kernel=family.encode())
     if lengths is not None:
