@@ -26,6 +26,7 @@
 #include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/attention/sm90_mla/entry.h"
 #include "cuda/host/fake_cuda.h"
+#include "cuda/merge_states/params.h"
 #include "flashmoe/flashmoe.h"
 
 static std::atomic<bool> out_of_memory{false};
@@ -340,6 +341,56 @@ void check_read_back(const flashmoe_plan& plan) {
 
 // ---- tests
 // ---------------------------------------------------------------------------------------
+
+int launched_here = 0;
+merge_states::Params merging;  // of the second launch
+
+// Attention by any family, and behind it the merge of what it left in the workspace.
+void a_partial_is_merged_in_behind_any_family() {
+  for (const char* family : {"sm89", "sm90_whole_tiles", "sm89_few_rows"}) {
+    Call call(family, 2, 300, 700, 4, 2);
+    const flashmoe_plan alone = plan_of(call);
+    flashmoe_tensor prior = call.tensors[3], sums = call.tensors[4];
+    prior.data = reinterpret_cast<void*>((int64_t{1} << 40) + (int64_t{5} << 32));
+    prior.dtype = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+    sums.data = reinterpret_cast<void*>((int64_t{1} << 40) + (int64_t{6} << 32));
+    call.params.prior_out = &prior;
+    call.params.prior_lse = &sums;
+    call.tensors[3].dtype = prior.dtype;
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, alone.family) == 0);
+    CHECK(plan.launch_count == alone.launch_count + 1);
+    for (int32_t i = 0; i < alone.launch_count; ++i) {
+      CHECK(std::memcmp(&plan.launches[i], &alone.launches[i], sizeof plan.launches[i]) == 0);
+    }
+    const flashmoe_launch& last = plan.launches[alone.launch_count];
+    CHECK(std::strcmp(last.kernel, "merge_states_sm89_fp16_beside_fp32") == 0);
+    CHECK(plan.microseconds > alone.microseconds);
+    constexpr uint64_t kOut = 2 * 300 * 4 * 64 * 2, kLse = (2 * 300 * 4 * 4 + 127) / 128 * 128;
+    CHECK(plan.workspace_bytes == alone.workspace_bytes + kOut + kLse);
+    CHECK(call.run() == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
+
+    for (const bool in_place : {false, true}) {
+      if (in_place) call.params.out = &prior;
+      if (alone.launch_count > 1) continue;  // whose parts the workspace here has no room for
+      launched_here = 0;
+      fake::on_launch = [](const void* params) {
+        if (launched_here++ == 1) std::memcpy(&merging, params, sizeof merging);
+      };
+      CHECK(call.run_in_workspace() == FLASHMOE_OK);
+      fake::on_launch = nullptr;
+      CHECK(launched_here == 2);
+      check_read_back(plan);
+      CHECK(merging.outs.data == workspace && merging.partials == 1);
+      CHECK(reinterpret_cast<const char*>(merging.lses.data) == workspace + kOut);
+      CHECK(merging.prior_out.data == prior.data && merging.prior_lse.data == sums.data);
+      CHECK(merging.out.data == call.params.out->data && merging.lse.data == nullptr);
+      CHECK(merging.most_q == 0 && merging.rows == 2 * 300 * 4);
+    }
+    sums.dtype.bits = 16;
+    CHECK(call.run_in_workspace() == FLASHMOE_ERROR_INVALID_ARGUMENT);
+  }
+}
 
 // Nothing is asked of the runtime, which has no such device.
 void models_are_planned_for_and_run_nothing() {
@@ -1887,6 +1938,7 @@ int main(int argc, char** argv) {
   what_the_driver_refuses_the_runtime_decides();
   clusters_and_programmatic_launches_are_planned();
   parts_go_through_the_workspace();
+  a_partial_is_merged_in_behind_any_family();
   split_packs_query_heads();
   split_packs_any_number_of_heads();
   calls_go_where_they_are_fastest();
