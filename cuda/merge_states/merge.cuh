@@ -7,7 +7,7 @@
 // over their sum: a few threads a row, as many as its partials ask for, whose numbers lie anywhere
 // in memory. Weights and places are kept in shared memory. Then all threads merge a unit of a row
 // at a time, in the order of the partials, and have kBatch of them on their way before the first is
-// used; of few partials those of several units. Of a partial whose lse is -inf, no number is
+// used; of two partials those of kFewBatch units. Of a partial whose lse is -inf, no number is
 // read.
 //
 // A row is one block's, and a unit one thread's, which reads it before it writes: out may be
@@ -32,12 +32,14 @@
 
 namespace flashmoe::merge_states {
 
-// Partials of a unit that are on their way at a time, in 32 registers or less. Where there are
-// few partials, several units are.
+// Partials of a unit that are on their way at a time, in 32 registers or less. Where there are no
+// more than two partials, as many units are.
 template <class Element, bool kHalves>
 inline constexpr int kBatch = std::is_same_v<Element, float> ? 4
                               : kHalves                      ? 6
                                                              : 8;
+template <bool kHalves>
+inline constexpr int kFewBatch = kHalves ? 2 : 4;
 
 inline constexpr float kNotRead = -1.0f;  // in place of a weight
 inline constexpr int kBlocks = 4;         // of a multiprocessor, at least
@@ -381,22 +383,26 @@ __device__ __forceinline__ void merge_units(const Params& params, const SharedSt
   }
 }
 
-// The same of kSlots partials at the most, the prior one among them, whose weights are all kept:
-// kUnits units at a time.
-template <class Element, bool kHalves, int kUnits, int kSlots>
+// The same of two partials at the most, the prior one among them, whose weights are all kept.
+template <class Element, bool kHalves>
 __device__ __forceinline__ void merge_units_of_few(const Params& params,
                                                    const SharedStorage& shared, int end) {
+  constexpr int kUnits = kFewBatch<kHalves>;
   constexpr bool kWide = std::is_same_v<Element, float>;
   constexpr Format kFormat = kWide ? kFp32 : std::is_same_v<Element, __half> ? kFp16 : kBf16;
   const bool has_prior = params.prior_out.data != nullptr;
   const Format first_format = has_prior ? params.prior_format : kFormat;
-  const auto weight_of = [&](const Row& row, const float* weights, int slot) {
-    if (slot == 0 && has_prior) return row.prior != nullptr ? row.prior_weight : kNotRead;
-    const int partial = slot - (has_prior ? 1 : 0);
-    return partial < params.partials ? weights[partial] : kNotRead;
+  const int second = has_prior ? 0 : 1;  // partial of outs
+  // Of a row that is not written none are read.
+  const auto first_weight = [&](const Row& row, const float* weights) {
+    if (has_prior) return row.prior != nullptr ? row.prior_weight : kNotRead;
+    return params.partials > 0 ? weights[0] : kNotRead;
+  };
+  const auto second_weight = [&](const float* weights) {
+    return second < params.partials ? weights[second] : kNotRead;
   };
   for (int i = static_cast<int>(threadIdx.x); i < end; i += kThreads * kUnits) {
-    Stored stored[kUnits][kSlots];
+    Stored firsts[kUnits], seconds[kUnits];
 #pragma unroll
     for (int j = 0; j < kUnits; ++j) {
       const int at = min(i + j * kThreads, end - 1);
@@ -404,17 +410,11 @@ __device__ __forceinline__ void merge_units_of_few(const Params& params,
       const Row& row = shared.rows[index];
       const float* const weights = &shared.weights[index * params.kept];
       const Columns<kHalves> columns(params, at - index * params.row_units.number());
-      // Of a row that is not written none are read.
       const bool there = i + j * kThreads < end && row.out != nullptr;
-      const char* from = row.outs;
-#pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        const bool prior = slot == 0 && has_prior;
-        load(stored[j][slot], prior ? row.prior : from, columns,
-             slot == 0 ? first_format == kFp32 : kWide,
-             there && weight_of(row, weights, slot) != kNotRead);
-        if (!prior) from += params.outs_step;
-      }
+      load(firsts[j], has_prior ? row.prior : row.outs, columns, first_format == kFp32,
+           there && first_weight(row, weights) != kNotRead);
+      load(seconds[j], row.outs + second * params.outs_step, columns, kWide,
+           there && second_weight(weights) != kNotRead);
     }
 #pragma unroll
     for (int j = 0; j < kUnits; ++j) {
@@ -428,16 +428,10 @@ __device__ __forceinline__ void merge_units_of_few(const Params& params,
       float sums[kUnitNumbers];
 #pragma unroll
       for (float& sum : sums) sum = row.start;
-#pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        const float weight = weight_of(row, weights, slot);
-        if (weight == kNotRead) continue;
-        if (slot == 0) {
-          add<kHalves>(sums, stored[j][slot], weight, first_format);
-        } else {
-          add<Element>(sums, stored[j][slot], weight);
-        }
-      }
+      const float first = first_weight(row, weights);
+      const float other = second_weight(weights);
+      if (first != kNotRead) add<kHalves>(sums, firsts[j], first, first_format);
+      if (other != kNotRead) add<Element>(sums, seconds[j], other);
       store(row.out, columns, sums, params.out_format);
     }
   }
@@ -457,11 +451,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int count = min(params.block_rows, params.rows - first);
   weigh_rows(params, first, count, shared);
   const int end = count * params.row_units.number();
-  const int partials = params.partials + (params.prior_out.data != nullptr ? 1 : 0);
-  if (partials <= 2) {
-    merge_units_of_few<Element, kHalves, kHalves ? 2 : 4, 2>(params, shared, end);
-  } else if (!kHalves && partials <= 4) {
-    merge_units_of_few<Element, kHalves, 2, 4>(params, shared, end);
+  if (params.partials + (params.prior_out.data != nullptr ? 1 : 0) <= 2) {
+    merge_units_of_few<Element, kHalves>(params, shared, end);
   } else {
     merge_units<Element, kHalves>(params, shared, end);
   }
