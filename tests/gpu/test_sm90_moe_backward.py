@@ -15,9 +15,11 @@ import moe_oracle
 import numpy as np
 import pytest
 import torch
-from gpu import memory, moe_layers
+from gpu import memory, moe_gradient_calls, moe_layers
 from gpu.memory import Placement
+from gpu.moe_gradient_calls import Gradients
 from gpu.moe_layers import DEVICE, DTYPES
+from moe_cases import Case
 from reference import to_numpy
 
 pytestmark = pytest.mark.gpu
@@ -486,3 +488,50 @@ def test_hostile_routing() -> None:
             low, high = (-(2**31), 2**31 - 1) if i % 2 else (-10, 3000)
             t.copy_(torch.randint(low, high, t.shape, generator=g).int())
         layer.run()
+
+
+# ---- where what lies between the stages has its place
+
+
+@pytest.mark.parametrize("gate", ["gate_up", "interleaved", "separate"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+def test_a_gradient_has_room_for_another_stage(gate: str, turned: bool, out: str) -> None:
+    """da, and then a, lie where dw_gate_up will, if that has no gaps and is not added to: same bits
+    in a smaller workspace."""
+    case = Case(tokens=300, hidden=264, inner=520, experts=5, top_k=2, gate=gate, bias="x")
+    wanted = tuple(name for name in moe_gradient_calls.ALL if name not in ("dx", "dweights"))
+    apart = Gradients.of(case, "bf16", "sm90", missing=0.1, wanted=wanted, out=out, turned=turned)
+    want = apart.run()
+    inputs = {name: x for name, x in apart.call.placed.items() if name not in apart.names}
+    for accumulate, saved in ((False, False), (False, True), (True, False)):
+        dense = Gradients.of(case, "bf16", "sm90", ids=apart.ids, inputs=inputs, wanted=wanted,
+                             out=out, turned=turned, gap=0, accumulate=accumulate,
+                             saved=saved)  # fmt: skip
+        poison = 0.0 if accumulate else torch.nan
+        for view in dense.outputs.values():
+            view.fill_(poison)
+        moe_gradient_calls.assert_same(dense.run(poisons=moe_gradient_calls.POISONS[:1]), want)
+        if not saved:
+            a = case.tokens * case.top_k * case.inner * 2
+            less = apart.call.plan.workspace_bytes - dense.call.plan.workspace_bytes
+            assert less == (0 if accumulate else -(-a // 256) * 256)
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_many_rows_of_dx_go_by_halves(on_input: bool) -> None:
+    """Same bits as all at once, in half the room."""
+    case = Case(tokens=4100, hidden=1024, inner=264, experts=16, top_k=8, weight_on_input=on_input)
+    halves = Gradients.of(case, "bf16", "sm90", saved=True)
+    inputs = {name: x for name, x in halves.call.placed.items() if name not in halves.names}
+    bound = 1 << 40
+    whole = Gradients.of(case, "bf16", "sm90", ids=halves.ids, inputs=inputs, saved=True,
+                         max_workspace_bytes=bound)  # fmt: skip
+    plans = [one.call.plan for one in (halves, whole)]
+    repeats = [[p.launches[i].repeats for i in range(p.launch_count)] for p in plans]
+    assert repeats[0] == [0] * (plans[0].launch_count - 2) + [2, 2]
+    assert not any(repeats[1])
+    y = case.tokens * case.top_k * case.hidden * 2
+    less = plans[1].workspace_bytes - plans[0].workspace_bytes
+    assert y // 4 < less <= y // 2
+    moe_gradient_calls.assert_same(halves.run(), whole.run())
