@@ -3,6 +3,8 @@ all sizes, and nothing but the outputs written."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -518,20 +520,62 @@ def test_a_gradient_has_room_for_another_stage(gate: str, turned: bool, out: str
             assert less == (0 if accumulate else -(-a // 256) * 256)
 
 
+def launched(plan: Any, part: str) -> list[Any]:
+    return [one for one in plan.launches[: plan.launch_count] if part in one.kernel.decode()]
+
+
 @pytest.mark.parametrize("on_input", [False, True])
-def test_many_rows_of_dx_go_by_halves(on_input: bool) -> None:
-    """Same bits as all at once, in half the room."""
-    case = Case(tokens=4100, hidden=1024, inner=264, experts=16, top_k=8, weight_on_input=on_input)
-    halves = Gradients.of(case, "bf16", "sm90", saved=True)
+@pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize("gate", ["gate_up", "separate"])
+def test_many_rows_of_dx_go_by_halves(on_input: bool, has_room: bool, gate: str) -> None:
+    """Same bits as all at once, in half the room; `combine` and a gradient of a matrix beside each
+    other, on multiprocessors of their own."""
+    experts = 16 if has_room else 15  # 2 E H numbers, or more than T K
+    case = Case(tokens=4100 if has_room else 4200, hidden=1024, inner=264, experts=experts,
+                top_k=8 if gate == "gate_up" else 4, gate=gate, weight_on_input=on_input,
+                bias="x")  # fmt: skip
+    if gate == "separate":
+        case = dataclasses.replace(case, tokens=2 * case.tokens)
+    halves = Gradients.of(case, "bf16", "sm90", saved=True, missing=0.05, gap=0)
     inputs = {name: x for name, x in halves.call.placed.items() if name not in halves.names}
-    bound = 1 << 40
-    whole = Gradients.of(case, "bf16", "sm90", ids=halves.ids, inputs=inputs, saved=True,
-                         max_workspace_bytes=bound)  # fmt: skip
+    again = functools.partial(Gradients.of, case, "bf16", "sm90", ids=halves.ids, inputs=inputs,
+                              saved=True)  # fmt: skip
+    whole = again(max_workspace_bytes=1 << 40, gap=0)
     plans = [one.call.plan for one in (halves, whole)]
-    repeats = [[p.launches[i].repeats for i in range(p.launch_count)] for p in plans]
-    assert repeats[0] == [0] * (plans[0].launch_count - 2) + [2, 2]
-    assert not any(repeats[1])
-    y = case.tokens * case.top_k * case.hidden * 2
-    less = plans[1].workspace_bytes - plans[0].workspace_bytes
-    assert y // 4 < less <= y // 2
-    moe_gradient_calls.assert_same(halves.run(), whole.run())
+    combines = launched(plans[0], "combine")
+    gradients = launched(plans[0], "weight_gradient") or launched(plans[0], "backward_sm90")
+    all_of_them = torch.cuda.get_device_properties(0).multi_processor_count
+    if on_input:
+        assert [one.repeats for one in combines] == [2]
+    else:
+        assert len(combines) == 2
+        beside = [one for one in gradients if one.grid[0] < all_of_them - 1]
+        assert 1 <= len(beside) <= 2
+        assert combines[0].cluster == 2
+        assert combines[0].grid[0] + beside[0].grid[0] <= all_of_them
+    assert len(launched(plans[1], "combine")) == 1
+    y = case.tokens * case.top_k * case.hidden * 2 * (2 if gate == "separate" else 1)
+    assert plans[1].workspace_bytes - plans[0].workspace_bytes > y // 4
+    want = whole.run()
+    for poison in moe_gradient_calls.POISONS:
+        moe_gradient_calls.assert_same(halves.run(poisons=(poison,)), want)
+    # What is added to, and what has gaps, has no room for others.
+    moe_gradient_calls.assert_same(again(gap=8).run(), want)
+
+
+def test_bits_of_launches_beside_each_other() -> None:
+    """Over and over, with all that the call is to write poisoned before."""
+    case = Case(tokens=4100, hidden=1024, inner=264, experts=16, top_k=8)
+    one = Gradients.of(case, "bf16", "sm90", saved=True, gap=0)
+    want = one.run()
+    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for i in range(300):
+        if i % 10 == 0:
+            one.call.workspace[4096:-4096] = 0xFF
+            for view in one.outputs.values():
+                view.fill_(torch.nan)
+        one.call.launch()
+        one.call.launch()  # right behind it: what one call reads last the next one writes
+        for name, view in one.outputs.items():
+            differ += (memory.bits(view) != memory.bits(want[name])).sum()
+    assert differ == 0

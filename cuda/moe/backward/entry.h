@@ -22,19 +22,29 @@ inline const Kernel& kernel_for(const Kernel (&kernels)[2], Dtype dtype) {
   return kernels[dtype == Dtype::kFloat16 ? 0 : 1];
 }
 
-// Threads of `combine` for so many columns: as few passes of the block over them as may be, all
-// alike.
-inline int combine_threads(int64_t columns) {
+// How `combine` is launched.
+struct CombineShape {
+  int team_threads;  // of a token
+  int teams;         // of a block
+  int64_t blocks;
+
+  int threads() const { return teams * team_threads; }
+};
+// Threads of a token of so many columns: as few passes over them as may be, all alike.
+inline int team_threads(int64_t columns) {
   constexpr int64_t kWarp = 32;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t pieces = std::max<int64_t>(ceil_div(columns, kPiece), 1);
-  const int64_t passes = ceil_div(pieces, kCombineThreads);
+  const int64_t passes = ceil_div(pieces, kTeamThreads);
   return static_cast<int>(ceil_div(ceil_div(pieces, passes), kWarp) * kWarp);
 }
-// Its blocks: one for each token, or as many as run at a time, which take tokens in turn.
-inline int64_t combine_blocks(int64_t tokens, int threads, int multiprocessors) {
-  constexpr int64_t kThreadsAtATime = 1024;  // of a multiprocessor
-  return std::min(tokens, multiprocessors * (kThreadsAtATime / threads));
+// A block for each multiprocessor, whose teams take tokens in turn; of few tokens one for each.
+inline CombineShape combine_shape(int64_t tokens, int64_t columns, int multiprocessors) {
+  const int threads = team_threads(columns);
+  const int most = std::min(kMostTeams, kCombineThreads / threads);
+  const int64_t teams = std::clamp<int64_t>(tokens / multiprocessors, 1, most);
+  const int64_t blocks = std::min<int64_t>((tokens + teams - 1) / teams, multiprocessors);
+  return {threads, static_cast<int>(teams), blocks};
 }
 
 // Slots of a warp of `rows`: many of short rows, for which look-ups else take as long as the rows;

@@ -12,8 +12,10 @@ inline constexpr int kPiece = 8;     // elements of 16 bytes
 inline constexpr int kRowWarps = 4;  // of a block of `rows`, a run of slots each
 inline constexpr int kSumWarps = 8;  // of a block of `sums`, by turns a row each
 inline constexpr int kSumColumns = 256;
-inline constexpr int kZeroWarps = 4;  // of a block of `zeros`, a row each
-inline constexpr int kCombineThreads = 256;
+inline constexpr int kZeroWarps = 4;      // of a block of `zeros`, a row each
+inline constexpr int kTeamThreads = 256;  // at most, of a token of `combine`
+inline constexpr int kMostTeams = 15;     // of a block, each with a named barrier
+inline constexpr int kCombineThreads = 1024;
 
 struct Routing {
   const float* weights;    // [tokens, top_k]
@@ -82,6 +84,7 @@ struct CombineParams {
   int32_t hidden;
   int32_t weight_on_input;
   int32_t adds;
+  int32_t team_threads;  // that have a token: whole warps
 };
 
 // Sums over an expert's rows.

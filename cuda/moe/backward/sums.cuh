@@ -4,10 +4,11 @@
 
 #include "core/ops/moe/problem.h"
 #include "cuda/moe/backward/rows.cuh"
+#include "cuda/ptx/named_barrier.cuh"
 
 namespace flashmoe::moe_backward {
 
-// ---- dx and dweights: blocks take tokens in turn ------------------------------------------------
+// ---- dx and dweights: teams of threads take tokens in turn --------------------------------------
 
 template <class Element>
 __device__ __forceinline__ void add_piece(float (&sum)[kPiece], const uint16_t* y, bool valid) {
@@ -102,17 +103,17 @@ __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int
   return total;
 }
 
-// What a thread looks up for a pair of a token, in two steps: a block begins either for tokens to
+// What a thread looks up for a pair of a token, in two steps: a team begins either for tokens to
 // come, so that no token waits for one and then the other.
 class PairsRow {
  public:
-  __device__ __forceinline__ PairsRow(const CombineParams& params, int tokens)
-      : p_(params), tokens_(tokens) {}
+  __device__ __forceinline__ PairsRow(const CombineParams& params, int tokens, int pair)
+      : p_(params), tokens_(tokens), mine_(pair) {}
 
   // The slot of this thread's pair of a token.
   __device__ __forceinline__ void begin(int64_t token) {
     slot_ = -1;
-    if (token < tokens_) slot_ = p_.routing.slots[token * p_.routing.top_k + thread_index()];
+    if (token < tokens_) slot_ = p_.routing.slots[token * p_.routing.top_k + mine_];
   }
   // Of the token that was begun: whose the slot's row is.
   __device__ __forceinline__ void go_on(int64_t token) {
@@ -121,13 +122,12 @@ class PairsRow {
     token_ = p_.row_tokens[row_];
     pair_ = p_.routing.pairs[row_];
     if (p_.weight_on_input != 0) {
-      weight_ = p_.routing.weights[token * p_.routing.top_k + thread_index()];
+      weight_ = p_.routing.weights[token * p_.routing.top_k + mine_];
     }
   }
   // The row, or -1, and its factor.
   __device__ __forceinline__ void end(int64_t token, int* row, float* weight) const {
-    const bool counts =
-        row_ >= 0 && token_ == token && pair_ == token * p_.routing.top_k + thread_index();
+    const bool counts = row_ >= 0 && token_ == token && pair_ == token * p_.routing.top_k + mine_;
     *row = counts ? row_ : -1;
     *weight = !counts ? 0.0f : p_.weight_on_input != 0 ? weight_ : 1.0f;
   }
@@ -135,6 +135,7 @@ class PairsRow {
  private:
   const CombineParams& p_;
   const int tokens_;
+  const int mine_;
   int slot_ = -1;
   int row_ = -1;
   int token_ = -1;
@@ -142,14 +143,14 @@ class PairsRow {
   float weight_ = 0.0f;
 };
 
-// Of a token whose rows are known.
+// Of a token whose rows are known, by thread `thread` of its team.
 template <class Element>
 __device__ __forceinline__ void combine_token(const CombineParams& params, int64_t token,
-                                              const int* rows, const float* weights) {
+                                              int thread, const int* rows, const float* weights) {
   const int top_k = params.routing.top_k;
   if (params.dx != nullptr) {
-    for (int column = thread_index() * kPiece; column < params.hidden;
-         column += thread_count() * kPiece) {
+    for (int column = thread * kPiece; column < params.hidden;
+         column += params.team_threads * kPiece) {
       float sum[kPiece] = {};
       for (const uint16_t* y : params.y) {
         if (y == nullptr) continue;
@@ -161,7 +162,8 @@ __device__ __forceinline__ void combine_token(const CombineParams& params, int64
   }
   const bool sums_up = params.weight_on_input != 0 && params.dots != nullptr;
   if (params.dweights == nullptr && !sums_up) return;
-  for (int k = warp_index(); k < top_k; k += warp_count()) {
+  const int warps = params.team_threads / kThreadsPerWarp;
+  for (int k = thread / kThreadsPerWarp; k < top_k; k += warps) {
     const int row = rows[k];
     float gradient = 0.0f;
     if (row >= 0) {
@@ -179,16 +181,19 @@ __device__ __forceinline__ void combine_token(const CombineParams& params, int64
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kCombineThreads, 4)
+__global__ void __launch_bounds__(kCombineThreads, 1)
     combine_kernel(const __grid_constant__ CombineParams params) {
-  __shared__ int rows[2][kMaxTopK];
-  __shared__ float weights[2][kMaxTopK];
+  __shared__ int rows[kMostTeams][2][kMaxTopK];
+  __shared__ float weights[kMostTeams][2][kMaxTopK];
   begin_kernel();
   const int tokens = params.routing.rows / params.routing.top_k;
-  const int64_t stride = gridDim.x;
-  const bool looks = thread_index() < params.routing.top_k;
-  int64_t token = blockIdx.x;
-  PairsRow next(params, tokens);
+  const int teams = thread_count() / params.team_threads;
+  const int team = __shfl_sync(kFullWarp, thread_index() / params.team_threads, 0);
+  const int thread = thread_index() - team * params.team_threads;
+  const int64_t stride = int64_t{gridDim.x} * teams;
+  const bool looks = thread < params.routing.top_k;
+  int64_t token = int64_t{blockIdx.x} * teams + team;
+  PairsRow next(params, tokens, thread);
   if (looks) {
     next.begin(token);
     next.go_on(token);
@@ -196,13 +201,13 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
   }
   for (int place = 0; token < tokens; token += stride, place ^= 1) {
     if (looks) {
-      next.end(token, &rows[place][thread_index()], &weights[place][thread_index()]);
+      next.end(token, &rows[team][place][thread], &weights[team][place][thread]);
       next.go_on(token + stride);
       next.begin(token + 2 * stride);
     }
     // Of the other place all have read what the token before had there.
-    __syncthreads();
-    combine_token<Element>(params, token, rows[place], weights[place]);
+    ptx::named_barrier_sync(1 + team, params.team_threads);
+    combine_token<Element>(params, token, thread, rows[team][place], weights[team][place]);
   }
 }
 

@@ -437,11 +437,11 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
     }
   }
   if (needs.combine) {
-    const int threads = moe_backward::combine_threads(of_hidden.count);
-    const int64_t blocks =
-        moe_backward::combine_blocks(layer.tokens, threads, facts.multiprocessors);
+    const moe_backward::CombineShape shape =
+        moe_backward::combine_shape(layer.tokens, of_hidden.count, facts.multiprocessors);
     FLASHMOE_TRY(add_stage(kernel_for(moe_backward::combine_kernels, dtype), facts, p.device,
-                           blocks, threads, 1, plan, reason));
+                           shape.blocks, shape.threads(), 1, plan, reason));
+    plan->info.launches[plan->info.launch_count - 1].tile_m = shape.team_threads;
   }
   for (int32_t i = 0; i < plan->info.launch_count; ++i) {
     const int64_t repeats = i < of_inner ? chunk_count(layer.inner, chunks.inner)
@@ -502,8 +502,9 @@ moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const InnerChu
   return params;
 }
 
+// `threads`: of a token.
 moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const HiddenChunk& chunk,
-                                           const Workspace& w) {
+                                           const Workspace& w, int32_t threads) {
   moe_backward::CombineParams params = {};
   params.routing = routing_of(p);
   params.row_tokens = w.row_tokens;
@@ -522,6 +523,7 @@ moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const Hi
   params.hidden = static_cast<int32_t>(chunk.count);
   params.weight_on_input = p.layer.weight_on_input ? 1 : 0;
   params.adds = p.accumulate ? 1 : 0;
+  params.team_threads = threads;
   return params;
 }
 
@@ -599,7 +601,8 @@ flashmoe_status launch_hidden(const MoeBackwardProblem& p, const HiddenChunk& ch
     FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
   }
   if (!needs.combine) return FLASHMOE_OK;
-  const moe_backward::CombineParams combine = combine_params(p, chunk, w);
+  const moe_backward::CombineParams combine =
+      combine_params(p, chunk, w, plan.info.launches[index].tile_m);
   return launch_planned(plan, index, &combine, stream);
 }
 
