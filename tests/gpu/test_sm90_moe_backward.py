@@ -3,7 +3,6 @@ all sizes, and nothing but the outputs written."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
