@@ -140,7 +140,7 @@ def test_what_is_overwritten_has_no_other_place(family: str, gate: str) -> None:
 
 
 def test_a_gradient_has_room_for_another_stage() -> None:
-    """Of sm90: a, and da before it, where dw_gate_up will lie; not in one that is added to, that has
+    """Of sm90: a, and da before it, where dw_gate_up will lie; not in one that is added to, or has
     gaps or fewer numbers."""
     skip_without("sm90")
 
@@ -161,7 +161,8 @@ def test_a_gradient_has_room_for_another_stage() -> None:
         tokens=4096, hidden=64, inner=1024, experts=8, top_k=2, device="h200", kernel="sm90",
         wanted=(False, True, False, True, False, False, False, False),
     )  # fmt: skip
-    assert few.workspace_bytes == pieces(4, 4 * 1024, 2 * 1024, pairs=8192)
+    counters = few.workspace_bytes - pieces(4, 4 * 1024, 2 * 1024, pairs=8192)
+    assert 0 < counters < 4096
 
 
 def test_many_rows_of_dx_go_by_halves() -> None:

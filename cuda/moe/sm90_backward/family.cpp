@@ -482,8 +482,9 @@ int beside(const Layer& p, const HiddenChunk& chunk, const Gradient& gradient,
                        static_cast<double>(gradient.n);
   const double share = bytes / kBytes / (bytes / kBytes + flops / kFlops);
   const int all = facts.multiprocessors / kCluster;
-  const int clusters = static_cast<int>(share * all + 0.5);
-  return std::clamp(clusters, 1, std::max(all / 2, 1)) * kCluster;
+  // Rather too many: who has few is slow by much.
+  const int clusters = static_cast<int>(share * all) + 1;
+  return std::min(clusters, std::max(all / 2, 1)) * kCluster;
 }
 
 flashmoe_status check_again(const MoeForwardProblem& layer, const Reason& reason) {
