@@ -12,6 +12,7 @@
 #include "cuda/moe/backward/params.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/global_store.cuh"
 #include "cuda/tile/activation_gradient.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/thread.cuh"
@@ -57,9 +58,8 @@ __device__ __forceinline__ void load_own_piece(float (&values)[kPiece], const ui
 template <class Element>
 __device__ __forceinline__ void store_piece(uint16_t* to, const float (&values)[kPiece]) {
   using Numeric = numeric::ElementTraits<Element>;
-  *reinterpret_cast<uint4*>(to) =
-      make_uint4(Numeric::pack(values[0], values[1]), Numeric::pack(values[2], values[3]),
-                 Numeric::pack(values[4], values[5]), Numeric::pack(values[6], values[7]));
+  ptx::store_global(to, Numeric::pack(values[0], values[1]), Numeric::pack(values[2], values[3]),
+                    Numeric::pack(values[4], values[5]), Numeric::pack(values[6], values[7]));
 }
 
 // The expert of a slot, one of the experts' by the warp's lanes; the last whose rows begin at or
@@ -133,13 +133,9 @@ class RowsOfWarp {
   // Adds <da, a> to `total`; the first pieces are loaded, and the next row's in the end.
   __device__ __forceinline__ float differentiate(Pieces& pieces, int row, float weight,
                                                  float total) const {
-    constexpr int kBlock = kThreadsPerWarp * kPiece;
-    for (int block = 0; block < p_.inner; block += kBlock) {
-      const int i = block + lane_index() * kPiece;
-      const float dot = differentiate_piece(pieces, row, weight, i);
-      if (p_.dots != nullptr) total += sum_of_lanes(dot);
-    }
-    return total;
+    // A limit is many instructions, and mostly there is none.
+    if (p_.limit < INFINITY) return differentiate<true>(pieces, row, weight, total);
+    return differentiate<false>(pieces, row, weight, total);
   }
 
   // What a slot leaves that does not count: products by which weights' gradients are made meet it.
@@ -154,7 +150,20 @@ class RowsOfWarp {
   }
 
  private:
+  template <bool kCuts>
+  __device__ __forceinline__ float differentiate(Pieces& pieces, int row, float weight,
+                                                 float total) const {
+    constexpr int kBlock = kThreadsPerWarp * kPiece;
+    for (int block = 0; block < p_.inner; block += kBlock) {
+      const int i = block + lane_index() * kPiece;
+      const float dot = differentiate_piece<kCuts>(pieces, row, weight, i);
+      if (p_.dots != nullptr) total += sum_of_lanes(dot);
+    }
+    return total;
+  }
+
   // <da, a>, of this lane's pieces from element i on. The next are loaded while they are computed.
+  template <bool kCuts>
   __device__ __forceinline__ float differentiate_piece(Pieces& pieces, int row, float weight,
                                                        int i) const {
     const int64_t slot = first_ + row;
@@ -178,13 +187,15 @@ class RowsOfWarp {
     float slope[kPiece];
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
-      act[j] = p_.gated != 0 ? cut_above(first[j], p_.limit) : cut(first[j], p_.limit);
+      act[j] = first[j];
+      if (kCuts) act[j] = p_.gated != 0 ? cut_above(act[j], p_.limit) : cut(act[j], p_.limit);
     }
     activate_with_slope(act, slope, p_.activation, p_.alpha);
     float up[kPiece];
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
-      up[j] = p_.gated != 0 ? cut(second[j], p_.limit) + p_.up_offset : 1.0f;
+      const float u = kCuts ? cut(second[j], p_.limit) : second[j];
+      up[j] = p_.gated != 0 ? u + p_.up_offset : 1.0f;
     }
     if (p_.has_da != 0) {
       float dfirst[kPiece];
@@ -193,10 +204,13 @@ class RowsOfWarp {
       for (int j = 0; j < kPiece; ++j) {
         dot = fmaf(da[j], act[j] * up[j], dot);
         const float weighted = da[j] * factor;
-        const float through = weighted * up[j] * slope[j];
-        dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, through)
-                                  : through_cut(first[j], p_.limit, through);
-        dsecond[j] = p_.gated != 0 ? through_cut(second[j], p_.limit, weighted * act[j]) : 0.0f;
+        dfirst[j] = weighted * up[j] * slope[j];
+        dsecond[j] = p_.gated != 0 ? weighted * act[j] : 0.0f;
+        if (kCuts) {
+          dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, dfirst[j])
+                                    : through_cut(first[j], p_.limit, dfirst[j]);
+          dsecond[j] = through_cut(second[j], p_.limit, dsecond[j]);
+        }
       }
       store_dz(p_.dz, slot, i, dfirst, dsecond);
       if (p_.scaled_dz.data != nullptr) {

@@ -1408,7 +1408,9 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
             if any(map(is_transformed, given)):
                 return None
             kernel = functools.partial(_moe_backward_kernel, overwrites=True)
-            return differentiate(grads, tensors, made, wanted, kernel)
+            # Of which torch counts no write: a graph that is retained would be refused for it.
+            uncounted = tuple(x.data for x in made)
+            return differentiate(grads, tensors, uncounted, wanted, kernel)
 
         steps = _moe_autograd.Steps(
             _LAYER_TENSORS, compute, differentiate, (0,), kept,
