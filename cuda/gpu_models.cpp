@@ -88,7 +88,7 @@ constexpr Compiled kCompiled[] = {
     {"attention_combine_sm90_split_kv_bf16_d256_", 4144, kMostRegisters},
     {"kv_append_sm89_", 1028, kMostRegisters},
     {"kv_gather_sm89_", 5632, kMostRegisters},
-    {"moe_backward_combine_", 256, kMostRegisters},
+    {"moe_backward_combine_", 7680, kMostRegisters},
     {"moe_backward_sums_", 8192, kMostRegisters},
     {"moe_route_once_", 144, kMostRegisters},
     {"moe_route_place", 41232, kMostRegisters},
