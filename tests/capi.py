@@ -30,7 +30,9 @@ CUDA = 2
 LAYOUTS = {"bshd": 0, "bhsd": 1}
 CAUSAL = {"none": 0, "bottom_right": 1, "top_left": 2}
 BF16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": BF16}
+_DLPACK_TYPES = {BF16: (4, 16), FP8: (10, 8)}  # code and bits of those that NumPy does not have
 
 
 class Device(c.Structure):
@@ -288,7 +290,7 @@ def load_fresh(**environment: str) -> c.CDLL:
 
 def tensor(array: np.ndarray) -> Tensor:
     """A view of `array`, strides and all."""
-    code, bits = (4, 16) if array.dtype == BF16 else (2, 8 * array.dtype.itemsize)
+    code, bits = _DLPACK_TYPES.get(array.dtype, (2, 8 * array.dtype.itemsize))
     code = {"i": 0, "u": 1, "b": 6}.get(array.dtype.kind, code)
     made = Tensor()
     made.shape = (c.c_int64 * array.ndim)(*array.shape)

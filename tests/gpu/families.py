@@ -10,7 +10,7 @@ import torch
 from gpu.cases import Case
 
 _NEEDS_CAPABILITY = dict.fromkeys(
-    kernels.COPY_ENGINE, (9, 0)
+    (*kernels.COPY_ENGINE, "sm90_mla"), (9, 0)
 )  # of the families that run on one alone
 # Of a block, and the most shared memory that one may have.
 THREADS = {"sm89_few_rows": (32, 64, 128, 256), "sm90_split_kv": (384, 512),

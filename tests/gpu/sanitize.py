@@ -82,10 +82,17 @@ def run(
     driver: Driver, arrays: dict[str, np.ndarray], outputs: Iterable[str], params: Any,
     plan: Callable[[Any], capi.Plan], function: str,
 ) -> list[str]:  # fmt: skip
-    """Computes on the GPU, brings outputs back into `arrays`; the kernels' names."""
-    addresses = {name: driver.upload(array) for name, array in arrays.items()}
+    """Computes on the GPU, brings outputs back into `arrays`; the kernels' names.
+
+    An array that is the first columns of another is so there, too.
+    """
+    owners = {
+        name: other for name, array in arrays.items() for other, of in arrays.items()
+        if array.ctypes.data == of.ctypes.data and array.nbytes < of.nbytes
+    }  # fmt: skip
+    addresses = {name: driver.upload(array) for name, array in arrays.items() if name not in owners}
     for name, view in on_gpu(params).keep.items():
-        view.data = addresses[name]
+        view.data = addresses[owners.get(name, name)]
     lib = capi.load()
     planned = plan(params)
     # Poisoned, and of exactly the bytes that the plan asks for.

@@ -48,32 +48,56 @@ _SMALL = {
     "sm90_whole_tiles": Options(130, 330, 2, 1, "bottom_right"),
     "sm89_few_rows": Options(1, 1100, 8, 2, "bottom_right", "bhsd"),
     "sm90_split_kv": Options(5, 1100, 4, 1, "bottom_right"),
+    "sm89_decode": Options(5, 1100, 8, 2, "bottom_right"),
+    "sm90_mla": Options(2, 330, 48, 1, "bottom_right"),
+    "mixed": Options(130, 330, 2, 1, "bottom_right"),
 }
 _RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
+FAMILIES = (*kernels.FAMILIES, *kernels.OF_SEQUENCES)
 
 
 def _for_kernel(kernel: Kernel, options: Options) -> Options:
-    """With a softcap where the kernel is for calls that have one, without where another is."""
+    """With a softcap where the kernel is for calls that have one, without where another is; with
+    heads enough for two blocks where these are a cluster."""
+    if kernel.family == "sm90_mla":
+        return options._replace(heads_q=80 if "Paired" in kernel.tuning else 16, heads_kv=1)
     if kernel.family in kernels.COPY_ENGINE:
         return options._replace(softcap=2.0 if kernel.capped else None)
     return options
 
 
+def compiled(family: str) -> list[Kernel]:
+    """The family's kernels; of mixed batches calls that are divided, in both dtypes."""
+    if family == "mixed":
+        return [Kernel(family, dtype, 128, 128, "") for dtype in kernels.DTYPES]
+    return sorted(kernels.attention(family))
+
+
+def kernel_name(kernel: Kernel) -> str:
+    """The first of its launches."""
+    return "attention_forward_mixed_lengths" if kernel.family == "mixed" else kernel.table_name
+
+
 def serves(family: str) -> bool:
     """Whether the family computes on this GPU."""
-    shape = (1, 8, 1, 64)
+    dim, dim_v = (576, 512) if family == "sm90_mla" else (64, 64)
     arrays = {
-        name: capi.aligned_empty(shape, capi.DTYPES["fp16"]) for name in ("q", "k", "v", "out")
+        name: capi.aligned_empty((1, 40, 1, last), capi.DTYPES["fp16"])
+        for name, last in (("q", dim), ("k", dim), ("out", dim_v))
     }
-    params = capi.attention_params(**arrays, kernel=family.encode())
+    lengths = {"seqused_k": np.full(1, 40, np.int32)} if family in kernels.OF_SEQUENCES else None
+    values = arrays["k"][..., :dim_v]
+    params = capi.attention_params(**arrays, v=values, tables=lengths, kernel=family.encode())
+    if lengths is not None:
+        params.keep |= params.keep_sequences.keep
     return sanitize.serves(params, capi.attention_plan)
 
 
 def check_call(
     driver: Driver, kernel: Kernel, dim: int, dim_v: int,
     options: Options, bad_key: int | None = None,
-) -> str:  # fmt: skip
-    """One call of the kernel's family; the name of the kernel that ran."""
+) -> set[str]:  # fmt: skip
+    """One call of the kernel's family; the names of the kernels that ran."""
     dtype = kernel.dtype
     seq_q, seq_k, heads_q, heads_kv, causal, layout, window, softcap = options
     rng = np.random.default_rng(dim + seq_k)
@@ -91,35 +115,45 @@ def check_call(
     arrays["out"][...] = np.nan
     if bad_key is not None:
         arrays["v"][0, bad_key] = np.nan
+    extra = {}
+    if kernel.biased:
+        extra["attn_bias"] = capi.normal(rng, (1, heads_q, seq_q, seq_k), capi.DTYPES[dtype])
+        extra["attn_mask"] = rng.random((1, 1, seq_q, seq_k)) < 0.8
+        arrays |= extra
     mask = {"causal": causal, "window": window}
     # Any rows of a tile serve a call of this family; of the others the dimensions tell the kernel.
     wanted = kernel.table_name if kernel.family == "sm89_few_rows" else kernel.family
     params = capi.attention_params(**arrays, layout=layout, **mask, softcap=softcap,
                                    kernel=wanted.encode())  # fmt: skip
-    ran, *_ = sanitize.run(driver, arrays, ("out", "lse"), params, capi.attention_plan,
-                           "flashmoe_attention_forward")  # fmt: skip
+    ran = sanitize.run(driver, arrays, ("out", "lse"), params, capi.attention_plan,
+                       "flashmoe_attention_forward")  # fmt: skip
     out, lse, q, k, v = (arrays[name] for name in ("out", "lse", "q", "k", "v"))
     if bad_key is None:
-        reference.assert_accurate(out, lse, q, k, v, **mask, softcap=softcap, layout=layout)
+        reference.assert_accurate(out, lse, q, k, v, **mask, softcap=softcap, layout=layout,
+                                  **extra)  # fmt: skip
     else:
         seen = reference.visible(seq_q, seq_k, **mask)[:, bad_key]
+        if kernel.biased:
+            seen &= extra["attn_mask"][0, 0, :, bad_key]
         assert np.isnan(out[0, seen].astype(np.float32)).all()
         assert np.isfinite(out[0, ~seen].astype(np.float32)).all()
-    return ran
+    return set(ran)
 
 
 def _sequences(
     kernel: Kernel, dim: int, dim_v: int, options: Options
 ) -> tuple[dict[str, np.ndarray], list[tuple[np.ndarray, ...]]]:
     """Queries one behind the other, and keys in pages: arrays of a call, and q, k and v of each
-    sequence. Free rows are NaN, and the table ends in pages that there are not."""
+    sequence. Free rows are NaN, and the table ends in pages that there are not. Values of sm90_mla
+    are columns of their keys."""
     rng, dtype, size = np.random.default_rng(dim + options.seq_k), capi.DTYPES[kernel.dtype], 16
+    cached = capi.FP8 if kernel.fp8 else dtype
     lengths = ((options.seq_q, options.seq_k), (0, 5), (1, 40))
 
     def tensors(count: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         shapes = ((count, seq, options.heads_kv, last) for last in (dim, dim_v))
-        k, v = (capi.normal(rng, shape, dtype) for shape in shapes)
-        return k, v
+        k, v = (capi.normal(rng, shape, cached) for shape in shapes)
+        return k, k[..., :dim_v] if kernel.family == "sm90_mla" else v
 
     ends = np.cumsum([0, *(n for n, _ in lengths)])
     q = capi.normal(rng, (1, int(ends[-1]), options.heads_q, dim), dtype)
@@ -131,10 +165,11 @@ def _sequences(
         x[...] = np.nan
     parts = []
     for b, (_, length) in enumerate(lengths):
-        parts.append((q[:, ends[b] : ends[b + 1]], *tensors(1, length)))
+        own = tensors(1, length)
+        parts.append((q[:, ends[b] : ends[b + 1]], *(x.astype(dtype) for x in own)))
         for page in range(needed[b]):
             at = table[b, page] = next(places)
-            for x, part in zip(pages, parts[b][1:], strict=True):
+            for x, part in zip(pages, own, strict=True):
                 rows = part[0, page * size : (page + 1) * size]
                 x[at, : len(rows)] = rows
     arrays = {
@@ -153,21 +188,21 @@ _TENSORS = ("q", "k", "v", "out", "lse")
 
 def _run_sequences(
     driver: Driver, kernel: Kernel, arrays: dict[str, np.ndarray], **options: Any
-) -> str:
+) -> set[str]:
     tables = {name: x for name, x in arrays.items() if name not in _TENSORS}
+    wanted = "mixed" if kernel.family == "mixed" else kernel.table_name
     params = capi.attention_params(*(arrays[name] for name in _TENSORS), **options, tables=tables,
-                                   kernel=kernel.table_name.encode())  # fmt: skip
+                                   kernel=wanted.encode())  # fmt: skip
     params.keep |= params.keep_sequences.keep
-    ran, *_ = sanitize.run(driver, arrays, ("out", "lse"), params, capi.attention_plan,
-                           "flashmoe_attention_forward")  # fmt: skip
-    return ran
+    return set(sanitize.run(driver, arrays, ("out", "lse"), params, capi.attention_plan,
+                            "flashmoe_attention_forward"))  # fmt: skip
 
 
 def check_sequences(
     driver: Driver, kernel: Kernel, dim: int, dim_v: int, options: Options,
     bad_key: int | None = None,
-) -> str:  # fmt: skip
-    """One ragged and paged call; the name of the kernel that ran."""
+) -> set[str]:  # fmt: skip
+    """One ragged and paged call; the names of the kernels that ran."""
     arrays, parts = _sequences(kernel, dim, dim_v, options)
     mask = {"causal": options.causal, "window": options.window}
     if bad_key is not None:
@@ -187,7 +222,7 @@ def check_sequences(
     return ran
 
 
-def check_hostile_sequences(driver: Driver, kernel: Kernel) -> str:
+def check_hostile_sequences(driver: Driver, kernel: Kernel) -> set[str]:
     """Numbers that lead outside of everything, were they followed."""
     arrays, _ = _sequences(kernel, kernel.dim, kernel.dim_v, _OPTIONS[0])
     rng, most = np.random.default_rng(0), 2**31 - 1
@@ -205,22 +240,24 @@ def check_hostile_sequences(driver: Driver, kernel: Kernel) -> str:
 
 def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int]) -> set[str]:
     seen = set()
-    for kernel in sanitize.part_of(sorted(kernels.plain_attention(family)), share):
-        check = check_sequences if kernel.ragged else check_call
+    for kernel in sanitize.part_of(compiled(family), share):
+        of_sequences = kernel.ragged or family in kernels.OF_SEQUENCES
+        check = check_sequences if of_sequences else check_call
         if small:
             options = _for_kernel(kernel, _SMALL[family])
-            seen.add(check(driver, kernel, kernel.dim, kernel.dim_v, options))
+            seen |= check(driver, kernel, kernel.dim, kernel.dim_v, options)
             continue
-        for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - 8, kernel.dim_v - 16)}:
+        less = 16 if kernel.fp8 else 8  # rows of fp8 begin on 16-byte boundaries, too
+        for dim, dim_v in {(kernel.dim, kernel.dim_v), (kernel.dim - less, kernel.dim_v - 16)}:
             for options in _OPTIONS:
-                seen.add(check(driver, kernel, dim, dim_v, _for_kernel(kernel, options)))
+                seen |= check(driver, kernel, dim, dim_v, _for_kernel(kernel, options))
         # The rare path: a NaN of V that lies right of some rows of a tile and left of others.
-        seen.add(check(driver, kernel, kernel.dim, kernel.dim_v, _for_kernel(kernel, _RARE),
-                       bad_key=60))  # fmt: skip
-        if kernel.ragged:
-            seen.add(check_hostile_sequences(driver, kernel))
+        seen |= check(driver, kernel, kernel.dim, kernel.dim_v, _for_kernel(kernel, _RARE),
+                      bad_key=60)  # fmt: skip
+        if of_sequences:
+            seen |= check_hostile_sequences(driver, kernel)
     return seen
 
 
 if __name__ == "__main__":
-    sanitize.main(__doc__, kernels.FAMILIES, serves, run_family)
+    sanitize.main(__doc__, FAMILIES, serves, run_family)

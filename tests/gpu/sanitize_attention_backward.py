@@ -51,7 +51,9 @@ _OPTIONS = (
     Options(200, 70, 1, 1, "bottom_right", wanted=("dk", "dv")),
 )
 _RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
-_SUFFIXES = {"TableTuning": "", "CappedTuning": "_softcap", "AdaTuning": "_ada"}
+_SUFFIXES = {"TableTuning": "", "CappedTuning": "_softcap", "AdaTuning": "_ada",
+             "RaggedTuning": "_ragged", "CappedRaggedTuning": "_ragged_softcap",
+             "RaggedAdaTuning": "_ragged_ada", "BiasedAdaTuning": "_biased_ada"}  # fmt: skip
 
 
 def kernel_name(family: str, kernel: Kernel) -> str:
@@ -84,7 +86,7 @@ def check_call(
 ) -> set[str]:  # fmt: skip
     """One call of the kernel; the names of the kernels that ran."""
     dtype = capi.DTYPES[kernel.dtype]
-    seq_q, seq_k, heads_q, heads_kv, causal, layout, window, softcap, fp32, added, wanted = options
+    seq_q, seq_k, heads_q, heads_kv, causal, layout, window, softcap, *_, wanted = options
     rng = np.random.default_rng(dim + seq_k)
 
     def shape(seq: int, heads: int, last: int) -> tuple[int, int, int, int]:
@@ -99,29 +101,106 @@ def check_call(
     if bad_key is not None:
         k[0, bad_key] = np.nan
     settings = {"layout": layout, "causal": causal, "window": window, "softcap": softcap}
-    out, lse = capi.attention(q, k, v, sinks=sinks, **settings)
+    extra = {}
+    if kernel.biased:
+        extra["attn_bias"] = capi.normal(rng, (1, heads_q, seq_q, seq_k), dtype)
+        extra["attn_mask"] = rng.random((1, 1, seq_q, seq_k)) < 0.8
+    out, lse = capi.attention(q, k, v, sinks=sinks, **settings, **extra)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
-              "sinks": sinks}  # fmt: skip
-    for name, like in (("dq", q), ("dk", k), ("dv", v)):
-        if name in wanted:
-            arrays[name] = capi.aligned_empty(like.shape, np.dtype(np.float32) if fp32 else dtype)
-            arrays[name][...] = 0 if added else np.nan
-    if "dsinks" in wanted:
-        arrays["dsinks"] = np.full(heads_q, 0 if added else np.nan, np.float32)
-    named = kernel_name(family, kernel).encode()
-    params = capi.attention_backward_params(arrays, **settings, accumulate=added, kernel=named)
-    ran = sanitize.run(driver, arrays, wanted, params, capi.attention_backward_plan,
-                       "flashmoe_attention_backward")  # fmt: skip
+              "sinks": sinks, **extra}  # fmt: skip
+    arrays |= _outputs(arrays, options)
+    ran = _run(driver, family, kernel, arrays, options)
     if bad_key is None:
         got = tuple(arrays.get(gradient) for gradient in ("dq", "dk", "dv"))
-        reference_backward.assert_gradients_accurate(got, dout, q, k, v, dlse, sinks, **settings)
+        reference_backward.assert_gradients_accurate(
+            got, dout, q, k, v, dlse, sinks, **settings, **extra
+        )
         if "dsinks" in wanted:
             _check_sinks(arrays, layout)
     else:
-        _check_spread(
-            arrays, reference.visible(seq_q, seq_k, causal=causal, window=window), bad_key
+        visible = reference.visible(seq_q, seq_k, causal=causal, window=window)
+        if kernel.biased:
+            visible = visible & extra["attn_mask"][0, 0]
+        _check_spread(arrays, visible, bad_key)
+    return ran
+
+
+def _outputs(arrays: dict[str, np.ndarray], options: Options) -> dict[str, np.ndarray]:
+    made = {}
+    for name in options.wanted:
+        like = arrays[name[1:]]
+        dtype = np.dtype(np.float32) if options.fp32 else like.dtype
+        made[name] = capi.aligned_empty(like.shape, dtype)
+        made[name][...] = 0 if options.accumulate else np.nan
+    return made
+
+
+def _run(
+    driver: Driver, family: str, kernel: Kernel, arrays: dict[str, np.ndarray], options: Options
+) -> set[str]:
+    """Of arrays by their names in the C ABI, those of sequences among them."""
+    tables = {name: x for name, x in arrays.items() if name in capi.SEQUENCE_TENSORS}
+    tensors = {name: x for name, x in arrays.items() if name not in tables}
+    params = capi.attention_backward_params(
+        tensors, layout=options.layout, causal=options.causal, window=options.window,
+        softcap=options.softcap, accumulate=options.accumulate, tables=tables or None,
+        kernel=kernel_name(family, kernel).encode(),
+    )  # fmt: skip
+    if tables:
+        params.keep |= params.keep_sequences.keep
+    return set(sanitize.run(driver, arrays, options.wanted, params, capi.attention_backward_plan,
+                            "flashmoe_attention_backward"))  # fmt: skip
+
+
+def check_sequences(
+    driver: Driver, family: str, kernel: Kernel, options: Options, hostile: bool = False
+) -> set[str]:
+    """Of sequences one behind the other, with rows of NaN that none has. With `hostile` offsets are
+    anything, and nothing is checked but that the call stays inside of its memory."""
+    dtype, lengths = capi.DTYPES[kernel.dtype], ((options.seq_q, options.seq_k), (0, 5), (1, 40))
+    options = options._replace(layout="bshd")
+    rng = np.random.default_rng(kernel.dim + options.seq_k)
+    sinks = rng.standard_normal(options.heads_q).astype(np.float32)
+    settings = {"causal": options.causal, "window": options.window, "softcap": options.softcap}
+    parts = []
+    for seq_q, seq_k in lengths:
+        shapes = {"dout": (seq_q, options.heads_q, kernel.dim_v),
+                  "q": (seq_q, options.heads_q, kernel.dim),
+                  "k": (seq_k, options.heads_kv, kernel.dim),
+                  "v": (seq_k, options.heads_kv, kernel.dim_v)}  # fmt: skip
+        part = {name: capi.normal(rng, (1, *shape), dtype) for name, shape in shapes.items()}
+        part["dlse"] = rng.standard_normal((1, options.heads_q, seq_q)).astype(np.float32)
+        tensors = (part[name] for name in "qkv")
+        part["out"], part["lse"] = capi.attention(*tensors, sinks=sinks, **settings)
+        parts.append(part)
+    arrays = {"sinks": sinks}
+    for name, first in parts[0].items():
+        axis = 2 if name in ("lse", "dlse") else 1
+        laid = np.concatenate([part[name] for part in parts], axis)
+        shape = list(laid.shape)
+        shape[axis] += 3
+        arrays[name] = capi.aligned_empty(tuple(shape), first.dtype)
+        arrays[name][...] = 0 if hostile else np.nan
+        arrays[name][(slice(None),) * axis + (slice(laid.shape[axis]),)] = laid
+    for which, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")):
+        starts = np.cumsum([0, *(each[which] for each in lengths)])
+        arrays[name] = starts.astype(np.int32)
+        if hostile:
+            most = 2**31 - 1
+            numbers = np.array([-most - 1, -1, 0, 3, 17, 200, most - 1, most], np.int32)
+            arrays[name] = rng.choice(numbers, starts.shape)
+    arrays |= _outputs(arrays, options)
+    ends = [np.cumsum([0, *(each[which] for each in lengths)]) for which in (0, 1)]
+    ran = _run(driver, family, kernel, arrays, options)
+    for b, part in enumerate(parts if not hostile else ()):
+        rows, keys = (slice(each[b], each[b + 1]) for each in ends)
+        got = tuple(
+            arrays[name][:, where] if name in arrays else None
+            for name, where in (("dq", rows), ("dk", keys), ("dv", keys))
         )
-    return set(ran)
+        given = (part[name] for name in ("dout", "q", "k", "v", "dlse"))
+        reference_backward.assert_gradients_accurate(got, *given, sinks, **settings)
+    return ran
 
 
 def _check_sinks(arrays: dict[str, np.ndarray], layout: str) -> None:
@@ -144,18 +223,19 @@ def _check_spread(arrays: dict[str, np.ndarray], visible: np.ndarray, bad_key: i
         assert np.isfinite(gradient[~touched]).all(), name
 
 
-def dense_kernels(family: str) -> list[Kernel]:
-    """Those of sequences are run by tests/gpu/test_ragged_backward.py alone."""
-    return [
-        each for each in sorted(kernels.plain_attention(f"{family}_backward")) if not each.ragged
-    ]
-
-
 def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int]) -> set[str]:
     seen = set()
-    every = list(enumerate(dense_kernels(family)))
+    every = list(enumerate(sorted(kernels.attention(f"{family}_backward"))))
     for index, kernel in sanitize.part_of(every, share):
         dim, dim_v = kernel.dim, kernel.dim_v
+        if kernel.ragged:
+            for given in (_SMALL,) if small else _OPTIONS:
+                options = _for_kernel(family, kernel, given)
+                seen |= check_sequences(driver, family, kernel, options)
+            if not small:
+                options = _for_kernel(family, kernel, _SMALL)
+                seen |= check_sequences(driver, family, kernel, options, hostile=True)
+            continue
         if small:
             options = _for_kernel(family, kernel, _SMALL)
             seen |= check_call(driver, family, kernel, dim, dim_v, options)

@@ -27,7 +27,7 @@ from gpu.sanitize import Driver
 from gpu.sanitize_moe import Runner, layer_arrays, low
 from moe_cases import Case, random_ids
 
-FAMILIES = ("sm89",)
+FAMILIES = ("sm89", "sm90")
 PARTS = ("route", *FAMILIES)
 _NEAR = 2.0**-5  # of the largest, what two ways of rounding are apart
 
@@ -52,18 +52,21 @@ LAYERS = (
 def stated_kernels(part: str) -> set[str]:
     if part == "route":
         return {"moe_route_backward"}
-    stages = ("rows", "combine", "sums", part)
-    return {f"moe_backward_{stage}_{dtype}" for stage in stages for dtype in kernels.DTYPES} | {
-        "moe_backward_zeros"
-    }
+    own = {"sm89": "sm89_{}", "sm90": "sm90_{}_weight_gradient"}[part]
+    stages = ("rows_{}", "combine_{}", "sums_{}", own)
+    made = {f"moe_backward_{stage.format(dtype)}" for stage in stages for dtype in kernels.DTYPES}
+    return made | {"moe_backward_zeros"}
 
 
 Make = Callable[[], tuple[Any, dict[str, np.ndarray]]]  # parameters, and the outputs among them
 
 
 def check(runner: Runner, make: Make, *, written: bool = True, wild: bool = False) -> list[str]:
-    """The call on the GPU, and then on the CPU. With `wild` it is enough that it stays inside."""
+    """The call on the GPU, and then on the CPU. With `wild` it is enough that it stays inside. No
+    kernels where the family refuses it."""
     params, made = make()
+    if not runner.serves(params):
+        return []
     ran = runner.run(params, *made.values(), written=written)
     if wild:
         return ran
@@ -118,7 +121,9 @@ def check_layer(
         )  # fmt: skip
         return params, made
 
-    return check(runner, make, written=not accumulate and not wild, wild=wild)
+    # Boxes of the copy engine reach into rows of other experts, which may not be written yet.
+    written = not accumulate and not wild and family != "sm90"
+    return check(runner, make, written=written, wild=wild)
 
 
 def check_product(
@@ -146,7 +151,7 @@ def check_product(
         )  # fmt: skip
         return params, made
 
-    return check(runner, make, written=not accumulate)
+    return check(runner, make, written=not accumulate and family != "sm90")
 
 
 def check_route(

@@ -223,30 +223,51 @@ __device__ __forceinline__ void load_ragged_step(const CUtensorMap& map, const R
   }
 }
 
-// The rows of pages that a step is made of, one piece after another: rows that there are not,
-// before key 0, behind the last or of a page that is none, come as zeros from outside the map.
-// Pieces are cut into boxes of powers of two rows, which need not begin with a whole swizzle.
+// Rows of a step of paged keys that are one behind the other in a page, and the page: where there
+// is none, one outside of the map, from which zeros come.
+struct PagedRows {
+  PagePiece piece;
+  int page;
+
+  static __device__ __forceinline__ PagedRows at(const RaggedParams& params, const Repeats& repeats,
+                                                 RaggedTile& tile, int key, int end) {
+    constexpr int kNowhere = -1;
+    const KeyTables& tables = params.sequences.keys;
+    PagedRows rows = {
+        PagePiece::at(tables.by_page_size, key, end, tile.sequence.begin_k, tile.sequence.length_k),
+        kNowhere};
+    if (rows.piece.page >= 0) {
+      rows.page = tables.page_at(tables.pages_of(tile.batch_k), rows.piece.page);
+      if (rows.page < 0) tile.misses_pages = 1;
+      if (rows.page > 0) rows.page *= repeats.batch;
+    }
+    return rows;
+  }
+};
+
+// Begins to load the rows of pages that a step is made of, one piece after another: those that
+// there are not, before key 0, behind the last or of a page that is none, come as zeros from
+// outside the map. Pieces are cut into boxes of powers of two rows, which need not begin with a
+// whole swizzle. A piece's page is read before the piece in front of it is sent for, and that of
+// the first before there is room for the step: what waits for room then waits for no table.
 template <class Traits, int kBoxes>
 __device__ __forceinline__ void load_paged_step(const RaggedParams& params,
                                                 const CUtensorMap (&maps)[kPageBoxes],
                                                 const Repeats& repeats, RaggedTile& tile, int key,
-                                                uint32_t to, uint32_t full) {
+                                                uint32_t to, uint32_t full, uint32_t empty,
+                                                uint32_t parity) {
   static_assert(Traits::kStepKeys < 1 << kPageBoxes);
-  constexpr int kNowhere = -1;  // as a page
-  ptx::mbarrier_expect(full, kBoxes * Traits::kKVBoxBytes);
   const int end = key + Traits::kStepKeys;
+  PagedRows next = PagedRows::at(params, repeats, tile, key, end);
+  ptx::mbarrier_wait(empty, parity);
+  ptx::mbarrier_expect(full, kBoxes * Traits::kKVBoxBytes);
 #pragma unroll 1
-  while (key < end) {
-    PagePiece piece = PagePiece::at(params.sequences.keys.by_page_size, key, end,
-                                    tile.sequence.begin_k, tile.sequence.length_k);
-    int page = kNowhere;
-    if (piece.page >= 0) {
-      const KeyTables& tables = params.sequences.keys;
-      page = tables.page_at(tables.pages_of(tile.batch_k), piece.page);
-      if (page < 0) tile.misses_pages = 1;
-      if (page > 0) page *= repeats.batch;
-    }
+  while (true) {
+    PagePiece piece = next.piece;
+    const int page = next.page;
     key += piece.rows;
+    const bool more = key < end;
+    if (more) next = PagedRows::at(params, repeats, tile, key, end);
 #pragma unroll 1
     while (piece.rows > 0) {
       const int size = 31 - __clz(piece.rows);
@@ -259,6 +280,7 @@ __device__ __forceinline__ void load_paged_step(const RaggedParams& params,
       piece.row += 1 << size;
       piece.rows -= 1 << size;
     }
+    if (!more) break;
   }
   // Behind what was said of the tile.
   ptx::mbarrier_arrive(full);
@@ -327,11 +349,13 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
   PipelineState<Traits::kQStages> q_pipe;
   const auto load_k = [&](RaggedTile& tile, int key) {
     const uint32_t to = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
-    ptx::mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.parity ^ 1);
+    const uint32_t empty = barriers.k_empty(k_pipe.stage);
     if (params.sequences.paged != 0) {
       load_paged_step<Traits, Traits::kBoxes>(params, params.k_pages, params.k_repeats, tile, key,
-                                              to, barriers.k_full(k_pipe.stage));
+                                              to, barriers.k_full(k_pipe.stage), empty,
+                                              k_pipe.parity ^ 1);
     } else {
+      ptx::mbarrier_wait(empty, k_pipe.parity ^ 1);
       load_ragged_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, params.rows_per_batch.k,
                                                tile, key, to, barriers.k_full(k_pipe.stage));
     }
@@ -381,11 +405,13 @@ __device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t s
     for (int key = tile.end_key - Traits::kStepKeys; key >= tile.first_key;
          key -= Traits::kStepKeys) {
       const uint32_t to = shared + Traits::kVOffset + v_pipe.stage * Traits::kVBytes;
-      ptx::mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.parity ^ 1);
+      const uint32_t empty = barriers.v_empty(v_pipe.stage);
       if (params.sequences.paged != 0) {
         load_paged_step<Traits, Traits::kBoxesV>(params, params.v_pages, params.v_repeats, tile,
-                                                 key, to, barriers.v_full(v_pipe.stage));
+                                                 key, to, barriers.v_full(v_pipe.stage), empty,
+                                                 v_pipe.parity ^ 1);
       } else {
+        ptx::mbarrier_wait(empty, v_pipe.parity ^ 1);
         load_ragged_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats,
                                                   params.rows_per_batch.v, tile, key, to,
                                                   barriers.v_full(v_pipe.stage));

@@ -326,12 +326,12 @@ struct Consumer {
     const auto let_lag = [&](int step) {
       if (group != 0 || step != lag_step) return;
       if (meets) {
-        ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+        ptx::named_barrier_sync_apart(kLagBarrier, 2 * kThreadsPerGroup);
       } else {
         ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
       }
     };
-    if (group == 1) ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+    if (group == 1) ptx::named_barrier_sync_apart(kLagBarrier, 2 * kThreadsPerGroup);
     issue(sums, tile.rows, true);
     let_lag(0);
     int last_stage = pipe.stage;
