@@ -576,4 +576,14 @@ def test_bits_of_launches_beside_each_other() -> None:
         one.call.launch()  # right behind it: what one call reads last the next one writes
         for name, view in one.outputs.items():
             differ += (memory.bits(view) != memory.bits(want[name])).sum()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        one.call.launch()
+    for _ in range(20):
+        for view in one.outputs.values():
+            view.fill_(torch.nan)
+        graph.replay()
+        for name, view in one.outputs.items():
+            differ += (memory.bits(view) != memory.bits(want[name])).sum()
     assert differ == 0
