@@ -64,9 +64,8 @@ def test_loads_come_first(instructions: dict[tuple[str, str], Counter[str]]) -> 
 def test_launches_wait_for_what_is_ahead_of_them(
     instructions: dict[tuple[str, str], Counter[str]],
 ) -> None:
-    """And one that runs beside the launch ahead of it in the end, behind all that it stores."""
     for code, opcodes in instructions.items():
-        sass.check_launches_wait(code, opcodes, waits=2)
+        sass.check_launches_wait(code, opcodes, waits=1)
 
 
 def test_nothing_is_in_local_memory_and_there_are_no_atomics(

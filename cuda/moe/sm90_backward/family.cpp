@@ -11,7 +11,6 @@
 #include "cuda/moe/cost.h"
 #include "cuda/moe/sm90/products.h"
 #include "cuda/moe/sm90_backward/gradient.h"
-#include "cuda/moe/sm90_backward/params.h"
 #include "cuda/tensor_map.h"
 
 namespace flashmoe::moe::sm90_backward {
@@ -115,7 +114,7 @@ flashmoe_status plan_product(const Product& p, Plan* plan, const Reason& reason)
                          static_cast<long long>(p.rows));
   }
   if (p.dw.data != nullptr) {
-    FLASHMOE_TRY(add_gradient(dw_gradient(p), *facts, facts->multiprocessors, plan, reason));
+    FLASHMOE_TRY(add_gradient(dw_gradient(p), *facts, plan, reason));
     plan->info.microseconds += microseconds(work_of(dx_product(p)), kGradientSpeed, *facts);
   }
   if (wants_dx(p)) FLASHMOE_TRY(add_dx(p, *facts, plan, reason));
@@ -439,54 +438,6 @@ moe_backward::SumsParams sums_of(const Layer& p, const InnerChunk& chunk, const 
   return params;
 }
 
-// In what order the gradients of matrices and the stages of dx go. Where both are computed at once
-// the former come behind the latter, as far as they read nothing that dx's rows would lie upon:
-// then `combine`, which waits for memory, and the gradient behind it, which computes, run beside
-// each other, on multiprocessors of their own.
-struct Order {
-  int first;          // gradients in front of dx
-  int pairs;          // of a combine and the gradient behind it
-  int64_t of_hidden;  // chunks of dx
-
-  Order(const Layer& p, const GradientChunks& chunks, const Gradients& gradients) {
-    constexpr int64_t kFewBytes = int64_t{32} << 20;  // of rows of dx
-    const Needs needs(p);
-    of_hidden = chunk_count(p.layer.hidden, chunks.hidden);
-    first = gradients.count;
-    pairs = 0;
-    const int64_t bytes = pairs_of(p) * p.layer.hidden * dtype_bytes(p.layer.x.dtype);
-    constexpr int64_t kMostChunks = 2;
-    if (!needs.dx_rows || chunks.inner < p.layer.inner || p.layer.weight_on_input ||
-        of_hidden > kMostChunks || bytes < kFewBytes) {
-      return;
-    }
-    const bool a_has_room = room_for_a(p, chunks) != nullptr;
-    first = needs.a && !a_has_room ? 1 : 0;
-    pairs = static_cast<int>(std::min<int64_t>(gradients.count - first, of_hidden));
-    if (pairs == 0) first = gradients.count;
-  }
-
-  // The stages of dx go chunk by chunk, the gradients that are left behind the first of them.
-  bool by_turns() const { return pairs > 0; }
-};
-
-// Of a combine and the gradient beside it, the multiprocessors of the former, such that both take
-// as long.
-int beside(const Layer& p, const HiddenChunk& chunk, const Gradient& gradient,
-           const DeviceFacts& facts) {
-  constexpr double kBytes = 6e4;  // that a multiprocessor moves in a microsecond
-  constexpr double kFlops = 5e6;  // that one computes
-  const double bytes = static_cast<double>((pairs_of(p) + p.layer.tokens) * chunk.count *
-                                           dtype_bytes(p.layer.x.dtype));
-  const double flops = 2.0 * static_cast<double>(pairs_of(p)) * static_cast<double>(gradient.m) *
-                       static_cast<double>(gradient.n);
-  const double share = bytes / kBytes / (bytes / kBytes + flops / kFlops);
-  const int all = facts.multiprocessors / kCluster;
-  // Rather too many: who has few is slow by much.
-  const int clusters = static_cast<int>(share * all) + 1;
-  return std::min(clusters, std::max(all / 2, 1)) * kCluster;
-}
-
 flashmoe_status check_again(const MoeForwardProblem& layer, const Reason& reason) {
   if (layer.gated) {
     FLASHMOE_TRY(sm90::check_weights("w_gate_up", layer.gate, layer.experts, layer.inner,
@@ -503,7 +454,6 @@ flashmoe_status check_again(const MoeForwardProblem& layer, const Reason& reason
   return sm90::check_gathered("x", layer.x, layer.tokens, reason);
 }
 
-// `chunks`: that the launches are for.
 flashmoe_status add_dx_parts(const Layer& p, const HiddenChunk& chunk, const Workspace& w,
                              const DeviceFacts& facts, int64_t chunks, Plan* plan,
                              const Reason& reason) {
@@ -520,38 +470,12 @@ flashmoe_status add_dx_parts(const Layer& p, const HiddenChunk& chunk, const Wor
 }
 
 flashmoe_status add_combine(const Layer& p, const HiddenChunk& chunk, const DeviceFacts& facts,
-                            int multiprocessors, Plan* plan, const Reason& reason) {
+                            Plan* plan, const Reason& reason) {
   const moe_backward::CombineShape shape =
-      moe_backward::combine_shape(p.layer.tokens, chunk.count, multiprocessors);
+      moe_backward::combine_shape(p.layer.tokens, chunk.count, facts.multiprocessors);
   FLASHMOE_TRY(add_rows_stage(kernel_for(moe_backward::combine_kernels, p.layer.x.dtype), p.device,
                               facts, shape.blocks, shape.threads() / kWarpThreads, plan, reason));
-  flashmoe_launch& launch = plan->info.launches[plan->info.launch_count - 1];
-  launch.tile_m = shape.team_threads;
-  if (multiprocessors < facts.multiprocessors) {
-    // In clusters, so that what it leaves has room for clusters.
-    launch.grid[0] = static_cast<uint32_t>(multiprocessors);
-    launch.cluster = kCluster;
-  }
-  return FLASHMOE_OK;
-}
-
-// The stages of dx, and the gradients between them and behind.
-flashmoe_status add_by_turns(const Layer& p, const GradientChunks& chunks, const Workspace& w,
-                             const Gradients& gradients, const Order& order,
-                             const DeviceFacts& facts, Plan* plan, const Reason& reason) {
-  int next = order.first;
-  for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
-    const HiddenChunk chunk = hidden_chunk(p, chunks, first);
-    FLASHMOE_TRY(add_dx_parts(p, chunk, w, facts, 1, plan, reason));
-    const bool two = next < order.first + order.pairs;
-    const int all = facts.multiprocessors;
-    const int part = two ? beside(p, chunk, gradients.each[next], facts) : 0;
-    FLASHMOE_TRY(add_combine(p, chunk, facts, two ? part : all, plan, reason));
-    if (two) FLASHMOE_TRY(add_gradient(gradients.each[next++], facts, all - part, plan, reason));
-  }
-  for (; next < gradients.count; ++next) {
-    FLASHMOE_TRY(add_gradient(gradients.each[next], facts, facts.multiprocessors, plan, reason));
-  }
+  plan->info.launches[plan->info.launch_count - 1].tile_m = shape.team_threads;
   return FLASHMOE_OK;
 }
 
@@ -609,11 +533,8 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
     plan->info.launches[plan->info.launch_count - 1].tile_n = of_warp;
   }
   const Gradients gradients(p, chunks, chunk, w, nullptr);
-  const Order order(p, chunks, gradients);
   for (int i = 0; i < gradients.count; ++i) {
-    if (i < order.first) {
-      FLASHMOE_TRY(add_gradient(gradients.each[i], *facts, facts->multiprocessors, plan, reason));
-    }
+    FLASHMOE_TRY(add_gradient(gradients.each[i], *facts, plan, reason));
     plan->info.microseconds +=
         static_cast<double>(inner_chunks) * product * static_cast<double>(gradients.each[i].m) *
         static_cast<double>(gradients.each[i].n) / static_cast<double>(layer.hidden * layer.inner);
@@ -632,24 +553,17 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
     launch.grid[1] = static_cast<uint32_t>(layer.experts);
     launch.grid[2] = static_cast<uint32_t>(count);
   }
-  int64_t launches = 0;
   const int32_t of_inner = plan->info.launch_count;
-  if (order.by_turns()) {
-    FLASHMOE_TRY(add_by_turns(p, chunks, w, gradients, order, *facts, plan, reason));
-    launches = plan->info.launch_count;
-  } else {
-    const HiddenChunk of_hidden = hidden_chunk(p, chunks, 0);
-    if (needs.dx_rows) {
-      FLASHMOE_TRY(add_dx_parts(p, of_hidden, w, *facts, hidden_chunks, plan, reason));
-    }
-    if (needs.combine) {
-      FLASHMOE_TRY(add_combine(p, of_hidden, *facts, facts->multiprocessors, plan, reason));
-    }
-    for (int32_t i = 0; i < plan->info.launch_count; ++i) {
-      const int64_t repeats = i < of_inner ? inner_chunks : hidden_chunks;
-      plan->info.launches[i].repeats = repeats > 1 ? static_cast<int32_t>(repeats) : 0;
-      launches += repeats;
-    }
+  const HiddenChunk of_hidden = hidden_chunk(p, chunks, 0);
+  if (needs.dx_rows) {
+    FLASHMOE_TRY(add_dx_parts(p, of_hidden, w, *facts, hidden_chunks, plan, reason));
+  }
+  if (needs.combine) FLASHMOE_TRY(add_combine(p, of_hidden, *facts, plan, reason));
+  int64_t launches = 0;
+  for (int32_t i = 0; i < plan->info.launch_count; ++i) {
+    const int64_t repeats = i < of_inner ? inner_chunks : hidden_chunks;
+    plan->info.launches[i].repeats = repeats > 1 ? static_cast<int32_t>(repeats) : 0;
+    launches += repeats;
   }
   // Rows of the workspace that stages between products read and write.
   constexpr double kMemoryShare = 0.75;
@@ -758,11 +672,10 @@ moe_backward::CombineParams combine_params(const Layer& p, const HiddenChunk& ch
   return params;
 }
 
-// The launches of a chunk of I, the first of the plan, with some of its gradients; `*end` is the
-// index behind them.
+// The launches of a chunk of I, the first of the plan; `*end` is the index behind them.
 flashmoe_status launch_inner(const Layer& p, const GradientChunks& chunks, const InnerChunk& chunk,
-                             const Workspace& w, const Gradients& gradients, int gradients_here,
-                             const Plan& plan, char* base, void* stream, int* end) {
+                             const Workspace& w, const Plan& plan, char* base, void* stream,
+                             int* end) {
   const Needs needs(p);
   char* const da = da_at(p, chunks, w, base);
   uint32_t* const progress = reinterpret_cast<uint32_t*>(base + w.progress);
@@ -779,7 +692,8 @@ flashmoe_status launch_inner(const Layer& p, const GradientChunks& chunks, const
     const moe_backward::RowsParams params = row_params(p, chunks, chunk, w, of_warp, base);
     FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
   }
-  for (int i = 0; i < gradients_here; ++i) {
+  const Gradients gradients(p, chunks, chunk, w, base);
+  for (int i = 0; i < gradients.count; ++i) {
     FLASHMOE_TRY(launch_gradient(gradients.each[i], plan, index++, stream));
   }
   *end = index;
@@ -790,38 +704,20 @@ flashmoe_status launch_inner(const Layer& p, const GradientChunks& chunks, const
   return launch_planned(plan, index, &sums, stream);
 }
 
-// Those of a chunk of H, from `*index` on.
+// Those of a chunk of H, from `index` on.
 flashmoe_status launch_hidden(const Layer& p, const HiddenChunk& chunk, const Workspace& w,
-                              const Plan& plan, char* base, void* stream, int* index) {
+                              const Plan& plan, char* base, void* stream, int index) {
   const Needs needs(p);
   if (needs.dx_rows) {
     for (int part = 0; part < (in_two_parts(p) ? 2 : 1); ++part) {
-      FLASHMOE_TRY(sm90::launch_rows_product(dx_part(p, chunk, w, base, part), false, plan,
-                                             (*index)++, stream));
+      FLASHMOE_TRY(sm90::launch_rows_product(dx_part(p, chunk, w, base, part), false, plan, index++,
+                                             stream));
     }
   }
   if (!needs.combine) return FLASHMOE_OK;
-  const int32_t threads = plan.info.launches[*index].tile_m;
+  const int32_t threads = plan.info.launches[index].tile_m;
   const moe_backward::CombineParams params = combine_params(p, chunk, w, threads, base);
-  return launch_planned(plan, (*index)++, &params, stream);
-}
-
-// Those of all chunks of H, and the gradients between them and behind.
-flashmoe_status launch_by_turns(const Layer& p, const GradientChunks& chunks, const Workspace& w,
-                                const Gradients& gradients, const Order& order, const Plan& plan,
-                                char* base, void* stream, int index) {
-  int next = order.first;
-  for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
-    FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, base, stream, &index));
-    if (next == order.first + order.pairs) continue;
-    Gradient gradient = gradients.each[next++];
-    gradient.runs_beside = true;
-    FLASHMOE_TRY(launch_gradient(gradient, plan, index++, stream));
-  }
-  for (; next < gradients.count; ++next) {
-    FLASHMOE_TRY(launch_gradient(gradients.each[next], plan, index++, stream));
-  }
-  return FLASHMOE_OK;
+  return launch_planned(plan, index, &params, stream);
 }
 
 flashmoe_status launch_layer(const Layer& p, const Plan& plan, void* workspace, void* stream) {
@@ -834,18 +730,11 @@ flashmoe_status launch_layer(const Layer& p, const Plan& plan, void* workspace, 
   char* const base = static_cast<char*>(workspace);
   int end = 0;
   for (int64_t first = 0; first < p.layer.inner; first += chunks.inner) {
-    const InnerChunk chunk = inner_chunk(p, chunks, first, has_whole_dz(p));
-    const Gradients gradients(p, chunks, chunk, w, base);
-    const Order order(p, chunks, gradients);
-    FLASHMOE_TRY(
-        launch_inner(p, chunks, chunk, w, gradients, order.first, plan, base, stream, &end));
-    if (order.by_turns()) {
-      return launch_by_turns(p, chunks, w, gradients, order, plan, base, stream, end);
-    }
+    FLASHMOE_TRY(launch_inner(p, chunks, inner_chunk(p, chunks, first, has_whole_dz(p)), w, plan,
+                              base, stream, &end));
   }
   for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
-    int index = end;
-    FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, base, stream, &index));
+    FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, base, stream, end));
   }
   return FLASHMOE_OK;
 }

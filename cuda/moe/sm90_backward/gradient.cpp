@@ -100,8 +100,8 @@ bool encode_boxes(const Gradient& g, CUtensorMap* map) {
 
 }  // namespace
 
-flashmoe_status add_gradient(const Gradient& g, const DeviceFacts& facts, int multiprocessors,
-                             Plan* plan, const Reason& reason) {
+flashmoe_status add_gradient(const Gradient& g, const DeviceFacts& facts, Plan* plan,
+                             const Reason& reason) {
   const Entry* const entry = find_entry(g.left.rows.dtype);
   if (entry == nullptr) return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for this dtype");
   FLASHMOE_TRY(check_operand(g, g.left, reason));
@@ -115,7 +115,7 @@ flashmoe_status add_gradient(const Gradient& g, const DeviceFacts& facts, int mu
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, g.device.device_id, facts, &arch, reason));
-  const int64_t clusters = std::clamp<int64_t>(extents.items, 1, multiprocessors / kCluster);
+  const int64_t clusters = std::clamp<int64_t>(extents.items, 1, facts.multiprocessors / kCluster);
   flashmoe_launch& launch = plan_launch(*entry, g.device.device_id, "a", clusters * kCluster,
                                         entry->threads, entry->shared_bytes, plan);
   launch.cluster = kCluster;
@@ -161,7 +161,6 @@ flashmoe_status launch_gradient(const Gradient& g, const Plan& plan, int index, 
   params.in_boxes = leaves_in_boxes(g) ? 1 : 0;
   params.is_fp32 = g.out.dtype == Dtype::kFloat32 ? 1 : 0;
   params.accumulate = g.accumulate ? 1 : 0;
-  params.runs_beside = g.runs_beside ? 1 : 0;
   return launch_planned(plan, index, &params, stream);
 }
 

@@ -32,12 +32,10 @@ struct Gradient {
   const int32_t* row_tokens;  // [rows], where an operand is gathered
   int64_t tokens;
   bool accumulate;
-  bool runs_beside;  // the launch in front of it, of which it needs nothing
 };
 
-// On so many multiprocessors.
-flashmoe_status add_gradient(const Gradient& gradient, const DeviceFacts& facts,
-                             int multiprocessors, Plan* plan, const Reason& reason);
+flashmoe_status add_gradient(const Gradient& gradient, const DeviceFacts& facts, Plan* plan,
+                             const Reason& reason);
 flashmoe_status launch_gradient(const Gradient& gradient, const Plan& plan, int index,
                                 void* stream);
 

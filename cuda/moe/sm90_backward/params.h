@@ -44,8 +44,6 @@ struct Params {
   int32_t in_boxes;  // `boxes` is there
   int32_t is_fp32;
   int32_t accumulate;
-  // What it reads was there before the kernel in front of it began, beside which it runs.
-  int32_t runs_beside;
 };
 
 }  // namespace flashmoe::moe::sm90_backward

@@ -396,13 +396,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
-  const bool runs_beside = params.runs_beside != 0;
-  if (runs_beside) {
-    __threadfence();  // nothing is taken for what a kernel before has read
-  } else {
-    ptx::wait_for_dependencies();
-    ptx::launch_dependents();
-  }
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
 
   const int rank = static_cast<int>(ptx::cluster_rank());
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kThreadsPerWarp, 0);
@@ -417,8 +412,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Gather<Traits>{params}.run(shared, rank, warp - 1);
     }
   }
-  // Who waits for this kernel waits for the one beside it.
-  if (runs_beside) ptx::wait_for_dependencies();
   // The other block of the cluster may still load to this one.
   __syncwarp();
   ptx::cluster_arrive_relaxed();
