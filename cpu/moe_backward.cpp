@@ -63,10 +63,6 @@ struct Needs {
   bool up(const Problem& p) const { return activation() && p.pre_activation.data == nullptr; }
 };
 
-bool dz_is_in_place(const Problem& p) {
-  return p.overwrites && p.order != FLASHMOE_MOE_INTERLEAVED;
-}
-
 // Else rows of dz are of one chunk.
 bool has_whole_dz(const Problem& p) { return Needs(p).dx_rows || dz_is_in_place(p); }
 

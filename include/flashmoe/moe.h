@@ -327,9 +327,9 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  * pre_activation is what the forward returned, or NULL: then it is computed again, to the same
  * bits as by the family's forward; w_gate_up and w_up are then on a GPU both transposed or neither.
  * With overwrite_pre_activation its memory may take what the workspace else would, and its contents
- * are undefined behind the call; it then overlaps nothing, as outputs do. A family that has no use
- * for it plans the workspace that it plans without: so do those of GPUs, and the CPU's with
- * INTERLEAVED.
+ * are undefined behind the call; it then overlaps nothing, as outputs do. With INTERLEAVED it is of
+ * no use, and the workspace is planned that is without. What the gradients that are written hold
+ * before is of no matter, nor what they hold until the call is over.
  *
  * Beyond `limit` g and u have gradients of 0; at it they have their own. RELU has the slope 0 at 0.
  * Products are accumulated in fp32. What lies between them, the gradient of what act was applied to

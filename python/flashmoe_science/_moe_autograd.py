@@ -43,6 +43,9 @@ class Steps(NamedTuple):
     """Which of the outputs have gradients."""
     kept: tuple[int, ...] = ()
     """Which of the outputs the gradients are computed from. No other is saved."""
+    overwrite: Callable[..., Sequence[Any] | None] | None = None
+    """As `differentiate`, in the memory of the outputs that are kept; None where others may read
+    them. A graph that is retained then differentiates without them."""
 
 
 def _each(call: Callable[..., Any], info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -70,7 +73,7 @@ class _Recorded(torch.autograd.Function):
             *(x for i, x in enumerate(output) if i not in steps.differentiable)
         )
         ctx.save_for_backward(*tensors, *(output[i] for i in steps.kept))
-        ctx.steps, ctx.count = steps, len(tensors)
+        ctx.steps, ctx.count, ctx.spent = steps, len(tensors), False
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -79,7 +82,13 @@ class _Recorded(torch.autograd.Function):
             return None, *(None,) * count
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
-        return None, *steps.differentiate(grads, saved[:count], saved[count:], wanted)
+        tensors, kept = saved[:count], () if ctx.spent else saved[count:]
+        if kept and steps.overwrite is not None:
+            gradients = steps.overwrite(grads, tensors, kept, wanted)
+            if gradients is not None:
+                ctx.spent = True
+                return None, *gradients
+        return None, *steps.differentiate(grads, tensors, kept, wanted)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:

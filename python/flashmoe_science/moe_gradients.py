@@ -129,8 +129,8 @@ def moe_backward(
         pre_activation: What moe_forward returned with return_pre_activation; None computes it
             again, to the same bits.
         overwrite_pre_activation: Its memory may take what the workspace else would, and holds
-            nothing afterwards. Of use on the CPU, but for "interleaved": the workspace is smaller
-            by so many bytes. Not for JAX.
+            nothing afterwards: that is smaller by so many bytes, but with "interleaved". Not for
+            JAX.
         wanted: A flag for each of MoeGradients, in order; None is all. One that is not wanted, and
             not given below, is None in what is returned.
         accumulate: Add to the gradients that are given; those that are not are not computed.

@@ -114,6 +114,67 @@ def test_the_workspace() -> None:
     assert weights == pieces(4, 2 * INNER)
 
 
+FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm89"])
+
+
+def skip_without(family: str) -> None:
+    if family not in fm.build_info().kernel_families.split():
+        pytest.skip(f"built without the {family} kernels")
+
+
+@FAMILIES
+@pytest.mark.parametrize("gate", ["gate_up", "up_gate", "interleaved"])
+def test_what_is_overwritten_has_no_other_place(family: str, gate: str) -> None:
+    """dz, where pre_activation was, but in the order of interleaved rows."""
+    skip_without(family)
+
+    def size(*wanted: str, **options: int) -> int:
+        params = layer(*wanted, saved=True, kernel=family.encode(), **options)
+        params.gate = capi_moe.GATES[gate]
+        return int(plan(params, _H200).workspace_bytes)
+
+    for wanted in (("dx", "dw_gate_up", "dw_down"), ("dw_gate_up",), ("db_gate_up", "db_down")):
+        saved = size(*wanted) - size(*wanted, overwrite_pre_activation=1)
+        assert saved == (0 if gate == "interleaved" else pieces(4 * INNER)), wanted
+    assert size("dw_down") == size("dw_down", overwrite_pre_activation=1)
+
+
+def test_a_gradient_has_room_for_another_stage() -> None:
+    """Of sm90: a, and da before it, where dw_gate_up will lie; not in one that is added to, or has
+    gaps or fewer numbers."""
+    skip_without("sm90")
+
+    def size(turned: bool = False, gap: bool = False, **options: int) -> int:
+        params = layer("dw_gate_up", "dw_down", saved=True, kernel=b"sm90", **options)
+        held = params.dw_gate_up.contents
+        if turned:
+            held.strides[1], held.strides[2] = 1, 2 * INNER
+        if gap:
+            held.strides[0] += 8
+        return int(plan(params, _H200).workspace_bytes)
+
+    least, a = size(), pieces(2 * INNER)
+    assert size(turned=True) == least
+    assert size(gap=True) == least + a
+    assert size(accumulate=1) == least + a
+    few = fm.moe_backward_plan_for(  # experts for so many tokens
+        tokens=4096, hidden=64, inner=1024, experts=8, top_k=2, device="h200", kernel="sm90",
+        wanted=(False, True, False, True, False, False, False, False),
+    )  # fmt: skip
+    counters = few.workspace_bytes - pieces(4, 4 * 1024, 2 * 1024, pairs=8192)
+    assert 0 < counters < 4096
+
+
+def test_many_rows_of_dx_go_by_halves() -> None:
+    """Of sm90, without a bound."""
+    skip_without("sm90")
+    made, whole = bounded("sm90", None), bounded("sm90", 1 << 40)
+    assert [launch.repeats for launch in made.launches][-2:] == [2, 2]
+    assert {launch.repeats for launch in (*made.launches[:-2], *whole.launches)} == {1}
+    y = 4096 * 8 * 2048 * 2
+    assert whole.workspace_bytes - made.workspace_bytes == y // 2
+
+
 def bounded(family: str, bound: int | None, **wanted: Any) -> Any:
     return fm.moe_backward_plan_for(
         tokens=4096, hidden=2048, inner=1024, experts=64, top_k=8, device="h200", kernel=family,
@@ -121,13 +182,10 @@ def bounded(family: str, bound: int | None, **wanted: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["sm90", "sm89"])
+@FAMILIES
 def test_bounded_workspaces(family: str) -> None:
     """By chunks of I, then of H, as few as there may be; dz stays whole for dx."""
-    if family not in fm.build_info().kernel_families.split():
-        pytest.skip(f"built without the {family} kernels")
-    free = bounded(family, None)
-    assert {launch.repeats for launch in free.launches} == {1}
+    skip_without(family)
     pairs, dz = 4096 * 8, 4 * 1024
     with pytest.raises(fm.UnsupportedError, match="max_workspace_bytes: got 1, ") as refusal:
         bounded(family, 1)
@@ -135,9 +193,11 @@ def test_bounded_workspaces(family: str) -> None:
     assert abs(least - pieces(4, 4, dz, 2 * 256, pairs=pairs)) < 4096
     with pytest.raises(fm.UnsupportedError, match=f"and from {least} on"):
         bounded(family, least - 1)
+    sm90 = family == "sm90"  # which has a in the place of a gradient, unless by chunks of I
+    whole = pieces(4, 4, dz, 2 * 2048, pairs=pairs) + 4096
     for bound, of_inner, of_hidden in (
-        (least, 4, 8), (least + pairs * 2 * 256, 2, 4), (free.workspace_bytes - 1, 1, 2),
-        (free.workspace_bytes, 1, 1),
+        (least, 1 if sm90 else 4, 8), (least + pairs * 2 * 256, 1 if sm90 else 2, 4),
+        (least + pairs * 2 * 512, 1 if sm90 else 2, 3), (whole, 1, 1),
     ):  # fmt: skip
         made = bounded(family, bound)
         assert made.workspace_bytes <= bound

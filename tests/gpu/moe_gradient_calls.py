@@ -105,6 +105,7 @@ class Gradients:
     ids: torch.Tensor
     call: Call
     names: tuple[str, ...]  # of gradients
+    overwritten: torch.Tensor | None = None  # what pre_activation holds before a run
 
     @classmethod
     def of(
@@ -112,10 +113,11 @@ class Gradients:
         missing: float = 0.0, wanted: Iterable[str] = ALL, out: str | None = None,
         turned: bool = False, gap: int = 8, saved: bool = False, coarse: bool = False,
         accumulate: bool = False, inputs: dict[str, Placed] | None = None,
-        max_workspace_bytes: int = 0,
+        max_workspace_bytes: int = 0, overwrites: bool = False,
     ) -> Gradients:  # fmt: skip
         """`out`: dtype of gradients. `turned`: those of matrices are transposed views. `saved`:
-        what the activation is applied to is given. `inputs`: of another call, in their places."""
+        what the activation is applied to is given, which the call also `overwrites`. `inputs`: of
+        another call, in their places."""
         ids = random_ids(case, missing) if ids is None else ids
         if inputs is None:
             inputs = cls.inputs_of(case, dtype, ids, gap=gap, coarse=coarse)
@@ -129,9 +131,11 @@ class Gradients:
             "up_offset": case.up_offset, "weight_on_input": int(case.weight_on_input),
             "accumulate": int(accumulate), "kernel": family.encode() if family else None,
             "max_workspace_bytes": max_workspace_bytes,
+            "overwrite_pre_activation": int(overwrites),
         }  # fmt: skip
         call = Call(capi_moe.BackwardParams, inputs | outputs, **values)
-        return cls(case, dtype, ids, call, tuple(outputs))
+        kept = inputs["pre_activation"].view.clone() if overwrites else None
+        return cls(case, dtype, ids, call, tuple(outputs), kept)
 
     @staticmethod
     def inputs_of(
@@ -176,10 +180,14 @@ class Gradients:
         return {name: self.call.placed[name].view for name in self.names}
 
     def run(self, *, poisons: Iterable[int] = POISONS[:1]) -> dict[str, torch.Tensor]:
-        """What is planned ran, and touched nothing but the gradients; their values."""
+        """What is planned ran, and touched nothing but the gradients, and what it overwrites; their
+        values."""
         made: list[dict[str, torch.Tensor]] = []
+        written = self.names if self.overwritten is None else (*self.names, "pre_activation")
         for poison in poisons:
-            self.call.check_launch(poison, self.names)
+            if self.overwritten is not None:
+                self.call.placed["pre_activation"].view.copy_(self.overwritten)
+            self.call.check_launch(poison, written)
             made.append({name: view.clone() for name, view in self.outputs.items()})
         for other in made[1:]:
             assert_same(other, made[0])

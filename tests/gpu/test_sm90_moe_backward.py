@@ -3,6 +3,7 @@ all sizes, and nothing but the outputs written."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import moe_oracle
 import numpy as np
 import pytest
 import torch
-from gpu import memory, moe_layers
+from gpu import memory, moe_gradient_calls, moe_layers
 from gpu.memory import Placement
+from gpu.moe_gradient_calls import Gradients
 from gpu.moe_layers import DEVICE, DTYPES
+from moe_cases import Case
 from reference import to_numpy
 
 pytestmark = pytest.mark.gpu
@@ -486,3 +489,89 @@ def test_hostile_routing() -> None:
             low, high = (-(2**31), 2**31 - 1) if i % 2 else (-10, 3000)
             t.copy_(torch.randint(low, high, t.shape, generator=g).int())
         layer.run()
+
+
+# ---- where what lies between the stages has its place
+
+
+@pytest.mark.parametrize("gate", ["gate_up", "interleaved", "separate"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+def test_a_gradient_has_room_for_another_stage(gate: str, turned: bool, out: str) -> None:
+    """da, and then a, lie where dw_gate_up will, if that has no gaps and is not added to: same bits
+    in a smaller workspace."""
+    case = Case(tokens=300, hidden=264, inner=520, experts=5, top_k=2, gate=gate, bias="x")
+    wanted = tuple(name for name in moe_gradient_calls.ALL if name not in ("dx", "dweights"))
+    apart = Gradients.of(case, "bf16", "sm90", missing=0.1, wanted=wanted, out=out, turned=turned)
+    want = apart.run()
+    inputs = {name: x for name, x in apart.call.placed.items() if name not in apart.names}
+    for accumulate, saved in ((False, False), (False, True), (True, False)):
+        dense = Gradients.of(case, "bf16", "sm90", ids=apart.ids, inputs=inputs, wanted=wanted,
+                             out=out, turned=turned, gap=0, accumulate=accumulate,
+                             saved=saved)  # fmt: skip
+        poison = 0.0 if accumulate else torch.nan
+        for view in dense.outputs.values():
+            view.fill_(poison)
+        moe_gradient_calls.assert_same(dense.run(poisons=moe_gradient_calls.POISONS[:1]), want)
+        if not saved:
+            a = case.tokens * case.top_k * case.inner * 2
+            less = apart.call.plan.workspace_bytes - dense.call.plan.workspace_bytes
+            assert less == (0 if accumulate else -(-a // 256) * 256)
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize("gate", ["gate_up", "separate"])
+def test_many_rows_of_dx_go_by_halves(on_input: bool, has_room: bool, gate: str) -> None:
+    """Same bits as all at once, in half the room."""
+    two = gate == "separate"
+    tokens = (8192 if two else 4096) + (0 if has_room else 8)
+    case = Case(tokens=tokens, hidden=1024, inner=264, experts=32 if two else 16,
+                top_k=4 if two else 8, gate=gate, weight_on_input=on_input, bias="x")  # fmt: skip
+    halves = Gradients.of(case, "bf16", "sm90", saved=True, missing=0.05, gap=0)
+    inputs = {name: x for name, x in halves.call.placed.items() if name not in halves.names}
+    again = functools.partial(Gradients.of, case, "bf16", "sm90", ids=halves.ids, inputs=inputs,
+                              saved=True)  # fmt: skip
+    whole = again(max_workspace_bytes=1 << 40, gap=0)
+    plans = [one.call.plan for one in (halves, whole)]
+    repeats = [[p.launches[i].repeats for i in range(p.launch_count)] for p in plans]
+    of_dx = 3 if two else 2
+    assert repeats[0] == [0] * (plans[0].launch_count - of_dx) + [2] * of_dx
+    assert not any(repeats[1])
+    y = case.tokens * case.top_k * case.hidden * 2 * (2 if two else 1)
+    less = plans[1].workspace_bytes - plans[0].workspace_bytes
+    assert less == y // 2 if has_room and not on_input else less > 0
+    want = whole.run()
+    for poison in moe_gradient_calls.POISONS:
+        moe_gradient_calls.assert_same(halves.run(poisons=(poison,)), want)
+    # What is added to, and what has gaps, has no room for others.
+    moe_gradient_calls.assert_same(again(gap=8).run(), want)
+
+
+def test_bits_of_calls_right_behind_each_other() -> None:
+    """Over and over, with all that the call is to write poisoned before, and what lies between its
+    stages where a gradient will: what one call reads last the next one writes."""
+    case = Case(tokens=4096, hidden=1024, inner=264, experts=16, top_k=8)
+    one = Gradients.of(case, "bf16", "sm90", saved=True, gap=0)
+    want = one.run()
+    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for i in range(300):
+        if i % 10 == 0:
+            one.call.workspace[4096:-4096] = 0xFF
+            for view in one.outputs.values():
+                view.fill_(torch.nan)
+        one.call.launch()
+        one.call.launch()
+        for name, view in one.outputs.items():
+            differ += (memory.bits(view) != memory.bits(want[name])).sum()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        one.call.launch()
+    for _ in range(20):
+        for view in one.outputs.values():
+            view.fill_(torch.nan)
+        graph.replay()
+        for name, view in one.outputs.items():
+            differ += (memory.bits(view) != memory.bits(want[name])).sum()
+    assert differ == 0

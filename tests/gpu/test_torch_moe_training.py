@@ -186,6 +186,45 @@ def test_layers_compile_and_checkpoint() -> None:
         torch.testing.assert_close(once_more[name].grad, leaf.grad)
 
 
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_step_takes_the_memory_of_its_pre_activations_once(retains: bool) -> None:
+    """What the graph keeps for itself becomes dz; a graph that is retained computes it again."""
+    tokens, hidden, inner, experts, top_k = 8192, 512, 512, 16, 4
+    g = torch.Generator(device=DEVICE).manual_seed(4)
+    given = [
+        (torch.randn(shape, generator=g, device=DEVICE) * shape[-1] ** -0.5).bfloat16()
+        for shape in ((tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner))
+    ]
+    dout = torch.randn(tokens, hidden, generator=g, device=DEVICE).bfloat16()
+    routing = fm.moe_route(torch.randn(tokens, experts, generator=g, device=DEVICE), top_k)
+    before = tokens * top_k * 2 * inner * 2  # bytes
+
+    def step(**options: Any) -> tuple[list[torch.Tensor], int]:
+        leaves = [x.detach().clone().requires_grad_() for x in given]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        made = fm.moe_forward(*leaves, routing, **options)
+        out = made[0] if isinstance(made, tuple) else made
+        out.backward(dout, retain_graph=retains)
+        peak = torch.cuda.max_memory_allocated() - start
+        if retains:
+            first = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+            out.backward(dout)
+            for leaf, gradient in zip(leaves, first, strict=True):
+                assert torch.equal(leaf.grad, gradient)
+        return [leaf.grad for leaf in leaves], peak
+
+    want, most = step(return_pre_activation=True)
+    made, least = step()
+    for gradient, other in zip(made, want, strict=True):
+        assert torch.equal(gradient, other)
+    slack = 1 << 20
+    assert abs(most - least - before) <= slack
+
+
 def test_a_module_trains() -> None:
     torch.manual_seed(0)
     layer = fmt.FlashMoELayer(64, 48, num_experts=4, top_k=2, device=DEVICE, dtype=torch.bfloat16)

@@ -286,6 +286,111 @@ def test_a_module_learns() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+# ---- what is overwritten ----
+
+
+def layer_call(gate: str = "gate_up", **options: Any) -> tuple[Any, dict[str, Any], Any]:
+    """A layer of leaves, and dout."""
+    given = {name: leaves(torch.float32)[name] for name in ("tokens", "w_gate_up", "w_down")}
+    routing = fm.moe_route(torch.randn(T, E, generator=torch.Generator().manual_seed(8)), K)
+
+    def call(tokens: Any, w_gate_up: Any, w_down: Any) -> Any:
+        return fm.moe_forward(tokens, w_gate_up, w_down, routing, gate=gate, **options)
+
+    return call, given, torch.randn(T, H, generator=torch.Generator().manual_seed(9))
+
+
+def kept_before(call: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """The output, and the pre-activations that the graph keeps for itself."""
+    kept: list[Any] = []
+
+    def pack(x: Any) -> Any:
+        if x.shape == (T * K, 2 * INNER):
+            kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = call(**given)
+    (before,) = kept
+    return out, before
+
+
+@pytest.mark.parametrize("gate", ["gate_up", "up_gate", "interleaved"])
+def test_what_a_graph_keeps_for_itself_is_overwritten(gate: str) -> None:
+    call, given, dout = layer_call(gate)
+    out, before = kept_before(call, given)
+    held = before.clone()
+    out.backward(dout)
+    assert torch.equal(before, held) == (gate == "interleaved")
+    want = grads(given)
+    again = fresh(given)
+    out, shown = layer_call(gate, return_pre_activation=True)[0](**again)
+    out.backward(dout)
+    assert torch.equal(shown, held)  # which is the caller's, too
+    for name, gradient in want.items():
+        assert torch.equal(again[name].grad, gradient), name
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_graph_that_is_retained(seen: bool) -> None:
+    """Its second gradients are those of other pre-activations than it had, which it computes."""
+    call, given, dout = layer_call()
+    call(**given).backward(dout)
+    want = grads(given)
+    again = fresh(given)
+    out, before = kept_before(call, again) if seen else (call(**again), torch.zeros(0))
+    held = before.clone()
+    for times in (1, 2, 3):
+        for leaf in again.values():
+            leaf.grad = None
+        out.backward(dout, retain_graph=times < 3)
+        assert not (seen and torch.equal(before, held))
+        for name, gradient in want.items():
+            assert torch.equal(again[name].grad, gradient), (times, name)
+
+
+def test_gradients_of_several_outputs_at_once() -> None:
+    """Entry by entry, from the same pre-activations."""
+    call, given, _ = layer_call()
+    douts = torch.randn(3, T, H)
+    out, before = kept_before(call, given)
+    held = before.clone()
+    made = torch.autograd.grad(out, list(given.values()), douts, is_grads_batched=True)
+    assert torch.equal(before, held)
+    for i, dout in enumerate(douts):
+        again = fresh(given)
+        call(**again).backward(dout)
+        for leaf, entries in zip(again.values(), made, strict=True):
+            assert torch.equal(leaf.grad, entries[i])
+
+
+def test_memory_that_a_hook_makes_is_overwritten_in_its_place() -> None:
+    """As of torch.autograd.graph.save_on_cpu: what a hook keeps stays."""
+    call, given, dout = layer_call()
+    call(**given).backward(dout)
+    again = fresh(given)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+        out = call(**again)
+    for times in (1, 2):
+        for leaf in again.values():
+            leaf.grad = None
+        out.backward(dout, retain_graph=times < 2)
+        for name, leaf in given.items():
+            assert torch.equal(again[name].grad, leaf.grad), name
+
+
+def test_gradients_that_may_be_differentiated_overwrite_nothing() -> None:
+    call, given, dout = layer_call()
+    out, before = kept_before(call, given)
+    held = before.clone()
+    made = torch.autograd.grad(out, list(given.values()), dout, create_graph=True)
+    assert torch.equal(before, held)
+    again = fresh(given)
+    call(**again).backward(dout)
+    for leaf, gradient in zip(again.values(), made, strict=True):
+        assert torch.equal(leaf.grad, gradient)
+
+
 # ---- what is saved ----
 
 

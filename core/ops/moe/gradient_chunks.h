@@ -72,6 +72,13 @@ inline flashmoe_status refuse_bound(const MoeBackwardProblem& p, uint64_t least,
 
 // ---- what of the tensors a chunk has
 
+// dz in the place of pre_activation, of all columns: an element of a row has the place of what it
+// is the gradient of, or of what that is multiplied by, so that who reads both may write both.
+// Where they lie interleaved rows of dz are in another order.
+inline bool dz_is_in_place(const MoeBackwardProblem& p) {
+  return p.overwrites && p.order != FLASHMOE_MOE_INTERLEAVED;
+}
+
 // Columns of I. Rows of dz of all of them, or of these alone.
 struct InnerChunk {
   int64_t first;

@@ -2,6 +2,7 @@
 // then that for bf16.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/dtype.h"
@@ -21,13 +22,55 @@ inline const Kernel& kernel_for(const Kernel (&kernels)[2], Dtype dtype) {
   return kernels[dtype == Dtype::kFloat16 ? 0 : 1];
 }
 
+// How `combine` is launched.
+struct CombineShape {
+  int team_threads;  // of a token
+  int teams;         // of a block
+  int64_t blocks;
+
+  int threads() const { return teams * team_threads; }
+};
+// Threads of a token of so many columns: as few passes over them as may be, all alike.
+inline int team_threads(int64_t columns) {
+  constexpr int64_t kWarp = 32;
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t pieces = std::max<int64_t>(ceil_div(columns, kPiece), 1);
+  const int64_t passes = ceil_div(pieces, kTeamThreads);
+  return static_cast<int>(ceil_div(ceil_div(pieces, passes), kWarp) * kWarp);
+}
+// A block for each multiprocessor, whose teams take tokens in turn; of few tokens one for each.
+inline CombineShape combine_shape(int64_t tokens, int64_t columns, int multiprocessors) {
+  const int threads = team_threads(columns);
+  const int most = std::min(kMostTeams, kCombineThreads / threads);
+  const int64_t teams = std::clamp<int64_t>(tokens / multiprocessors, 1, most);
+  const int64_t blocks = std::min<int64_t>((tokens + teams - 1) / teams, multiprocessors);
+  return {threads, static_cast<int>(teams), blocks};
+}
+
+// Slots of a warp of `rows`: many of short rows, for which look-ups else take as long as the rows;
+// but no fewer warps than run at a time.
+inline int32_t rows_of_warp(int64_t pairs, int64_t columns, int multiprocessors) {
+  constexpr int64_t kColumns = 4096;
+  constexpr int64_t kMost = 8;
+  constexpr int64_t kWarpsAtATime = 20;  // of a multiprocessor
+  const int64_t by_columns =
+      std::clamp<int64_t>(kColumns / std::max<int64_t>(columns, 1), 1, kMost);
+  return static_cast<int32_t>(
+      std::clamp<int64_t>(pairs / (kWarpsAtATime * multiprocessors), 1, by_columns));
+}
+inline int64_t rows_blocks(int64_t pairs, int32_t of_warp) {
+  const int64_t of_block = int64_t{kRowWarps} * of_warp;
+  return (pairs + of_block - 1) / of_block;
+}
+
 // Rows of dz, those of a chunk or whole ones that a chunk has columns of; `data` is nullptr where
 // there are none.
-inline DzRows dz_rows(const MoeBackwardProblem& p, const InnerChunk& chunk, void* data) {
+inline DzRows dz_rows(const MoeBackwardProblem& p, const InnerChunk& chunk, void* data,
+                      int64_t stride) {
   const DzPlaces at = dz_places(p, chunk);
   DzRows rows = {};
   rows.data = static_cast<uint16_t*>(data);
-  rows.stride = chunk.dz_inner() * (p.layer.gated ? 2 : 1);
+  rows.stride = stride;
   rows.places[0] = static_cast<int32_t>(at.places[0]);
   rows.places[1] = static_cast<int32_t>(at.places[1]);
   rows.step = static_cast<int32_t>(at.step);

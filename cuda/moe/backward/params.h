@@ -9,11 +9,13 @@
 namespace flashmoe::moe_backward {
 
 inline constexpr int kPiece = 8;     // elements of 16 bytes
-inline constexpr int kRowWarps = 4;  // of a block of `rows`, a slot each
+inline constexpr int kRowWarps = 4;  // of a block of `rows`, a run of slots each
 inline constexpr int kSumWarps = 8;  // of a block of `sums`, by turns a row each
 inline constexpr int kSumColumns = 256;
-inline constexpr int kZeroWarps = 4;  // of a block of `zeros`, a row each
-inline constexpr int kCombineThreads = 256;
+inline constexpr int kZeroWarps = 4;      // of a block of `zeros`, a row each
+inline constexpr int kTeamThreads = 256;  // at most, of a token of `combine`
+inline constexpr int kMostTeams = 15;     // of a block, each with a named barrier
+inline constexpr int kCombineThreads = 1024;
 
 struct Routing {
   const float* weights;    // [tokens, top_k]
@@ -38,9 +40,10 @@ struct DzRows {
 // order: a chunk of columns adds to what those before it left.
 struct RowsParams {
   Routing routing;
-  int32_t* row_tokens;  // [rows]: of a slot, or -1; out
-  float* dots;          // [rows] <da, a>, and <dout, down_bias>; out, or nullptr
-  uint16_t* da;         // [rows, inner]; where `wants_a` in its place a, times the weight
+  int32_t* row_tokens;   // [rows]: of a slot, or -1; out
+  int32_t rows_of_warp;  // at most 32
+  float* dots;           // [rows] <da, a>, and <dout, down_bias>; out, or nullptr
+  uint16_t* da;          // [rows, inner]; where `wants_a` in its place a, times the weight
   const uint16_t* pre_activation;  // [rows, g and u] or nullptr: there is nothing but row_tokens
   int64_t pre_activation_stride;
   int32_t pre_activation_up;  // from g's first to u's
@@ -81,6 +84,7 @@ struct CombineParams {
   int32_t hidden;
   int32_t weight_on_input;
   int32_t adds;
+  int32_t team_threads;  // that have a token: whole warps
 };
 
 // Sums over an expert's rows.

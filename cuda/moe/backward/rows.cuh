@@ -12,6 +12,7 @@
 #include "cuda/moe/backward/params.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/global_store.cuh"
 #include "cuda/tile/activation_gradient.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/thread.cuh"
@@ -57,9 +58,8 @@ __device__ __forceinline__ void load_own_piece(float (&values)[kPiece], const ui
 template <class Element>
 __device__ __forceinline__ void store_piece(uint16_t* to, const float (&values)[kPiece]) {
   using Numeric = numeric::ElementTraits<Element>;
-  *reinterpret_cast<uint4*>(to) =
-      make_uint4(Numeric::pack(values[0], values[1]), Numeric::pack(values[2], values[3]),
-                 Numeric::pack(values[4], values[5]), Numeric::pack(values[6], values[7]));
+  ptx::store_global(to, Numeric::pack(values[0], values[1]), Numeric::pack(values[2], values[3]),
+                    Numeric::pack(values[4], values[5]), Numeric::pack(values[6], values[7]));
 }
 
 // The expert of a slot, one of the experts' by the warp's lanes; the last whose rows begin at or
@@ -76,11 +76,32 @@ __device__ __forceinline__ int expert_of(const Routing& routing, int slot) {
   return min(before, routing.experts - 1);
 }
 
+// What routing says of a slot.
+struct Found {
+  int token = -1;           // -1: it does not count
+  float weight = 0.0f;      // of its pair
+  bool has_expert = false;  // else nothing is made of its row
+};
+__device__ __forceinline__ Found look_up(const Routing& routing, int slot) {
+  Found found;
+  found.has_expert = slot >= routing.offsets[0] && slot < routing.offsets[routing.experts];
+  const int pair = routing.pairs[slot];
+  if (!found.has_expert || pair < 0 || pair >= routing.rows) return found;
+  // Side by side, whatever comes of the first.
+  const int back = routing.slots[pair];
+  const float weight = routing.weights[pair];
+  if (back != slot) return found;
+  found.token = pair / routing.top_k;
+  found.weight = weight;
+  return found;
+}
+
+// A run of slots that a warp has.
 template <class Element>
-class RowOfSlot {
+class RowsOfWarp {
  public:
-  __device__ __forceinline__ RowOfSlot(const RowsParams& params, int slot)
-      : p_(params), slot_(slot) {}
+  __device__ __forceinline__ RowsOfWarp(const RowsParams& params, int64_t first, int count)
+      : p_(params), first_(first), count_(count) {}
 
   // What a lane needs of a row for a piece.
   struct Pieces {
@@ -89,43 +110,64 @@ class RowOfSlot {
     uint4 da;
   };
 
-  // Begins to load them, from element i on; nothing beyond the row.
-  __device__ __forceinline__ void load(Pieces& pieces, int i) const {
-    if (i >= p_.inner || p_.pre_activation == nullptr) return;
-    const uint16_t* const before = p_.pre_activation + slot_ * p_.pre_activation_stride + i;
+  // Begins to load those of a row of the run, from element i on; nothing beyond the row or the run.
+  __device__ __forceinline__ void load(Pieces& pieces, int row, int i) const {
+    if (row >= count_ || i >= p_.inner) return;
+    const int64_t slot = first_ + row;
+    const uint16_t* const before = p_.pre_activation + slot * p_.pre_activation_stride + i;
     ptx::load_streaming(pieces.first, before);
     if (p_.gated != 0) ptx::load_streaming(pieces.second, before + p_.pre_activation_up);
     // The compiler sees this access: the row is written anew.
     if (p_.has_da != 0) {
-      pieces.da = *reinterpret_cast<const uint4*>(p_.da + slot_ * p_.inner + i);
+      pieces.da = *reinterpret_cast<const uint4*>(p_.da + slot * p_.inner + i);
+    }
+  }
+  // The next behind those from element i on: of this row, or the first of the next one.
+  __device__ __forceinline__ void load_next(Pieces& pieces, int row, int i) const {
+    constexpr int kBlock = kThreadsPerWarp * kPiece;
+    const int block = i - lane_index() * kPiece + kBlock;
+    const bool ends = block >= p_.inner;
+    load(pieces, ends ? row + 1 : row, (ends ? 0 : block) + lane_index() * kPiece);
+  }
+
+  // Adds <da, a> to `total`; the first pieces are loaded, and the next row's in the end.
+  __device__ __forceinline__ float differentiate(Pieces& pieces, int row, float weight,
+                                                 float total) const {
+    // A limit is many instructions, and mostly there is none.
+    if (p_.limit < INFINITY) return differentiate<true>(pieces, row, weight, total);
+    return differentiate<false>(pieces, row, weight, total);
+  }
+
+  // What a slot leaves that does not count: products by which weights' gradients are made meet it.
+  __device__ __forceinline__ void clear(int row) const {
+    const float zeros[kPiece] = {};
+    const int64_t slot = first_ + row;
+    for (int i = lane_index() * kPiece; i < p_.inner; i += kThreadsPerWarp * kPiece) {
+      if (p_.wants_a != 0) store_piece<Element>(p_.da + slot * p_.inner + i, zeros);
+      store_dz(p_.dz, slot, i, zeros, zeros);
+      store_dz(p_.scaled_dz, slot, i, zeros, zeros);
     }
   }
 
-  // Adds <da, a> to `total`; the first pieces are loaded.
-  __device__ __forceinline__ float differentiate(Pieces& pieces, float weight, float total) const {
+ private:
+  template <bool kCuts>
+  __device__ __forceinline__ float differentiate(Pieces& pieces, int row, float weight,
+                                                 float total) const {
     constexpr int kBlock = kThreadsPerWarp * kPiece;
     for (int block = 0; block < p_.inner; block += kBlock) {
       const int i = block + lane_index() * kPiece;
-      const float dot = i < p_.inner ? differentiate_piece(pieces, weight, i) : 0.0f;
+      const float dot = differentiate_piece<kCuts>(pieces, row, weight, i);
       if (p_.dots != nullptr) total += sum_of_lanes(dot);
     }
     return total;
   }
 
-  // What a slot leaves that does not count: products by which weights' gradients are made meet it.
-  __device__ __forceinline__ void clear() const {
-    const float zeros[kPiece] = {};
-    for (int i = lane_index() * kPiece; i < p_.inner; i += kThreadsPerWarp * kPiece) {
-      if (p_.wants_a != 0) store_piece<Element>(p_.da + int64_t{slot_} * p_.inner + i, zeros);
-      store_dz(p_.dz, i, zeros, zeros);
-      store_dz(p_.scaled_dz, i, zeros, zeros);
-    }
-  }
-
- private:
   // <da, a>, of this lane's pieces from element i on. The next are loaded while they are computed.
-  __device__ __forceinline__ float differentiate_piece(Pieces& pieces, float weight, int i) const {
-    uint16_t* const row = p_.da + slot_ * p_.inner;
+  template <bool kCuts>
+  __device__ __forceinline__ float differentiate_piece(Pieces& pieces, int row, float weight,
+                                                       int i) const {
+    const int64_t slot = first_ + row;
+    const bool is_there = i < p_.inner;
     const float factor = p_.weight_on_input != 0 ? 1.0f : weight;
     float dot = 0.0f;
     float first[kPiece];
@@ -139,18 +181,21 @@ class RowOfSlot {
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) da[j] *= p_.da_scale;
     }
-    load(pieces, i + kThreadsPerWarp * kPiece);
+    load_next(pieces, row, i);
+    if (!is_there) return 0.0f;
     float act[kPiece];
     float slope[kPiece];
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
-      act[j] = p_.gated != 0 ? cut_above(first[j], p_.limit) : cut(first[j], p_.limit);
+      act[j] = first[j];
+      if (kCuts) act[j] = p_.gated != 0 ? cut_above(act[j], p_.limit) : cut(act[j], p_.limit);
     }
     activate_with_slope(act, slope, p_.activation, p_.alpha);
     float up[kPiece];
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
-      up[j] = p_.gated != 0 ? cut(second[j], p_.limit) + p_.up_offset : 1.0f;
+      const float u = kCuts ? cut(second[j], p_.limit) : second[j];
+      up[j] = p_.gated != 0 ? u + p_.up_offset : 1.0f;
     }
     if (p_.has_da != 0) {
       float dfirst[kPiece];
@@ -159,33 +204,37 @@ class RowOfSlot {
       for (int j = 0; j < kPiece; ++j) {
         dot = fmaf(da[j], act[j] * up[j], dot);
         const float weighted = da[j] * factor;
-        const float through = weighted * up[j] * slope[j];
-        dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, through)
-                                  : through_cut(first[j], p_.limit, through);
-        dsecond[j] = p_.gated != 0 ? through_cut(second[j], p_.limit, weighted * act[j]) : 0.0f;
+        dfirst[j] = weighted * up[j] * slope[j];
+        dsecond[j] = p_.gated != 0 ? weighted * act[j] : 0.0f;
+        if (kCuts) {
+          dfirst[j] = p_.gated != 0 ? through_cut_above(first[j], p_.limit, dfirst[j])
+                                    : through_cut(first[j], p_.limit, dfirst[j]);
+          dsecond[j] = through_cut(second[j], p_.limit, dsecond[j]);
+        }
       }
-      store_dz(p_.dz, i, dfirst, dsecond);
+      store_dz(p_.dz, slot, i, dfirst, dsecond);
       if (p_.scaled_dz.data != nullptr) {
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) {
           dfirst[j] *= weight;
           dsecond[j] *= weight;
         }
-        store_dz(p_.scaled_dz, i, dfirst, dsecond);
+        store_dz(p_.scaled_dz, slot, i, dfirst, dsecond);
       }
     }
     if (p_.wants_a != 0) {
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) act[j] = act[j] * up[j] * factor;
-      store_piece<Element>(row + i, act);
+      store_piece<Element>(p_.da + slot * p_.inner + i, act);
     }
     return dot;
   }
 
-  __device__ __forceinline__ void store_dz(const DzRows& rows, int i, const float (&first)[kPiece],
+  __device__ __forceinline__ void store_dz(const DzRows& rows, int64_t slot, int i,
+                                           const float (&first)[kPiece],
                                            const float (&second)[kPiece]) const {
     if (rows.data == nullptr) return;
-    uint16_t* const row = rows.data + slot_ * rows.stride;
+    uint16_t* const row = rows.data + slot * rows.stride;
     if (p_.gated == 0) {
       store_piece<Element>(row + rows.places[1] + i, first);
     } else if (rows.step == 1) {
@@ -204,7 +253,8 @@ class RowOfSlot {
   }
 
   const RowsParams& p_;
-  const int64_t slot_;
+  const int64_t first_;
+  const int count_;
 };
 
 // <dout, bias> of this lane's columns.
@@ -224,37 +274,42 @@ __global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp, 5)
     rows_kernel(const __grid_constant__ RowsParams params) {
   begin_kernel();
   const Routing& routing = params.routing;
-  const int64_t number = int64_t{blockIdx.x} * kRowWarps + warp_index();
-  if (number >= routing.rows) return;
-  const int slot = static_cast<int>(number);
-  // Before it is known whether the slot counts.
-  const RowOfSlot<Element> row(params, slot);
-  typename RowOfSlot<Element>::Pieces pieces;
-  row.load(pieces, lane_index() * kPiece);
-  int token = -1;
-  int pair = -1;
-  const bool has_expert = slot >= routing.offsets[0] && slot < routing.offsets[routing.experts];
-  if (has_expert) {
-    pair = routing.pairs[slot];
-    if (pair >= 0 && pair < routing.rows && routing.slots[pair] == slot) {
-      token = pair / routing.top_k;
+  const int lane = lane_index();
+  const int64_t first = (int64_t{blockIdx.x} * kRowWarps + warp_index()) * params.rows_of_warp;
+  if (first >= routing.rows) return;
+  const int count = static_cast<int>(min(int64_t{params.rows_of_warp}, routing.rows - first));
+  // Before it is known which slots count.
+  const RowsOfWarp<Element> rows(params, first, count);
+  typename RowsOfWarp<Element>::Pieces pieces;
+  if (params.pre_activation != nullptr) rows.load(pieces, 0, lane * kPiece);
+  // A lane looks up a slot: what all wait for they wait for once.
+  Found mine;
+  float dot = 0.0f;  // of this lane's slot
+  if (lane < count) {
+    mine = look_up(routing, static_cast<int>(first) + lane);
+    params.row_tokens[first + lane] = mine.token;
+    if (params.adds_dots != 0) dot = params.dots[first + lane];
+  }
+  if (params.pre_activation == nullptr) return;
+  const bool adds_bias =
+      params.dots != nullptr && params.adds_dots == 0 && params.down_bias.data != nullptr;
+  for (int row = 0; row < count; ++row) {
+    const int token = __shfl_sync(kFullWarp, mine.token, row);
+    if (token < 0) {
+      if (__shfl_sync(kFullWarp, mine.has_expert ? 1 : 0, row) != 0) rows.clear(row);
+      rows.load(pieces, row + 1, lane * kPiece);
+      continue;
     }
+    const float weight = __shfl_sync(kFullWarp, mine.weight, row);
+    float total = __shfl_sync(kFullWarp, dot, row);
+    if (adds_bias) {
+      const int expert = expert_of(routing, static_cast<int>(first) + row);
+      total = sum_of_lanes(dot_with_bias<Element>(params, token, expert));
+    }
+    total = rows.differentiate(pieces, row, weight, total);
+    if (lane == row) dot = total;
   }
-  if (lane_index() == 0) params.row_tokens[slot] = token;
-  if (!has_expert || params.pre_activation == nullptr) return;
-  if (token < 0) {
-    row.clear();
-    return;
-  }
-  const float weight = routing.weights[pair];
-  float dot = 0.0f;
-  if (params.adds_dots != 0) {
-    dot = params.dots[slot];
-  } else if (params.dots != nullptr && params.down_bias.data != nullptr) {
-    dot = sum_of_lanes(dot_with_bias<Element>(params, token, expert_of(routing, slot)));
-  }
-  dot = row.differentiate(pieces, weight, dot);
-  if (params.dots != nullptr && lane_index() == 0) params.dots[slot] = dot;
+  if (params.dots != nullptr && lane < count && mine.token >= 0) params.dots[first + lane] = dot;
 }
 
 }  // namespace flashmoe::moe_backward

@@ -4,10 +4,11 @@
 
 #include "core/ops/moe/problem.h"
 #include "cuda/moe/backward/rows.cuh"
+#include "cuda/ptx/named_barrier.cuh"
 
 namespace flashmoe::moe_backward {
 
-// ---- dx and dweights: a block for each token ----------------------------------------------------
+// ---- dx and dweights: teams of threads take tokens in turn --------------------------------------
 
 template <class Element>
 __device__ __forceinline__ void add_piece(float (&sum)[kPiece], const uint16_t* y, bool valid) {
@@ -102,33 +103,58 @@ __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int
   return total;
 }
 
-template <class Element>
-__global__ void __launch_bounds__(kCombineThreads, 4)
-    combine_kernel(const __grid_constant__ CombineParams params) {
-  __shared__ int rows[kMaxTopK];
-  __shared__ float weights[kMaxTopK];
-  begin_kernel();
-  const Routing& routing = params.routing;
-  const int64_t token = blockIdx.x;
-  const int64_t first_pair = token * routing.top_k;
-  if (thread_index() < routing.top_k) {
-    const int64_t pair = first_pair + thread_index();
-    const int slot = routing.slots[pair];
-    const bool counts = slot >= 0 && slot < routing.rows && params.row_tokens[slot] == token &&
-                        routing.pairs[slot] == pair;
-    rows[thread_index()] = counts ? slot : -1;
-    weights[thread_index()] = !counts                       ? 0.0f
-                              : params.weight_on_input != 0 ? routing.weights[pair]
-                                                            : 1.0f;
+// What a thread looks up for a pair of a token, in two steps: a team begins either for tokens to
+// come, so that no token waits for one and then the other.
+class PairsRow {
+ public:
+  __device__ __forceinline__ PairsRow(const CombineParams& params, int tokens, int pair)
+      : p_(params), tokens_(tokens), mine_(pair) {}
+
+  // The slot of this thread's pair of a token.
+  __device__ __forceinline__ void begin(int64_t token) {
+    slot_ = -1;
+    if (token < tokens_) slot_ = p_.routing.slots[token * p_.routing.top_k + mine_];
   }
-  __syncthreads();
+  // Of the token that was begun: whose the slot's row is.
+  __device__ __forceinline__ void go_on(int64_t token) {
+    row_ = slot_ >= 0 && slot_ < p_.routing.rows ? slot_ : -1;
+    if (row_ < 0 || token >= tokens_) return;
+    token_ = p_.row_tokens[row_];
+    pair_ = p_.routing.pairs[row_];
+    if (p_.weight_on_input != 0) {
+      weight_ = p_.routing.weights[token * p_.routing.top_k + mine_];
+    }
+  }
+  // The row, or -1, and its factor.
+  __device__ __forceinline__ void end(int64_t token, int* row, float* weight) const {
+    const bool counts = row_ >= 0 && token_ == token && pair_ == token * p_.routing.top_k + mine_;
+    *row = counts ? row_ : -1;
+    *weight = !counts ? 0.0f : p_.weight_on_input != 0 ? weight_ : 1.0f;
+  }
+
+ private:
+  const CombineParams& p_;
+  const int tokens_;
+  const int mine_;
+  int slot_ = -1;
+  int row_ = -1;
+  int token_ = -1;
+  int pair_ = -1;
+  float weight_ = 0.0f;
+};
+
+// Of a token whose rows are known, by thread `thread` of its team.
+template <class Element>
+__device__ __forceinline__ void combine_token(const CombineParams& params, int64_t token,
+                                              int thread, const int* rows, const float* weights) {
+  const int top_k = params.routing.top_k;
   if (params.dx != nullptr) {
-    for (int column = thread_index() * kPiece; column < params.hidden;
-         column += thread_count() * kPiece) {
+    for (int column = thread * kPiece; column < params.hidden;
+         column += params.team_threads * kPiece) {
       float sum[kPiece] = {};
       for (const uint16_t* y : params.y) {
         if (y == nullptr) continue;
-        combine_piece<Element>(y + column, params.hidden, routing.top_k, rows, weights, sum);
+        combine_piece<Element>(y + column, params.hidden, top_k, rows, weights, sum);
       }
       write_piece<Element>(params.dx, token * params.dx_stride + column, params.dx_is_fp32 != 0,
                            params.adds != 0, sum);
@@ -136,7 +162,8 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
   }
   const bool sums_up = params.weight_on_input != 0 && params.dots != nullptr;
   if (params.dweights == nullptr && !sums_up) return;
-  for (int k = warp_index(); k < routing.top_k; k += warp_count()) {
+  const int warps = params.team_threads / kThreadsPerWarp;
+  for (int k = thread / kThreadsPerWarp; k < top_k; k += warps) {
     const int row = rows[k];
     float gradient = 0.0f;
     if (row >= 0) {
@@ -148,8 +175,39 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
       if (row >= 0) params.dots[row] = gradient;
       continue;
     }
-    float* const to = params.dweights + first_pair + k;
+    float* const to = params.dweights + token * top_k + k;
     *to = params.adds != 0 ? *to + gradient : gradient;
+  }
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kCombineThreads, 1)
+    combine_kernel(const __grid_constant__ CombineParams params) {
+  __shared__ int rows[kMostTeams][2][kMaxTopK];
+  __shared__ float weights[kMostTeams][2][kMaxTopK];
+  begin_kernel();
+  const int tokens = params.routing.rows / params.routing.top_k;
+  const int teams = thread_count() / params.team_threads;
+  const int team = __shfl_sync(kFullWarp, thread_index() / params.team_threads, 0);
+  const int thread = thread_index() - team * params.team_threads;
+  const int64_t stride = int64_t{gridDim.x} * teams;
+  const bool looks = thread < params.routing.top_k;
+  int64_t token = int64_t{blockIdx.x} * teams + team;
+  PairsRow next(params, tokens, thread);
+  if (looks) {
+    next.begin(token);
+    next.go_on(token);
+    next.begin(token + stride);
+  }
+  for (int place = 0; token < tokens; token += stride, place ^= 1) {
+    if (looks) {
+      next.end(token, &rows[team][place][thread], &weights[team][place][thread]);
+      next.go_on(token + stride);
+      next.begin(token + 2 * stride);
+    }
+    // Of the other place all have read what the token before had there.
+    ptx::named_barrier_sync(1 + team, params.team_threads);
+    combine_token<Element>(params, token, thread, rows[team][place], weights[team][place]);
   }
 }
 

@@ -32,7 +32,6 @@ namespace flashmoe::moe::sm89_backward {
 namespace {
 
 using moe_backward::kernel_for;
-using moe_backward::kPiece;
 using sm89::Extents;
 
 constexpr int kWarpThreads = 32;
@@ -242,12 +241,21 @@ int64_t matrix_rows(const MoeBackwardProblem& p) {
   return in_two_parts(p) ? p.layer.inner : width_of(p);
 }
 
+// Rows of dz are of all columns, not of a chunk's.
+bool has_whole_dz(const MoeBackwardProblem& p) { return Needs(p).dx_rows || dz_is_in_place(p); }
+
+// From one row of dz to the next.
+int64_t dz_stride(const MoeBackwardProblem& p, const InnerChunk& chunk) {
+  if (dz_is_in_place(p)) return p.pre_activation.row_stride;
+  return chunk.dz_inner() * (p.layer.gated ? 2 : 1);
+}
+
 // Built on a null base it only measures. What no stage needs has no bytes. What lies between the
 // stages of I and what lies between those of H have the same place.
 struct Workspace {
   int32_t* row_tokens;  // [pairs] by slot, as all rows
   float* dots;
-  uint16_t* dz;        // [pairs, width], for dx of all columns
+  uint16_t* dz;        // [pairs, width], for dx of all columns; or in pre_activation's place
   uint16_t* da;        // [pairs, inner], then a; of recomputed layers first what is not used
   uint16_t* computed;  // [pairs, width]; of a chunk, as what follows
   uint16_t* scaled_dz;
@@ -272,7 +280,10 @@ struct Workspace {
     row_tokens = reinterpret_cast<int32_t*>(take(true, 1, sizeof(int32_t)));
     dots = reinterpret_cast<float*>(
         take(p.dweights != nullptr && (!p.layer.weight_on_input || sums_up), 1, sizeof(float)));
-    dz = matrix(needs.dz, needs.dx_rows ? width_of(p) : width);
+    dz = matrix(needs.dz && !dz_is_in_place(p), needs.dx_rows ? width_of(p) : width);
+    if (needs.dz && dz_is_in_place(p)) {
+      dz = static_cast<uint16_t*>(const_cast<void*>(p.pre_activation.data));
+    }
     const uint64_t shared = bytes;
     da = matrix(needs.activation, chunks.inner);
     computed = matrix(needs.up, width);
@@ -296,12 +307,9 @@ Extents extents_of_down(const MoeBackwardProblem& p, const InnerChunk& chunk) {
   return {pairs_of(p), 1, layer.hidden, chunk.count, layer.tokens, p.dout.row_stride, p.dout.dtype};
 }
 Extents extents_of_dx(const MoeBackwardProblem& p, const HiddenChunk& chunk) {
-  return {pairs_of(p), 1, matrix_rows(p), chunk.count, pairs_of(p), width_of(p), p.layer.x.dtype};
-}
-
-// Width of a row of dz.
-int64_t dz_width(const MoeBackwardProblem& p, const InnerChunk& chunk) {
-  return chunk.dz_inner() * (p.layer.gated ? 2 : 1);
+  const InnerChunk all = {0, p.layer.inner, p.layer.inner, true};
+  return {pairs_of(p),    1, matrix_rows(p), chunk.count, pairs_of(p), dz_stride(p, all),
+          p.layer.x.dtype};
 }
 
 WeightGradients weights_gradients_of(const MoeBackwardProblem& p, const InnerChunk& chunk,
@@ -310,13 +318,14 @@ WeightGradients weights_gradients_of(const MoeBackwardProblem& p, const InnerChu
   WeightGradients gradients(layer.experts);
   InnerChunk of_dz = chunk;
   if (layer.weight_on_input) of_dz.dz_is_whole = false;
-  const uint16_t* const dz = layer.weight_on_input ? w.scaled_dz : w.dz;
+  const bool scaled = layer.weight_on_input;
+  const uint16_t* const dz = scaled ? w.scaled_dz : w.dz;
+  const int64_t stride = scaled ? chunk.count * (layer.gated ? 2 : 1) : dz_stride(p, of_dz);
   const Operand x = {static_cast<const uint16_t*>(layer.x.data), layer.x.row_stride, 0, 1};
   const Operand dout = {static_cast<const uint16_t*>(p.dout.data), p.dout.row_stride, 0, 1};
   GradientRows rows[2];
   for (int i = 0, end = gradient_rows(p, of_dz, rows); i < end; ++i) {
-    const Operand of_rows = {dz != nullptr ? dz + rows[i].dz_column : nullptr, dz_width(p, of_dz),
-                             0, 0};
+    const Operand of_rows = {dz != nullptr ? dz + rows[i].dz_column : nullptr, stride, 0, 0};
     gradients.add(rows_from(rows[i].of_w_up ? p.dw_up : p.dw_gate_up, rows[i].first), of_rows,
                   rows[i].count, x, layer.hidden);
   }
@@ -333,7 +342,7 @@ BiasGradients bias_gradients_of(const MoeBackwardProblem& p, const InnerChunk& c
   GradientRows rows[2];
   for (int i = 0, end = gradient_rows(p, chunk, rows); i < end; ++i) {
     const Operand of_rows = {w.dz != nullptr ? w.dz + rows[i].dz_column : nullptr,
-                             dz_width(p, chunk), 0, 0};
+                             dz_stride(p, chunk), 0, 0};
     gradients.add(rows_from(rows[i].of_w_up ? p.db_up : p.db_gate_up, rows[i].first), of_rows,
                   rows[i].count, false);
   }
@@ -391,7 +400,7 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
   }
   plan->chunk[0] = chunks.inner;
   plan->chunk[1] = chunks.hidden;
-  const InnerChunk chunk = inner_chunk(p, chunks, 0, Needs(p).dx_rows);
+  const InnerChunk chunk = inner_chunk(p, chunks, 0, has_whole_dz(p));
   const HiddenChunk of_hidden = hidden_chunk(p, chunks, 0);
   const Dtype dtype = layer.x.dtype;
   const auto add_product = [&](bool gated, const ExpertMatrix& matrix, const sm89::Names& names,
@@ -408,10 +417,11 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
     FLASHMOE_TRY(
         add_product(false, turned(layer.down), {"w_down", "dout"}, extents_of_down(p, chunk)));
   }
+  const int32_t of_warp =
+      moe_backward::rows_of_warp(pairs_of(p), chunk.count, facts.multiprocessors);
   FLASHMOE_TRY(add_stage(kernel_for(moe_backward::rows_kernels, dtype), facts, p.device,
-                         ceil_div(pairs_of(p), moe_backward::kRowWarps),
-                         moe_backward::kRowWarps * kWarpThreads, moe_backward::kRowWarps, plan,
-                         reason));
+                         moe_backward::rows_blocks(pairs_of(p), of_warp),
+                         moe_backward::kRowWarps * kWarpThreads, of_warp, plan, reason));
   // The last chunk's, which may have fewer columns, are all gradients that there may be.
   const InnerChunk last = {layer.inner - chunk.count, chunk.count, layer.inner, chunk.dz_is_whole};
   const WeightGradients matrices = weights_gradients_of(p, chunk, workspace);
@@ -427,12 +437,11 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
     }
   }
   if (needs.combine) {
-    const int64_t threads =
-        ceil_div(std::min<int64_t>(of_hidden.count / kPiece, moe_backward::kCombineThreads),
-                 kWarpThreads) *
-        kWarpThreads;
+    const moe_backward::CombineShape shape =
+        moe_backward::combine_shape(layer.tokens, of_hidden.count, facts.multiprocessors);
     FLASHMOE_TRY(add_stage(kernel_for(moe_backward::combine_kernels, dtype), facts, p.device,
-                           layer.tokens, static_cast<int>(threads), 1, plan, reason));
+                           shape.blocks, shape.threads(), 1, plan, reason));
+    plan->info.launches[plan->info.launch_count - 1].tile_m = shape.team_threads;
   }
   for (int32_t i = 0; i < plan->info.launch_count; ++i) {
     const int64_t repeats = i < of_inner ? chunk_count(layer.inner, chunks.inner)
@@ -450,13 +459,15 @@ moe_backward::Routing routing_of(const MoeBackwardProblem& p) {
           layer.experts, layer.top_k};
 }
 
+// `of_warp`: slots of a warp.
 moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const InnerChunk& chunk,
-                                     const Workspace& w) {
+                                     const Workspace& w, int32_t of_warp) {
   const MoeForwardProblem& layer = p.layer;
   const Needs needs(p);
   moe_backward::RowsParams params = {};
   params.routing = routing_of(p);
   params.row_tokens = w.row_tokens;
+  params.rows_of_warp = of_warp;
   params.dots = w.dots;
   params.da = w.da;
   params.da_scale = 1.0f;
@@ -469,10 +480,11 @@ moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const InnerChu
   }
   params.adds_dots = w.dots != nullptr && !layer.weight_on_input && chunk.first > 0 ? 1 : 0;
   if (layer.weight_on_input) params.dots = nullptr;
-  params.dz = moe_backward::dz_rows(p, chunk, w.dz);
+  params.dz = moe_backward::dz_rows(p, chunk, w.dz, dz_stride(p, chunk));
   InnerChunk of_scaled = chunk;
   of_scaled.dz_is_whole = false;
-  params.scaled_dz = moe_backward::dz_rows(p, of_scaled, w.scaled_dz);
+  params.scaled_dz =
+      moe_backward::dz_rows(p, of_scaled, w.scaled_dz, chunk.count * (layer.gated ? 2 : 1));
   params.dout = static_cast<const uint16_t*>(p.dout.data);
   params.dout_stride = p.dout.row_stride;
   params.down_bias = {layer.down_bias.data, layer.down_bias.expert_stride,
@@ -490,8 +502,9 @@ moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const InnerChu
   return params;
 }
 
+// `threads`: of a token.
 moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const HiddenChunk& chunk,
-                                           const Workspace& w) {
+                                           const Workspace& w, int32_t threads) {
   moe_backward::CombineParams params = {};
   params.routing = routing_of(p);
   params.row_tokens = w.row_tokens;
@@ -510,6 +523,7 @@ moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const Hi
   params.hidden = static_cast<int32_t>(chunk.count);
   params.weight_on_input = p.layer.weight_on_input ? 1 : 0;
   params.adds = p.accumulate ? 1 : 0;
+  params.team_threads = threads;
   return params;
 }
 
@@ -535,7 +549,7 @@ sm89::Params dx_params(const MoeBackwardProblem& p, const HiddenChunk& chunk, co
   sm89::Params params = {};
   sm89::fill_extents(extents_of_dx(p, chunk), p.layer.experts, p.device, plan, index, &params);
   params.x = w.dz + part * p.layer.inner;
-  params.x_stride = width_of(p);
+  params.x_stride = dz_stride(p, {0, p.layer.inner, p.layer.inner, true});
   params.out = w.y[part];
   params.out_stride = chunk.count;
   ExpertMatrix matrix = turned(part == 0 ? p.gate_up : p.layer.up);
@@ -563,7 +577,7 @@ flashmoe_status launch_inner(const MoeBackwardProblem& p, const InnerChunk& chun
     const sm89::Params params = down_params(p, chunk, plan, index, w);
     FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
   }
-  const moe_backward::RowsParams rows = rows_params(p, chunk, w);
+  const moe_backward::RowsParams rows = rows_params(p, chunk, w, plan.info.launches[index].tile_n);
   FLASHMOE_TRY(launch_planned(plan, index++, &rows, stream));
   const Rows by_slot = {p.layer.offsets, nullptr, w.row_tokens, pairs_of(p)};
   const WeightGradients matrices = weights_gradients_of(p, chunk, w);
@@ -587,7 +601,8 @@ flashmoe_status launch_hidden(const MoeBackwardProblem& p, const HiddenChunk& ch
     FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
   }
   if (!needs.combine) return FLASHMOE_OK;
-  const moe_backward::CombineParams combine = combine_params(p, chunk, w);
+  const moe_backward::CombineParams combine =
+      combine_params(p, chunk, w, plan.info.launches[index].tile_m);
   return launch_planned(plan, index, &combine, stream);
 }
 
@@ -600,7 +615,7 @@ flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, v
   int end = 0;
   for (int64_t first = 0; first < p.layer.inner; first += chunks.inner) {
     FLASHMOE_TRY(
-        launch_inner(p, inner_chunk(p, chunks, first, Needs(p).dx_rows), w, plan, stream, &end));
+        launch_inner(p, inner_chunk(p, chunks, first, has_whole_dz(p)), w, plan, stream, &end));
   }
   for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
     FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, stream, end));

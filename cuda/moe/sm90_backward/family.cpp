@@ -169,6 +169,9 @@ int64_t width_of(const Layer& p) { return p.layer.gated ? 2 * p.layer.inner : p.
 // Gate and up are two matrices, whose parts of dx are added up behind.
 bool in_two_parts(const Layer& p) { return p.order == FLASHMOE_MOE_SEPARATE; }
 
+// Rows of dz are of all columns, not of a chunk's.
+bool has_whole_dz(const Layer& p);
+
 // What the wanted gradients need. Without pairs there is nothing but zeros.
 struct Needs {
   bool up_weights;
@@ -200,6 +203,25 @@ struct Needs {
     up = (da || a) && p.pre_activation.data == nullptr;
   }
 };
+
+bool has_whole_dz(const Layer& p) { return Needs(p).dx_rows || dz_is_in_place(p); }
+
+// A gradient that is written by the last of the stages of I, and before that has room for da and a:
+// those of all columns, in memory without gaps.
+const MatrixGradient* room_for_a(const Layer& p, const GradientChunks& chunks) {
+  const MatrixGradient& g = p.dw_gate_up;
+  const int64_t rows = p.layer.gated && !in_two_parts(p) ? 2 * p.layer.inner : p.layer.inner;
+  const bool by_rows = g.column_stride == 1 && g.row_stride == p.layer.hidden;
+  const bool by_columns = g.row_stride == 1 && g.column_stride == rows;
+  const int64_t elements = rows * p.layer.hidden;
+  if (g.data == nullptr || p.accumulate || chunks.inner < p.layer.inner ||
+      !(by_rows || by_columns) || (p.layer.experts > 1 && g.expert_stride != elements)) {
+    return nullptr;
+  }
+  const int64_t room = p.layer.experts * elements * dtype_bytes(g.dtype);
+  const int64_t bytes = pairs_of(p) * p.layer.inner * dtype_bytes(p.layer.x.dtype);
+  return room >= bytes ? &g : nullptr;
+}
 
 // The layer as the forward computes it again, for what act is applied to.
 MoeForwardProblem up_again(const Layer& p, const InnerChunk& chunk, void* pre_activation) {
@@ -233,9 +255,9 @@ struct Workspace {
   int64_t row_tokens;
   int64_t dots;
   int64_t progress;  // of one product at a time
-  int64_t dz;        // [pairs, width], for dx of all columns
+  int64_t dz;        // [pairs, width], for dx of all columns; or it has pre_activation's place
   int64_t computed;  // [pairs, width] g, then u; of a chunk, from here on
-  int64_t da;        // [pairs, inner], and in its place a
+  int64_t da;        // [pairs, inner], and in its place a; or they have a gradient's place
   int64_t scaled_dz;
   int64_t dx[2];  // [pairs, hidden]
   int64_t bytes;
@@ -258,10 +280,12 @@ struct Workspace {
     row_tokens = take(needs.rows, pairs, kWordBytes);
     dots = take(needs.dots || sums_up, pairs, kWordBytes);
     progress = take(needs.da || needs.up, sm90::most_progress_words(multiprocessors), kWordBytes);
-    dz = take(needs.dz, pairs * (needs.dx_rows ? width_of(p) : width), element);
+    dz = take(needs.dz && !dz_is_in_place(p), pairs * (needs.dx_rows ? width_of(p) : width),
+              element);
     const int64_t shared = bytes;
     computed = take(needs.up, pairs * width, element);
-    da = take(needs.da || needs.a || needs.up, pairs * chunks.inner, element);
+    da = take((needs.da || needs.a || needs.up) && room_for_a(p, chunks) == nullptr,
+              pairs * chunks.inner, element);
     scaled_dz = take(needs.scaled_dz, pairs * width, element);
     const int64_t of_inner = bytes;
     bytes = shared;
@@ -271,20 +295,46 @@ struct Workspace {
   }
 };
 
+// Without a bound rows of dx, which are most of the workspace, go in two chunks where they are so
+// many that one more launch of two kernels counts for nothing.
 GradientChunks chunks_of(const Layer& p, int multiprocessors) {
-  return fit_chunks(p, p.max_workspace_bytes, [&](const GradientChunks& chunks) {
+  constexpr int64_t kManyBytes = int64_t{64} << 20;
+  const auto bytes_of = [&](const GradientChunks& chunks) {
     return static_cast<uint64_t>(Workspace(p, chunks, multiprocessors).bytes);
-  });
+  };
+  GradientChunks chunks = fit_chunks(p, p.max_workspace_bytes, bytes_of);
+  const GradientChunks halves = {
+      p.layer.inner, fit_chunk(p.layer.hidden, [&](int64_t n) { return n < p.layer.hidden; })};
+  const int64_t bytes = pairs_of(p) * p.layer.hidden * dtype_bytes(p.layer.x.dtype);
+  if (p.max_workspace_bytes == 0 && bytes >= kManyBytes && bytes_of(halves) < bytes_of(chunks)) {
+    chunks = halves;
+  }
+  return chunks;
 }
 
-// Rows by slot in the workspace, from a column on.
-TokenRows<const void> rows_at(const Layer& p, const void* base, int64_t place, int64_t stride,
+// Rows by slot, from a column on.
+TokenRows<const void> rows_at(const Layer& p, const void* data, int64_t stride,
                               int64_t column = 0) {
   TokenRows<const void> rows = {};
-  rows.data = static_cast<const char*>(base) + place + column * dtype_bytes(p.layer.x.dtype);
+  rows.data = static_cast<const char*>(data) + column * dtype_bytes(p.layer.x.dtype);
   rows.dtype = p.layer.x.dtype;
   rows.row_stride = stride;
   return rows;
+}
+
+// Rows of dz of a chunk, from a column of them on.
+TokenRows<const void> dz_at(const Layer& p, const InnerChunk& chunk, const Workspace& w,
+                            const char* base, int64_t column) {
+  if (dz_is_in_place(p)) {
+    return rows_at(p, p.pre_activation.data, p.pre_activation.row_stride, column);
+  }
+  return rows_at(p, base + w.dz, chunk.dz_inner() * (p.layer.gated ? 2 : 1), column);
+}
+
+// da, and in its place a.
+char* da_at(const Layer& p, const GradientChunks& chunks, const Workspace& w, char* base) {
+  const MatrixGradient* const room = room_for_a(p, chunks);
+  return room != nullptr ? static_cast<char*>(room->data) : base + w.da;
 }
 
 // Part `part` of a chunk of the rows of dx: dz with a matrix, or with its own of two.
@@ -296,7 +346,8 @@ GroupedProductProblem dx_part(const Layer& p, const HiddenChunk& chunk, const Wo
   product.rows = pairs_of(p);
   product.columns = in_two_parts(p) ? p.layer.inner : width_of(p);
   product.out_columns = chunk.count;
-  product.x = rows_at(p, base, w.dz, width_of(p), part * p.layer.inner);
+  const InnerChunk all = {0, p.layer.inner, p.layer.inner, true};
+  product.x = dz_at(p, all, w, base, part * p.layer.inner);
   product.out.data = base + w.dx[part];
   product.out.dtype = p.layer.x.dtype;
   product.out.row_stride = chunk.count;
@@ -307,17 +358,21 @@ GroupedProductProblem dx_part(const Layer& p, const HiddenChunk& chunk, const Wo
   return product;
 }
 
-// The gradients of matrices that are wanted, in order, of a chunk.
+// The gradients of matrices that are wanted, in order, of a chunk. That of w_down is the first:
+// what it is of may lie where another will.
 struct Gradients {
   Gradient each[3];
   int count = 0;
 
-  Gradients(const Layer& p, const InnerChunk& chunk, const Workspace& w, char* base) {
+  Gradients(const Layer& p, const GradientChunks& chunks, const InnerChunk& chunk,
+            const Workspace& w, char* base) {
     const MoeForwardProblem& layer = p.layer;
     InnerChunk of_dz = chunk;
     if (layer.weight_on_input) of_dz.dz_is_whole = false;
-    const int64_t width = of_dz.dz_inner() * (layer.gated ? 2 : 1);
-    const int64_t dz = layer.weight_on_input ? w.scaled_dz : w.dz;
+    const auto dz_from = [&](int64_t column) {
+      if (!layer.weight_on_input) return dz_at(p, of_dz, w, base, column);
+      return rows_at(p, base + w.scaled_dz, of_dz.dz_inner() * (layer.gated ? 2 : 1), column);
+    };
     const Operand x = {"x", layer.x, true};
     const auto add = [&](const MatrixGradient& out, int64_t m, int64_t n, const Operand& left,
                          const Operand& right) {
@@ -337,13 +392,13 @@ struct Gradients {
       gradient.tokens = layer.tokens;
       gradient.accumulate = p.accumulate;
     };
+    add(columns_from(p.dw_down, chunk.first), layer.hidden, chunk.count, {"dout", p.dout, true},
+        {"a", rows_at(p, da_at(p, chunks, w, base), chunk.count), false});
     GradientRows rows[2];
     for (int i = 0, end = gradient_rows(p, of_dz, rows); i < end; ++i) {
       add(rows_from(rows[i].of_w_up ? p.dw_up : p.dw_gate_up, rows[i].first), rows[i].count,
-          layer.hidden, {"dz", rows_at(p, base, dz, width, rows[i].dz_column), false}, x);
+          layer.hidden, {"dz", dz_from(rows[i].dz_column), false}, x);
     }
-    add(columns_from(p.dw_down, chunk.first), layer.hidden, chunk.count, {"dout", p.dout, true},
-        {"a", rows_at(p, base, w.da, chunk.count), false});
   }
 };
 
@@ -366,11 +421,10 @@ moe_backward::SumsParams sums_of(const Layer& p, const InnerChunk& chunk, const 
                                gradient.data,
                                gradient.expert_stride};
   };
-  const int64_t width = chunk.dz_inner() * (layer.gated ? 2 : 1);
   GradientRows rows[2];
   for (int i = 0, end = gradient_rows(p, chunk, rows); i < end; ++i) {
     add(rows_from(rows[i].of_w_up ? p.db_up : p.db_gate_up, rows[i].first),
-        rows_at(p, base, w.dz, width, rows[i].dz_column), rows[i].count, false, false);
+        dz_at(p, chunk, w, base, rows[i].dz_column), rows[i].count, false, false);
   }
   if (chunk.first + chunk.count == chunk.inner) {
     add(p.db_down, p.dout, layer.hidden, true, !layer.weight_on_input);
@@ -415,6 +469,16 @@ flashmoe_status add_dx_parts(const Layer& p, const HiddenChunk& chunk, const Wor
   return FLASHMOE_OK;
 }
 
+flashmoe_status add_combine(const Layer& p, const HiddenChunk& chunk, const DeviceFacts& facts,
+                            Plan* plan, const Reason& reason) {
+  const moe_backward::CombineShape shape =
+      moe_backward::combine_shape(p.layer.tokens, chunk.count, facts.multiprocessors);
+  FLASHMOE_TRY(add_rows_stage(kernel_for(moe_backward::combine_kernels, p.layer.x.dtype), p.device,
+                              facts, shape.blocks, shape.threads() / kWarpThreads, plan, reason));
+  plan->info.launches[plan->info.launch_count - 1].tile_m = shape.team_threads;
+  return FLASHMOE_OK;
+}
+
 flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_hopper(p.device.device_id, &facts, reason));
@@ -428,7 +492,7 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
   }
   plan->chunk[0] = chunks.inner;
   plan->chunk[1] = chunks.hidden;
-  const InnerChunk chunk = inner_chunk(p, chunks, 0, Needs(p).dx_rows);
+  const InnerChunk chunk = inner_chunk(p, chunks, 0, has_whole_dz(p));
   const int64_t inner_chunks = chunk_count(layer.inner, chunks.inner);
   const int64_t hidden_chunks = chunk_count(layer.hidden, chunks.hidden);
   const int64_t pairs = pairs_of(p);
@@ -437,6 +501,9 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
         FLASHMOE_ERROR_UNSUPPORTED,
         "weights: got %lld pairs of a token and an expert, accepted are at most 2^30",
         static_cast<long long>(pairs));
+  }
+  if (needs.dz && dz_is_in_place(p)) {
+    FLASHMOE_TRY(sm90::check_rows("pre_activation", p.pre_activation, pairs, 1, reason));
   }
   const double product =
       microseconds({0.0, 2.0 * static_cast<double>(pairs) * static_cast<double>(layer.hidden) *
@@ -460,10 +527,12 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
                           reason);
   };
   if (needs.rows) {
-    FLASHMOE_TRY(add_stage(moe_backward::rows_kernels, ceil_div(pairs, moe_backward::kRowWarps),
+    const int32_t of_warp = moe_backward::rows_of_warp(pairs, chunk.count, facts->multiprocessors);
+    FLASHMOE_TRY(add_stage(moe_backward::rows_kernels, moe_backward::rows_blocks(pairs, of_warp),
                            moe_backward::kRowWarps));
+    plan->info.launches[plan->info.launch_count - 1].tile_n = of_warp;
   }
-  const Gradients gradients(p, chunk, w, nullptr);
+  const Gradients gradients(p, chunks, chunk, w, nullptr);
   for (int i = 0; i < gradients.count; ++i) {
     FLASHMOE_TRY(add_gradient(gradients.each[i], *facts, plan, reason));
     plan->info.microseconds +=
@@ -485,14 +554,11 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
     launch.grid[2] = static_cast<uint32_t>(count);
   }
   const int32_t of_inner = plan->info.launch_count;
+  const HiddenChunk of_hidden = hidden_chunk(p, chunks, 0);
   if (needs.dx_rows) {
-    FLASHMOE_TRY(
-        add_dx_parts(p, hidden_chunk(p, chunks, 0), w, *facts, hidden_chunks, plan, reason));
+    FLASHMOE_TRY(add_dx_parts(p, of_hidden, w, *facts, hidden_chunks, plan, reason));
   }
-  if (needs.combine) {
-    FLASHMOE_TRY(add_stage(moe_backward::combine_kernels, layer.tokens,
-                           moe_backward::kCombineThreads / kWarpThreads));
-  }
+  if (needs.combine) FLASHMOE_TRY(add_combine(p, of_hidden, *facts, plan, reason));
   int64_t launches = 0;
   for (int32_t i = 0; i < plan->info.launch_count; ++i) {
     const int64_t repeats = i < of_inner ? inner_chunks : hidden_chunks;
@@ -522,7 +588,9 @@ moe_backward::Routing routing_of(const Layer& p) {
           p.layer.top_k};
 }
 
-moe_backward::RowsParams row_params(const Layer& p, const InnerChunk& chunk, const Workspace& w,
+// `of_warp`: slots of a warp.
+moe_backward::RowsParams row_params(const Layer& p, const GradientChunks& chunks,
+                                    const InnerChunk& chunk, const Workspace& w, int32_t of_warp,
                                     char* base) {
   const MoeForwardProblem& layer = p.layer;
   const Needs needs(p);
@@ -532,8 +600,11 @@ moe_backward::RowsParams row_params(const Layer& p, const InnerChunk& chunk, con
   moe_backward::RowsParams params = {};
   params.routing = routing_of(p);
   params.row_tokens = reinterpret_cast<int32_t*>(base + w.row_tokens);
+  params.rows_of_warp = of_warp;
   params.dots = needs.dots ? reinterpret_cast<float*>(base + w.dots) : nullptr;
-  params.da = at(needs.da || needs.a, w.da);
+  if (needs.da || needs.a) {
+    params.da = reinterpret_cast<uint16_t*>(da_at(p, chunks, w, base));
+  }
   if (needs.da || needs.a) {
     params.pre_activation = needs.up
                                 ? at(true, w.computed)
@@ -543,10 +614,13 @@ moe_backward::RowsParams row_params(const Layer& p, const InnerChunk& chunk, con
     params.pre_activation_up = static_cast<int32_t>(needs.up ? chunk.count : chunk.inner);
   }
   params.adds_dots = needs.dots && chunk.first > 0 ? 1 : 0;
-  params.dz = moe_backward::dz_rows(p, chunk, at(needs.dz, w.dz));
+  const TokenRows<const void> dz = dz_at(p, chunk, w, base, 0);
+  params.dz = moe_backward::dz_rows(p, chunk, needs.dz ? const_cast<void*>(dz.data) : nullptr,
+                                    dz.row_stride);
   InnerChunk of_scaled = chunk;
   of_scaled.dz_is_whole = false;
-  params.scaled_dz = moe_backward::dz_rows(p, of_scaled, at(needs.scaled_dz, w.scaled_dz));
+  params.scaled_dz = moe_backward::dz_rows(p, of_scaled, at(needs.scaled_dz, w.scaled_dz),
+                                           chunk.count * (layer.gated ? 2 : 1));
   params.dout = static_cast<const uint16_t*>(p.dout.data);
   params.dout_stride = p.dout.row_stride;
   params.down_bias = {layer.down_bias.data, layer.down_bias.expert_stride,
@@ -565,8 +639,9 @@ moe_backward::RowsParams row_params(const Layer& p, const InnerChunk& chunk, con
   return params;
 }
 
+// `threads`: of a token.
 moe_backward::CombineParams combine_params(const Layer& p, const HiddenChunk& chunk,
-                                           const Workspace& w, char* base) {
+                                           const Workspace& w, int32_t threads, char* base) {
   const Needs needs(p);
   const auto rows_of_dx = [&](int part) {
     const bool there = needs.dx_rows && (part == 0 || in_two_parts(p));
@@ -593,27 +668,31 @@ moe_backward::CombineParams combine_params(const Layer& p, const HiddenChunk& ch
   params.hidden = static_cast<int32_t>(chunk.count);
   params.weight_on_input = p.layer.weight_on_input ? 1 : 0;
   params.adds = p.accumulate ? 1 : 0;
+  params.team_threads = threads;
   return params;
 }
 
 // The launches of a chunk of I, the first of the plan; `*end` is the index behind them.
-flashmoe_status launch_inner(const Layer& p, const InnerChunk& chunk, const Workspace& w,
-                             const Plan& plan, char* base, void* stream, int* end) {
+flashmoe_status launch_inner(const Layer& p, const GradientChunks& chunks, const InnerChunk& chunk,
+                             const Workspace& w, const Plan& plan, char* base, void* stream,
+                             int* end) {
   const Needs needs(p);
+  char* const da = da_at(p, chunks, w, base);
   uint32_t* const progress = reinterpret_cast<uint32_t*>(base + w.progress);
   int index = 0;
   if (needs.up) {
-    FLASHMOE_TRY(sm90::launch_up(up_again(p, chunk, base + w.computed), plan, index++, base + w.da,
-                                 progress, stream));
+    FLASHMOE_TRY(sm90::launch_up(up_again(p, chunk, base + w.computed), plan, index++, da, progress,
+                                 stream));
   }
   if (needs.da) {
-    FLASHMOE_TRY(sm90::launch_up(da_layer(p, chunk), plan, index++, base + w.da, progress, stream));
+    FLASHMOE_TRY(sm90::launch_up(da_layer(p, chunk), plan, index++, da, progress, stream));
   }
   if (needs.rows) {
-    const moe_backward::RowsParams params = row_params(p, chunk, w, base);
+    const int32_t of_warp = plan.info.launches[index].tile_n;
+    const moe_backward::RowsParams params = row_params(p, chunks, chunk, w, of_warp, base);
     FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
   }
-  const Gradients gradients(p, chunk, w, base);
+  const Gradients gradients(p, chunks, chunk, w, base);
   for (int i = 0; i < gradients.count; ++i) {
     FLASHMOE_TRY(launch_gradient(gradients.each[i], plan, index++, stream));
   }
@@ -636,7 +715,8 @@ flashmoe_status launch_hidden(const Layer& p, const HiddenChunk& chunk, const Wo
     }
   }
   if (!needs.combine) return FLASHMOE_OK;
-  const moe_backward::CombineParams params = combine_params(p, chunk, w, base);
+  const int32_t threads = plan.info.launches[index].tile_m;
+  const moe_backward::CombineParams params = combine_params(p, chunk, w, threads, base);
   return launch_planned(plan, index, &params, stream);
 }
 
@@ -650,8 +730,8 @@ flashmoe_status launch_layer(const Layer& p, const Plan& plan, void* workspace, 
   char* const base = static_cast<char*>(workspace);
   int end = 0;
   for (int64_t first = 0; first < p.layer.inner; first += chunks.inner) {
-    FLASHMOE_TRY(launch_inner(p, inner_chunk(p, chunks, first, Needs(p).dx_rows), w, plan, base,
-                              stream, &end));
+    FLASHMOE_TRY(launch_inner(p, chunks, inner_chunk(p, chunks, first, has_whole_dz(p)), w, plan,
+                              base, stream, &end));
   }
   for (int64_t first = 0; first < p.layer.hidden; first += chunks.hidden) {
     FLASHMOE_TRY(launch_hidden(p, hidden_chunk(p, chunks, first), w, plan, base, stream, end));

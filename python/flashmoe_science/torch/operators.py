@@ -8,6 +8,7 @@ torch.compile, torch.export and fake tensors.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -1014,7 +1015,7 @@ def _moe_backward_fake(*arguments: Any) -> Any:
     return tuple(_layer_gradients(arguments)[-1])
 
 
-def _moe_backward_kernel(*arguments: Any) -> Any:
+def _moe_backward_kernel(*arguments: Any, overwrites: bool = False) -> Any:
     tensors, options, made = _layer_gradients(arguments)
     wanted = arguments[-2]
     outputs = {
@@ -1028,8 +1029,9 @@ def _moe_backward_kernel(*arguments: Any) -> Any:
         tensors["dout"] = _readable_rows(tensors["dout"])
         with torch.no_grad():
             fm.moe_backward(
-                **tensors, routing=routing, **options, **outputs, wanted=(False,) * len(made)
-            )
+                **tensors, routing=routing, **options, **outputs, wanted=(False,) * len(made),
+                overwrite_pre_activation=overwrites,
+            )  # fmt: skip
     return tuple(made)
 
 
@@ -1406,18 +1408,35 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
                 return tuple(below(_forward_with_pre_activation, *tensors[:7], *layer.values()))
             return (below(_forward, *tensors[:7], *layer.values()),)
 
-        def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+        def differentiate(
+            grads: Any, tensors: Any, made: Any, wanted: Any, compute: Any = None
+        ) -> Any:
             flags = dict(zip(_LAYER_TENSORS, wanted, strict=True))
             pre_activation = made[0] if made else None
-            gradients = _call(
-                _moe_backward, grads[0].resolve_neg(), *tensors, pre_activation,
+            gradients = (compute or functools.partial(_call, _moe_backward))(
+                grads[0].resolve_neg(), *tensors, pre_activation,
                 *(options[name] for name in _LAYER_OPTIONS),
                 [flags[name] for name in _LAYER_GRADIENTS], options["max_workspace_bytes"],
             )  # fmt: skip
             by_name = dict(zip(_LAYER_GRADIENTS, gradients, strict=True))
             return tuple(by_name[name] if flags[name] else None for name in _LAYER_TENSORS)
 
-        steps = _moe_autograd.Steps(_LAYER_TENSORS, compute, differentiate, (0,), kept)
+        def overwrite(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
+            given = [x for x in (grads[0], *tensors, *made) if x is not None]
+            # A graph, a mode or a transform may compute with them again.
+            if torch.is_grad_enabled() or not all(map(_is_plain, given)):
+                return None
+            if any(map(is_transformed, given)):
+                return None
+            kernel = functools.partial(_moe_backward_kernel, overwrites=True)
+            # Of which torch counts no write: a graph that is retained would be refused for it.
+            uncounted = tuple(x.data for x in made)
+            return differentiate(grads, tensors, uncounted, wanted, kernel)
+
+        steps = _moe_autograd.Steps(
+            _LAYER_TENSORS, compute, differentiate, (0,), kept,
+            None if return_pre_activation else overwrite,
+        )  # fmt: skip
         made = _moe_autograd.recorded(steps, *tensors)
         return made if return_pre_activation else made[0]
 
