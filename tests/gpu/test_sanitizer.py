@@ -72,7 +72,7 @@ def _kernels(program: Path, part: str) -> set[str]:
         compiled = sanitize_attention_backward.dense_kernels(part)
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
     if program == APPEND:
-        return {f"kv_append_sm89_{part}"}
+        return {f"kv_append_sm89_{part}", f"kv_append_sm89_packed_{part}"}
     if program == MOE_BACKWARD:
         return moe_gradients.stated_kernels(part)
     return sanitize_moe.stated_kernels(part) if moe_layers.is_as_stated() else set()
