@@ -139,11 +139,28 @@ struct Angles {
  private:
   __device__ __forceinline__ void load_singly(const Rotary& rotary, const AngleRows& rows,
                                               int first) {
+    const int count = rotary.pairs - first;
+    if (rotary.wide != 0) {
+      load_each<float>(rows.cos, first, count, cos);
+      load_each<float>(rows.sin, first, count, sin);
+    } else {
+      load_each<typename Numbers::Storage>(rows.cos, first, count, cos);
+      load_each<typename Numbers::Storage>(rows.sin, first, count, sin);
+    }
+  }
+  template <class Storage>
+  static __device__ __forceinline__ void load_each(const char* row, int first, int count,
+                                                   float (&x)[kPairs]) {
+    const Storage* const at = reinterpret_cast<const Storage*>(row) + first;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const bool there = first + i < rotary.pairs;
-      cos[i] = there ? angle_at<Element>(rotary, rows.cos, first + i) : 0.0f;
-      sin[i] = there ? angle_at<Element>(rotary, rows.sin, first + i) : 0.0f;
+      x[i] = 0.0f;
+      if (i >= count) continue;
+      if constexpr (sizeof(Storage) == 4) {
+        x[i] = at[i];
+      } else {
+        x[i] = Numbers::widen(at[i]);
+      }
     }
   }
   static __device__ __forceinline__ void load_floats(const char* at, float (&x)[4]) {
@@ -212,16 +229,26 @@ __device__ __forceinline__ int64_t number_at(const Tokens& tokens, int batch, in
                           : static_cast<const int32_t*>(tokens.data)[element];
 }
 
-// Of number >= 0 and a divisor > 0.
+// Of number >= 0 and a divisor > 0. What no product with a reciprocal divides is divided bit by
+// bit: a call of the compiler's division would take registers from all that is done else.
 __device__ __forceinline__ int64_t quotient(const RowDivisor& divisor, int64_t number) {
   if (divisor.fits != 0 && number <= INT_MAX) return divisor.by.quotient(static_cast<int>(number));
-  return number / divisor.value;
+  uint64_t found = 0, rest = 0;
+#pragma unroll 1
+  for (int bit = 62; bit >= 0; --bit) {
+    rest = rest << 1 | (static_cast<uint64_t>(number) >> bit & 1);
+    if (rest >= static_cast<uint64_t>(divisor.value)) {
+      rest -= static_cast<uint64_t>(divisor.value);
+      found |= uint64_t{1} << bit;
+    }
+  }
+  return static_cast<int64_t>(found);
 }
 
 // Where row `row` of the tensors goes, as the tables say, which may be nowhere. `begin`: what the
 // cache has of its sequence.
 __device__ __forceinline__ Place place_of(const Params& params, const Owner& owner, int batch,
-                                          int row, int64_t begin) {
+                                          int row, int begin) {
   const RowDivisor& rows = params.rows_cache;
   Place place = {0, -1, -1};
   if (params.slots.data != nullptr) {
@@ -231,7 +258,7 @@ __device__ __forceinline__ Place place_of(const Params& params, const Owner& own
     place.row = slot - place.of_slot * rows.value;
     return place;
   }
-  place.row = begin + owner.index;
+  place.row = int64_t{begin} + owner.index;
   if (params.page_table.given()) {
     if (rows.value == 0) return place;
     const int64_t page = quotient(rows, place.row);
@@ -256,13 +283,12 @@ __device__ __forceinline__ bool is_there(const Params& params, int64_t batch, in
 
 // Where a row stands; false where no table reaches.
 __device__ __forceinline__ bool stands_at(const Params& params, const Owner& owner, int batch,
-                                          int row, int64_t begin, bool is_query,
-                                          AngleRows* angles) {
+                                          int row, int begin, bool is_query, AngleRows* angles) {
   const Rotary& rotary = params.rotary;
   const bool stays = is_query && rotary.q_stays != 0;
   const int64_t position = params.positions.data != nullptr
                                ? number_at(params.positions, batch, row)
-                               : begin + (stays ? 0 : owner.index);
+                               : int64_t{begin} + (stays ? 0 : owner.index);
   if (position < 0 || position >= rotary.rows) return false;
   angles->cos = rotary.cos + position * rotary.cos_stride;
   angles->sin = rotary.sin + position * rotary.sin_stride;
@@ -324,9 +350,7 @@ struct Unit {
   int head;    // the first
   int number;  // of each head's
   int low;     // pieces of a head
-  int high;
-  bool of_halves;
-  bool has_high;
+  int high;    // negative: none
   Piece pieces[kHeads][2];
 
   __device__ __forceinline__ bool is_query() const { return stream == kQueries; }
@@ -335,6 +359,10 @@ struct Unit {
   }
   __device__ __forceinline__ bool is_by_number() const {
     return kTurn == Turn::kNumbers && is_turned();
+  }
+  // Pieces of either half.
+  static __device__ __forceinline__ int halves_of(const Params& params) {
+    return kTurn == Turn::kHalves ? params.rotary.pairs / kPiece : 0;
   }
   __device__ __forceinline__ int heads(const Params& params) const {
     return min(params.unit_heads, params.heads[stream] - head);
@@ -347,11 +375,10 @@ struct Unit {
     const int group = params.units[stream].quotient(of_row);
     number = of_row - group * params.units[stream].number();
     head = group * params.unit_heads;
-    const int halves = kTurn == Turn::kHalves && is_turned() ? params.rotary.pairs / kPiece : 0;
-    of_halves = number < halves;
-    low = of_halves ? number : halves + number;
-    high = low + (of_halves ? halves : (params.pieces[stream] - 2 * halves + 1) / 2);
-    has_high = high < params.pieces[stream];
+    const int halves = is_turned() ? halves_of(params) : 0;
+    low = number < halves ? number : halves + number;
+    high = low + (number < halves ? halves : (params.pieces[stream] - 2 * halves + 1) / 2);
+    if (high >= params.pieces[stream]) high = -1;
   }
 
   __device__ __forceinline__ void load(const Params& params) {
@@ -362,15 +389,14 @@ struct Unit {
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) {
       ptx::load_or_zero(pieces[j][0], from + first, j < count);
-      ptx::load_or_zero(pieces[j][1], from + second, j < count && has_high);
+      ptx::load_or_zero(pieces[j][1], from + second, j < count && high >= 0);
       from += params.from[stream].head;
     }
   }
 
   __device__ __forceinline__ void move(const Params& params, const Owner& owner) {
     if (owner.index >= (is_query() ? params.seq_q : owner.length)) return;
-    const int64_t begin =
-        params.cache_seqlens.given() ? params.cache_seqlens.at(owner.sequence) : 0;
+    const int begin = params.cache_seqlens.given() ? params.cache_seqlens.at(owner.sequence) : 0;
     if (begin < 0) return;
     AngleRows rows = {};
     if (kTurn != Turn::kNone && !stands_at(params, owner, batch, row, begin, is_query(), &rows)) {
@@ -380,13 +406,14 @@ struct Unit {
     Place place = {row, batch, 0};
     if (!is_query()) place = place_of(params, owner, batch, row, begin);
     Angles<Element> angles;
-    const int first = first_pair(params, 0), second = first_pair(params, 1);
+    const int first = first_pair(params, 0);
     if (first < params.rotary.pairs) angles.load(params.rotary, rows, first);
     const int64_t place_batch = is_query() ? batch : batch_of(params, place);
     if (!is_query() && !is_there(params, place_batch, place.row)) return;
     char* const to = row_at(params.to[stream], place_batch, place.row, head);
     if (is_by_number()) return move_numbers(params, rows, place_batch, to);
     if (first < params.rotary.pairs) turn<0>(params, angles, first);
+    const int second = first_pair(params, 1);
     if (second < params.rotary.pairs) {
       angles.load(params.rotary, rows, second);
       turn<1>(params, angles, second);
@@ -400,9 +427,11 @@ struct Unit {
   __device__ __forceinline__ int first_pair(const Params& params, int half) const {
     if (!is_turned() || kTurn == Turn::kNumbers) return INT_MAX;
     if (kTurn == Turn::kNeighbours) {
-      return (half == 0 ? low : high) * Angles<Element>::kPairs;
+      int piece = half == 0 ? low : high;
+      asm volatile("" : "+r"(piece));  // where it is asked for, and not ahead: it would be spilled
+      return piece < 0 ? INT_MAX : piece * Angles<Element>::kPairs;
     }
-    return of_halves ? number * kPiece + half * Angles<Element>::kPairs : INT_MAX;
+    return low < halves_of(params) ? low * kPiece + half * Angles<Element>::kPairs : INT_MAX;
   }
 
   template <int kHalf>
@@ -429,7 +458,7 @@ struct Unit {
         const Piece& a = pieces[j][0];
         const Piece& b = pieces[j][1];
         *reinterpret_cast<uint4*>(to + first) = make_uint4(a[0], a[1], a[2], a[3]);
-        if (has_high) {
+        if (high >= 0) {
           *reinterpret_cast<uint4*>(to + second) = make_uint4(b[0], b[1], b[2], b[3]);
         }
       }
@@ -439,15 +468,16 @@ struct Unit {
 
   __device__ __forceinline__ void store_fp8(const Params& params, int64_t place_batch,
                                             char* to) const {
+    // As if they were other numbers: products kept from where pairs are found would be spilled.
+    int first = low, second = high;
+    asm volatile("" : "+r"(first), "+r"(second));
     const int count = heads(params);
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) {
       if (j < count) {
         const float scale = scale_of(params.scales[stream], place_batch, head + j);
-        store_narrow<Element>(pieces[j][0], scale, to, low * kPiece);
-        if (has_high) {
-          store_narrow<Element>(pieces[j][1], scale, to, high * kPiece);
-        }
+        store_narrow<Element>(pieces[j][0], scale, to, first * kPiece);
+        if (high >= 0) store_narrow<Element>(pieces[j][1], scale, to, second * kPiece);
       }
       to += params.to[stream].head;
     }
@@ -634,31 +664,32 @@ __device__ __forceinline__ void move_packed_rows(const Params& params) {
 template <class Element, Turn kTurn>
 __device__ __forceinline__ void move_rows(const Params& params) {
   const Share share = share_of(params);
-  int i = share.begin + static_cast<int>(threadIdx.x);
   Unit<Element, kTurn> unit;
-  const auto find = [&] {
+  const auto find = [&](int i) {
     const int row = params.row_units.quotient(i);
     unit.batch = params.rows_of_batch.quotient(share.first + row);
     unit.row = share.first + row - unit.batch * params.rows_of_batch.number();
     unit.find(params, i - row * params.row_units.number());
   };
-  if (i < share.end) find();
-  wait_for_others();  // all threads, whatever they have to do (cuda/ptx/pdl.cuh)
-  while (i < share.end) {
-    Owner owner = {unit.batch, unit.row, params.seq};
+  // Nearly always once: a part of a row has as many units as the block has threads.
+  const int threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int begin = share.begin; begin == share.begin || begin < share.end; begin += threads) {
+    const bool any = begin + static_cast<int>(threadIdx.x) < share.end;
+    if (any) find(begin + static_cast<int>(threadIdx.x));
+    wait_for_others();  // all threads, whatever they have to do (cuda/ptx/pdl.cuh)
+    if (!any) continue;
+    int length = params.seq;
     if (params.seqused.given()) {
-      owner.length = SequenceParams::cut(params.seqused.at(unit.batch), 0, params.seq);
+      length = SequenceParams::cut(params.seqused.at(unit.batch), 0, params.seq);
     }
-    if (unit.row < (unit.is_query() ? params.seq_q : owner.length)) {
-      unit.load(params);
-      unit.move(params, owner);
-    }
-    i += static_cast<int>(blockDim.x);
-    if (i < share.end) find();
+    if (unit.row >= (unit.is_query() ? params.seq_q : length)) continue;
+    unit.load(params);
+    unit.move(params, {unit.batch, unit.row, length});
   }
 }
 
-inline constexpr int kBlocks = 2;  // of a multiprocessor, at least
+inline constexpr int kBlocks = 3;  // of a multiprocessor, at least
 
 template <class Element, Turn kTurn>
 __global__ void __launch_bounds__(kThreads, kBlocks)

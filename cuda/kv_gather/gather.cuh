@@ -25,7 +25,7 @@
 
 namespace flashmoe::kv_gather {
 
-inline constexpr int kUnroll = 4;
+inline constexpr int kUnroll = 2;
 
 // ---- where rows come from -----------------------------------------------------------------------
 
