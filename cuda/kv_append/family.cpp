@@ -25,6 +25,11 @@ constexpr int64_t kThreadsAtATime = 768;
 constexpr int64_t kOffsetsOfUnit = 8;
 constexpr int64_t kMostThreadUnits = 32;
 
+// Units of a thread that moves numbers, where there are very many: each is little to begin a thread
+// for.
+constexpr int64_t kNumberUnits = 4;
+constexpr double kManyNumberUnits = 1 << 20;
+
 // Nobody chooses by it.
 constexpr double kMicroseconds = 2.5;
 constexpr double kMemoryShare = 0.88;
@@ -83,9 +88,12 @@ int unit_heads_of(const Problem& p, int multiprocessors) {
 // False where something does not fit in 31 bits.
 bool shares_of(const Problem& p, int unit_heads, Shares* shares) {
   int64_t thread_units = 1;
+  const double units =
+      static_cast<double>(rows_of_call(p)) * static_cast<double>(units_of_row(p, unit_heads));
+  if (turn_of(p) == Turn::kNumbers && units > kManyNumberUnits) thread_units = kNumberUnits;
   if (is_packed(p)) {
     thread_units =
-        std::clamp<int64_t>(ceil_div(p.batch, kOffsetsOfUnit * kThreads), 1, kMostThreadUnits);
+        std::clamp(ceil_div(p.batch, kOffsetsOfUnit * kThreads), thread_units, kMostThreadUnits);
   }
   return cut_append_rows(rows_of_call(p), units_of_row(p, unit_heads), thread_units, shares);
 }
