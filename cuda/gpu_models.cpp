@@ -86,7 +86,7 @@ constexpr Compiled kCompiled[] = {
     {"attention_combine_sm90_split_kv_bf16_d128_", 4192, kMostRegisters},
     {"attention_combine_sm90_split_kv_bf16_d192_", 4192, kMostRegisters},
     {"attention_combine_sm90_split_kv_bf16_d256_", 4144, kMostRegisters},
-    {"kv_append_sm89_", 1028, kMostRegisters},
+    {"kv_append_sm89_packed_", 1028, kMostRegisters},
     {"kv_gather_sm89_", 5632, kMostRegisters},
     {"merge_states_sm89_", 23040, kMostRegisters},
     {"moe_backward_combine_", 7680, kMostRegisters},

@@ -2,9 +2,10 @@
 // q_out, and those of k and q are rotated on the way where that is asked for.
 //
 // The kernel is bound by memory: a thread has 32 bytes of a head at a time, and nothing is shared
-// but a packed batch's owners. Where a row goes each thread finds out for itself, while the row's
-// numbers are on their way: the tables are small, all threads of a row read the same of them, and
-// these reads hit the L1. Blocks have consecutive rows and, of few rows, parts of one.
+// but a packed batch's owners. What it reads of a row depends on no table, so that is on its way
+// before the first table is read. Where the row goes each thread finds out for itself meanwhile:
+// the tables are small, all threads of a row read the same of them, and these reads hit the L1.
+// Blocks have consecutive rows and, of few rows, parts of one.
 //
 // Tables hold any numbers, and none of them leads outside of a tensor: a row whose place, or whose
 // position, there is none of is not written. The CPU does the same (cpu/kv_append.cpp), and
@@ -24,9 +25,20 @@
 
 namespace flashmoe::kv_append {
 
+// For what the kernels ahead of this one on the stream wrote; no thread reads memory before. The
+// next one may begin.
+__device__ __forceinline__ void wait_for_others() {
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+}
+
 // ---- numbers ------------------------------------------------------------------------------------
 
 using Piece = uint32_t[4];
+
+inline constexpr int kHalfWords = 2;
 
 template <class Element>
 struct Numbers16 {
@@ -34,17 +46,20 @@ struct Numbers16 {
   using Numeric = numeric::ElementTraits<Element>;
   static constexpr int kPiece = 8;
 
-  static __device__ __forceinline__ void unpack(const Piece& piece, float (&x)[kPiece]) {
+  // Of kWords words from `words` on.
+  template <int kWords>
+  static __device__ __forceinline__ void unpack(const uint32_t* words, float (&x)[2 * kWords]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = Numeric::unpack(piece[i]);
+    for (int i = 0; i < kWords; ++i) {
+      const float2 pair = Numeric::unpack(words[i]);
       x[2 * i] = pair.x;
       x[2 * i + 1] = pair.y;
     }
   }
-  static __device__ __forceinline__ void pack(const float (&x)[kPiece], Piece& piece) {
+  template <int kWords>
+  static __device__ __forceinline__ void pack(const float (&x)[2 * kWords], uint32_t* words) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) piece[i] = Numeric::pack(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < kWords; ++i) words[i] = Numeric::pack(x[2 * i], x[2 * i + 1]);
   }
   static __device__ __forceinline__ float widen(Storage x) { return Numeric::to_float(x); }
   static __device__ __forceinline__ Storage round(float x) {
@@ -60,13 +75,15 @@ struct NumbersOf<float> {
   using Storage = float;
   static constexpr int kPiece = 4;
 
-  static __device__ __forceinline__ void unpack(const Piece& piece, float (&x)[kPiece]) {
+  template <int kWords>
+  static __device__ __forceinline__ void unpack(const uint32_t* words, float (&x)[kWords]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(piece[i]);
+    for (int i = 0; i < kWords; ++i) x[i] = __uint_as_float(words[i]);
   }
-  static __device__ __forceinline__ void pack(const float (&x)[kPiece], Piece& piece) {
+  template <int kWords>
+  static __device__ __forceinline__ void pack(const float (&x)[kWords], uint32_t* words) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) piece[i] = __float_as_uint(x[i]);
+    for (int i = 0; i < kWords; ++i) words[i] = __float_as_uint(x[i]);
   }
   static __device__ __forceinline__ float widen(Storage x) { return x; }
   static __device__ __forceinline__ Storage round(float x) { return x; }
@@ -88,105 +105,122 @@ __device__ __forceinline__ float angle_at(const Rotary& rotary, const char* row,
   return Numbers::widen(reinterpret_cast<const typename Numbers::Storage*>(row)[pair]);
 }
 
-// Those of kCount pairs from `first` on, a multiple of kCount; beyond the last pair 0.
-template <class Element, int kCount>
-__device__ __forceinline__ void load_angles(const Rotary& rotary, const char* row, int first,
-                                            float (&x)[kCount]) {
-  if (rotary.vectors == 0) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      x[i] = first + i < rotary.pairs ? angle_at<Element>(rotary, row, first + i) : 0.0f;
-    }
-    return;
-  }
-  if (rotary.wide != 0) {
-    const float* const at = reinterpret_cast<const float*>(row) + first;
-    if constexpr (kCount == 2) {
-      const float2 two = *reinterpret_cast<const float2*>(at);
-      x[0] = two.x, x[1] = two.y;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(at + i);
-        x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-      }
-    }
-    return;
-  }
-  if constexpr (sizeof(typename NumbersOf<Element>::Storage) == 2) {
-    using Numeric = numeric::ElementTraits<Element>;
-    const auto* const at = reinterpret_cast<const uint32_t*>(row) + first / 2;
-    uint32_t words[kCount / 2];
-    if constexpr (kCount == 8) {
-      const uint4 four = *reinterpret_cast<const uint4*>(at);
-      words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
-    } else {
-      const uint2 two = *reinterpret_cast<const uint2*>(at);
-      words[0] = two.x, words[1] = two.y;
-    }
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      const float2 pair = Numeric::unpack(words[i]);
-      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-    }
-  }
-}
-
-struct Angles {
+struct AngleRows {
   const char* cos;
   const char* sin;
 };
 
-// Two pieces of the halves, whose first pair is `first`.
+// Of half a piece's numbers: a thread has the angles of half of its unit at a time, which is what
+// lets as many threads run as it takes.
 template <class Element>
-__device__ __forceinline__ void turn_halves(const Rotary& rotary, const Angles& angles, int first,
-                                            Piece& low, Piece& high) {
+struct Angles {
   using Numbers = NumbersOf<Element>;
-  constexpr int kPiece = Numbers::kPiece;
-  float cos[kPiece], sin[kPiece], a[kPiece], b[kPiece];
-  load_angles<Element>(rotary, angles.cos, first, cos);
-  load_angles<Element>(rotary, angles.sin, first, sin);
-  Numbers::unpack(low, a);
-  Numbers::unpack(high, b);
+  static constexpr int kPairs = Numbers::kPiece / 2;
+  float cos[kPairs];
+  float sin[kPairs];
+
+  // Of pairs from `first` on, a multiple of kPairs; beyond the last pair 0.
+  __device__ __forceinline__ void load(const Rotary& rotary, const AngleRows& rows, int first) {
+    if (rotary.vectors == 0) return load_singly(rotary, rows, first);
+    if (rotary.wide != 0) {
+      const int offset = first * static_cast<int>(sizeof(float));
+      load_floats(rows.cos + offset, cos);
+      load_floats(rows.sin + offset, sin);
+      return;
+    }
+    if constexpr (sizeof(typename Numbers::Storage) == 2) {
+      const uint2 of_cos = *reinterpret_cast<const uint2*>(rows.cos + first * 2);
+      const uint2 of_sin = *reinterpret_cast<const uint2*>(rows.sin + first * 2);
+      unpack(of_cos, cos);
+      unpack(of_sin, sin);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_singly(const Rotary& rotary, const AngleRows& rows,
+                                              int first) {
+    const int count = rotary.pairs - first;
+    if (rotary.wide != 0) {
+      load_each<float>(rows.cos, first, count, cos);
+      load_each<float>(rows.sin, first, count, sin);
+    } else {
+      load_each<typename Numbers::Storage>(rows.cos, first, count, cos);
+      load_each<typename Numbers::Storage>(rows.sin, first, count, sin);
+    }
+  }
+  template <class Storage>
+  static __device__ __forceinline__ void load_each(const char* row, int first, int count,
+                                                   float (&x)[kPairs]) {
+    const Storage* const at = reinterpret_cast<const Storage*>(row) + first;
 #pragma unroll
-  for (int i = 0; i < kPiece; ++i) turn(&a[i], &b[i], cos[i], sin[i]);
-  Numbers::pack(a, low);
-  Numbers::pack(b, high);
+    for (int i = 0; i < kPairs; ++i) {
+      x[i] = 0.0f;
+      if (i >= count) continue;
+      if constexpr (sizeof(Storage) == 4) {
+        x[i] = at[i];
+      } else {
+        x[i] = Numbers::widen(at[i]);
+      }
+    }
+  }
+  static __device__ __forceinline__ void load_floats(const char* at, float (&x)[4]) {
+    const float4 four = *reinterpret_cast<const float4*>(at);
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+  }
+  static __device__ __forceinline__ void load_floats(const char* at, float (&x)[2]) {
+    const float2 two = *reinterpret_cast<const float2*>(at);
+    x[0] = two.x, x[1] = two.y;
+  }
+  static __device__ __forceinline__ void unpack(const uint2& words, float (&x)[4]) {
+    const uint32_t both[kHalfWords] = {words.x, words.y};
+    Numbers::template unpack<kHalfWords>(both, x);
+  }
+};
+
+// The numbers of two pieces' words from kWord on, of either half.
+template <int kWord, class Element>
+__device__ __forceinline__ void turn_halves(const Angles<Element>& angles, Piece& low,
+                                            Piece& high) {
+  using Numbers = NumbersOf<Element>;
+  constexpr int kPairs = Angles<Element>::kPairs;
+  float a[kPairs], b[kPairs];
+  Numbers::template unpack<kHalfWords>(low + kWord, a);
+  Numbers::template unpack<kHalfWords>(high + kWord, b);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) turn(&a[i], &b[i], angles.cos[i], angles.sin[i]);
+  Numbers::template pack<kHalfWords>(a, low + kWord);
+  Numbers::template pack<kHalfWords>(b, high + kWord);
 }
 
-// A piece of neighbouring pairs, of which the first is `first`; those behind the last stay.
+// The first `count` of a piece's neighbouring pairs.
 template <class Element>
-__device__ __forceinline__ void turn_neighbours(const Rotary& rotary, const Angles& angles,
-                                                int first, Piece& piece) {
+__device__ __forceinline__ void turn_neighbours(const Angles<Element>& angles, int count,
+                                                Piece& piece) {
   using Numbers = NumbersOf<Element>;
-  constexpr int kPairs = Numbers::kPiece / 2;
-  if (first >= rotary.pairs) return;
-  float cos[kPairs], sin[kPairs], x[Numbers::kPiece];
-  load_angles<Element>(rotary, angles.cos, first, cos);
-  load_angles<Element>(rotary, angles.sin, first, sin);
-  Numbers::unpack(piece, x);
+  float x[Numbers::kPiece];
+  Numbers::template unpack<4>(piece, x);
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    if (first + i < rotary.pairs) turn(&x[2 * i], &x[2 * i + 1], cos[i], sin[i]);
+  for (int i = 0; i < Angles<Element>::kPairs; ++i) {
+    if (i < count) turn(&x[2 * i], &x[2 * i + 1], angles.cos[i], angles.sin[i]);
   }
-  Numbers::pack(x, piece);
+  Numbers::template pack<4>(x, piece);
 }
 
 // ---- where rows are and where they go -----------------------------------------------------------
 
-// A row of k, v and q, and whose it is.
-struct Token {
-  int batch;
-  int row;
+// Whose a row of k, v and q is.
+struct Owner {
   int sequence;
-  int index;   // in its sequence
+  int index;   // of the row, in its sequence
   int length;  // of its sequence's rows of k
 };
 
-// A row of the cache: its batch, or page, and its row there.
+// A row of the cache. Its batch is one or the other number: what a table says is not touched before
+// it is needed, since that waits for it.
 struct Place {
-  int64_t batch;
   int64_t row;
+  int64_t of_slot;
+  int32_t of_table;
 };
 
 __device__ __forceinline__ int64_t number_at(const Tokens& tokens, int batch, int row) {
@@ -195,47 +229,66 @@ __device__ __forceinline__ int64_t number_at(const Tokens& tokens, int batch, in
                           : static_cast<const int32_t*>(tokens.data)[element];
 }
 
-// Of number >= 0 and a divisor > 0.
+// Of number >= 0 and a divisor > 0. What no product with a reciprocal divides is divided bit by
+// bit: a call of the compiler's division would take registers from all that is done else.
 __device__ __forceinline__ int64_t quotient(const RowDivisor& divisor, int64_t number) {
   if (divisor.fits != 0 && number <= INT_MAX) return divisor.by.quotient(static_cast<int>(number));
-  return number / divisor.value;
+  uint64_t found = 0, rest = 0;
+#pragma unroll 1
+  for (int bit = 62; bit >= 0; --bit) {
+    rest = rest << 1 | (static_cast<uint64_t>(number) >> bit & 1);
+    if (rest >= static_cast<uint64_t>(divisor.value)) {
+      rest -= static_cast<uint64_t>(divisor.value);
+      found |= uint64_t{1} << bit;
+    }
+  }
+  return static_cast<int64_t>(found);
 }
 
-// Where a new row goes; false: nowhere. `begin`: what the cache has of its sequence.
-__device__ __forceinline__ bool find(const Params& params, const Token& token, int64_t begin,
-                                     Place* place) {
+// Where row `row` of the tensors goes, as the tables say, which may be nowhere. `begin`: what the
+// cache has of its sequence.
+__device__ __forceinline__ Place place_of(const Params& params, const Owner& owner, int batch,
+                                          int row, int begin) {
   const RowDivisor& rows = params.rows_cache;
+  Place place = {0, -1, -1};
   if (params.slots.data != nullptr) {
-    const int64_t slot = number_at(params.slots, token.batch, token.row);
-    if (slot < 0 || rows.value == 0) return false;
-    place->batch = quotient(rows, slot);
-    place->row = slot - place->batch * rows.value;
-    return place->batch < params.batch_cache;
+    const int64_t slot = number_at(params.slots, batch, row);
+    if (slot < 0 || rows.value == 0) return place;
+    place.of_slot = quotient(rows, slot);
+    place.row = slot - place.of_slot * rows.value;
+    return place;
   }
-  const int64_t row = begin + token.index;
+  place.row = int64_t{begin} + owner.index;
   if (params.page_table.given()) {
-    if (rows.value == 0) return false;
-    const int64_t page = quotient(rows, row);
-    if (page >= params.page_count) return false;
+    if (rows.value == 0) return place;
+    const int64_t page = quotient(rows, place.row);
+    if (page >= params.page_count) return place;
     const TableNumbers& table = params.page_table;
-    place->batch = table.data[token.sequence * table.stride + page * params.page_step];
-    place->row = row - page * rows.value;
+    place.row -= page * rows.value;
+    place.of_table = table.data[owner.sequence * table.stride + page * params.page_step];
   } else {
-    place->batch =
-        params.batch_index.given() ? params.batch_index.at(token.sequence) : token.sequence;
-    place->row = row;
+    place.of_table = owner.sequence;
+    if (params.batch_index.given()) place.of_table = params.batch_index.at(owner.sequence);
   }
-  return place->batch >= 0 && place->batch < params.batch_cache && place->row < rows.value;
+  return place;
+}
+
+__device__ __forceinline__ int64_t batch_of(const Params& params, const Place& place) {
+  return params.slots.data != nullptr ? place.of_slot : place.of_table;
+}
+
+__device__ __forceinline__ bool is_there(const Params& params, int64_t batch, int64_t row) {
+  return batch >= 0 && batch < params.batch_cache && row < params.rows_cache.value;
 }
 
 // Where a row stands; false where no table reaches.
-__device__ __forceinline__ bool stands_at(const Params& params, const Token& token, int64_t begin,
-                                          bool is_query, Angles* angles) {
+__device__ __forceinline__ bool stands_at(const Params& params, const Owner& owner, int batch,
+                                          int row, int begin, bool is_query, AngleRows* angles) {
   const Rotary& rotary = params.rotary;
   const bool stays = is_query && rotary.q_stays != 0;
   const int64_t position = params.positions.data != nullptr
-                               ? number_at(params.positions, token.batch, token.row)
-                               : begin + (stays ? 0 : token.index);
+                               ? number_at(params.positions, batch, row)
+                               : int64_t{begin} + (stays ? 0 : owner.index);
   if (position < 0 || position >= rotary.rows) return false;
   angles->cos = rotary.cos + position * rotary.cos_stride;
   angles->sin = rotary.sin + position * rotary.sin_stride;
@@ -266,7 +319,7 @@ __device__ __forceinline__ void store_narrow(const Piece& piece, float scale, ch
   using Numbers = NumbersOf<Element>;
   float x[Numbers::kPiece];
   uint32_t words[Numbers::kPiece / 4];
-  Numbers::unpack(piece, x);
+  Numbers::template unpack<4>(piece, x);
 #pragma unroll
   for (int i = 0; i < Numbers::kPiece; ++i) x[i] = __fdiv_rn(x[i], scale);
 #pragma unroll
@@ -283,103 +336,196 @@ __device__ __forceinline__ void store_narrow(const Piece& piece, float scale, ch
 
 // ---- units --------------------------------------------------------------------------------------
 
-// A pair of numbers of halves that are no whole pieces, or one of those behind.
-template <class Element, class Put>
-__device__ __forceinline__ void move_numbers(const Rotary& rotary, const Angles& angles, int unit,
-                                             const char* from, const Put& put) {
-  using Numbers = NumbersOf<Element>;
-  using Storage = typename Numbers::Storage;
-  const auto* const x = reinterpret_cast<const Storage*>(from);
-  if (unit >= rotary.pairs) return put(rotary.pairs + unit, x[rotary.pairs + unit]);
-  float a = Numbers::widen(x[unit]), b = Numbers::widen(x[unit + rotary.pairs]);
-  turn(&a, &b, angle_at<Element>(rotary, angles.cos, unit),
-       angle_at<Element>(rotary, angles.sin, unit));
-  put(unit, Numbers::round(a));
-  put(unit + rotary.pairs, Numbers::round(b));
-}
+// What a thread moves at a time: of one row, two pieces of each of so many heads side by side, or a
+// pair of numbers of one head. The halves' pieces are the first ones, where halves are turned, and
+// then come those behind, in two halves. Everything that a thread reads of a row it has read before
+// it writes: q_out may be q.
+template <class Element, Turn kTurn>
+struct Unit {
+  static constexpr int kPiece = NumbersOf<Element>::kPiece;
+  static constexpr int kHeads = kTurn == Turn::kNumbers ? 1 : kMostUnitHeads;
+  int batch;
+  int row;
+  int stream;
+  int head;    // the first
+  int number;  // of each head's
+  int low;     // pieces of a head
+  int high;    // negative: none
+  Piece pieces[kHeads][2];
 
-// Unit `unit` of a row. Everything that it reads of the row it has read before it writes: q_out may
-// be q.
-template <class Element>
-__device__ __forceinline__ void move_unit(const Params& params, const Token& token, int unit) {
-  constexpr int kPiece = NumbersOf<Element>::kPiece;
-  const Rotary& rotary = params.rotary;
-  const int stream = (unit >= params.ends[kKeys]) + (unit >= params.ends[kValues]);
-  const bool is_query = stream == kQueries;
-  if (token.index >= (is_query ? params.seq_q : token.length)) return;
-  if (stream > 0) unit -= params.ends[stream - 1];
-  const int head = params.units[stream].quotient(unit);
-  unit -= head * params.units[stream].number();
-  const bool turned = rotary.pairs > 0 && stream != kValues;
-  const bool by_number = turned && rotary.whole == 0;
-
-  // The pieces: the halves' first, where these are turned, and then those behind, in two halves.
-  const int halves = turned && rotary.interleaved == 0 ? rotary.pairs / kPiece : 0;
-  const bool of_halves = unit < halves;
-  const int behind = (params.pieces[stream] - 2 * halves + 1) / 2;
-  const int low = of_halves ? unit : halves + unit;
-  const int high = low + (of_halves ? halves : behind);
-  const bool has_high = high < params.pieces[stream];
-  const char* const from = row_at(params.from[stream], token.batch, token.row, head);
-  Piece pieces[2];
-  if (!by_number) {
-    ptx::load_streaming(pieces[0], from + low * kPieceBytes);
-    ptx::load_streaming_or_zero(pieces[1], from + high * kPieceBytes, has_high);
+  __device__ __forceinline__ bool is_query() const { return stream == kQueries; }
+  __device__ __forceinline__ bool is_turned() const {
+    return kTurn != Turn::kNone && stream != kValues;
+  }
+  __device__ __forceinline__ bool is_by_number() const {
+    return kTurn == Turn::kNumbers && is_turned();
+  }
+  // Pieces of either half.
+  static __device__ __forceinline__ int halves_of(const Params& params) {
+    return kTurn == Turn::kHalves ? params.rotary.pairs / kPiece : 0;
+  }
+  __device__ __forceinline__ int heads(const Params& params) const {
+    return min(params.unit_heads, params.heads[stream] - head);
   }
 
-  const int64_t begin = params.cache_seqlens.given() ? params.cache_seqlens.at(token.sequence) : 0;
-  if (begin < 0) return;
-  Angles angles = {};
-  if (rotary.pairs > 0 && !stands_at(params, token, begin, is_query, &angles)) return;
-  Place place = {token.batch, token.row};
-  if (!is_query && !find(params, token, begin, &place)) return;
-  char* const to = row_at(params.to[stream], place.batch, place.row, head);
+  // The unit that is so many behind its row's first.
+  __device__ __forceinline__ void find(const Params& params, int of_row) {
+    stream = (of_row >= params.ends[kKeys]) + (of_row >= params.ends[kValues]);
+    if (stream > 0) of_row -= params.ends[stream - 1];
+    const int group = params.units[stream].quotient(of_row);
+    number = of_row - group * params.units[stream].number();
+    head = group * params.unit_heads;
+    const int halves = is_turned() ? halves_of(params) : 0;
+    low = number < halves ? number : halves + number;
+    high = low + (number < halves ? halves : (params.pieces[stream] - 2 * halves + 1) / 2);
+    if (high >= params.pieces[stream]) high = -1;
+  }
 
-  const bool narrow = params.fp8 != 0 && !is_query;
-  const float scale = narrow ? scale_of(params.scales[stream], place.batch, head) : 1.0f;
-  if (by_number) {
+  __device__ __forceinline__ void load(const Params& params) {
+    if (is_by_number()) return;
+    const char* from = row_at(params.from[stream], batch, row, head);
+    const int first = low * kPieceBytes, second = high * kPieceBytes;
+    const int count = heads(params);
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j) {
+      ptx::load_or_zero(pieces[j][0], from + first, j < count);
+      ptx::load_or_zero(pieces[j][1], from + second, j < count && high >= 0);
+      from += params.from[stream].head;
+    }
+  }
+
+  __device__ __forceinline__ void move(const Params& params, const Owner& owner) {
+    if (owner.index >= (is_query() ? params.seq_q : owner.length)) return;
+    const int begin = params.cache_seqlens.given() ? params.cache_seqlens.at(owner.sequence) : 0;
+    if (begin < 0) return;
+    AngleRows rows = {};
+    if (kTurn != Turn::kNone && !stands_at(params, owner, batch, row, begin, is_query(), &rows)) {
+      return;
+    }
+    // The first angles are asked for before the place is looked at, which is another load further.
+    Place place = {row, batch, 0};
+    if (!is_query()) place = place_of(params, owner, batch, row, begin);
+    Angles<Element> angles;
+    const int first = first_pair(params, 0);
+    if (first < params.rotary.pairs) angles.load(params.rotary, rows, first);
+    const int64_t place_batch = is_query() ? batch : batch_of(params, place);
+    if (!is_query() && !is_there(params, place_batch, place.row)) return;
+    char* const to = row_at(params.to[stream], place_batch, place.row, head);
+    if (is_by_number()) return move_numbers(params, rows, place_batch, to);
+    if (first < params.rotary.pairs) turn<0>(params, angles, first);
+    const int second = first_pair(params, 1);
+    if (second < params.rotary.pairs) {
+      angles.load(params.rotary, rows, second);
+      turn<1>(params, angles, second);
+    }
+    if (params.fp8 != 0 && !is_query()) return store_fp8(params, place_batch, to);
+    store(params, to);
+  }
+
+ private:
+  // Of either half of a turned unit's pairs; INT_MAX where there is none.
+  __device__ __forceinline__ int first_pair(const Params& params, int half) const {
+    if (!is_turned() || kTurn == Turn::kNumbers) return INT_MAX;
+    if (kTurn == Turn::kNeighbours) {
+      int piece = half == 0 ? low : high;
+      asm volatile("" : "+r"(piece));  // where it is asked for, and not ahead: it would be spilled
+      return piece < 0 ? INT_MAX : piece * Angles<Element>::kPairs;
+    }
+    return low < halves_of(params) ? low * kPiece + half * Angles<Element>::kPairs : INT_MAX;
+  }
+
+  template <int kHalf>
+  __device__ __forceinline__ void turn(const Params& params, const Angles<Element>& angles,
+                                       int first) {
+    const int count = heads(params);
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j) {
+      if (j >= count) break;
+      if constexpr (kTurn == Turn::kHalves) {
+        turn_halves<kHalf * kHalfWords>(angles, pieces[j][0], pieces[j][1]);
+      } else if constexpr (kTurn == Turn::kNeighbours) {
+        turn_neighbours(angles, params.rotary.pairs - first, pieces[j][kHalf]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Params& params, char* to) const {
+    const int first = low * kPieceBytes, second = high * kPieceBytes;
+    const int count = heads(params);
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j) {
+      if (j < count) {
+        const Piece& a = pieces[j][0];
+        const Piece& b = pieces[j][1];
+        *reinterpret_cast<uint4*>(to + first) = make_uint4(a[0], a[1], a[2], a[3]);
+        if (high >= 0) {
+          *reinterpret_cast<uint4*>(to + second) = make_uint4(b[0], b[1], b[2], b[3]);
+        }
+      }
+      to += params.to[stream].head;
+    }
+  }
+
+  __device__ __forceinline__ void store_fp8(const Params& params, int64_t place_batch,
+                                            char* to) const {
+    // As if they were other numbers: products kept from where pairs are found would be spilled.
+    int first = low, second = high;
+    asm volatile("" : "+r"(first), "+r"(second));
+    const int count = heads(params);
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j) {
+      if (j < count) {
+        const float scale = scale_of(params.scales[stream], place_batch, head + j);
+        store_narrow<Element>(pieces[j][0], scale, to, first * kPiece);
+        if (high >= 0) store_narrow<Element>(pieces[j][1], scale, to, second * kPiece);
+      }
+      to += params.to[stream].head;
+    }
+  }
+
+  // A pair of numbers of halves that are no whole pieces, or one of those behind.
+  __device__ __forceinline__ void move_numbers(const Params& params, const AngleRows& rows,
+                                               int64_t place_batch, char* to) const {
     using Numbers = NumbersOf<Element>;
     using Storage = typename Numbers::Storage;
-    return move_numbers<Element>(rotary, angles, unit, from, [&](int index, Storage x) {
+    const bool narrow = params.fp8 != 0 && !is_query();
+    const float scale = narrow ? scale_of(params.scales[stream], place_batch, head) : 1.0f;
+    const auto put = [&](int index, Storage x) {
       if (narrow) {
         to[index] = static_cast<char>(narrow_pair(__fdiv_rn(Numbers::widen(x), scale), 0.0f));
       } else {
         reinterpret_cast<Storage*>(to)[index] = x;
       }
-    });
+    };
+    const Rotary& rotary = params.rotary;
+    const auto* const x =
+        reinterpret_cast<const Storage*>(row_at(params.from[stream], batch, row, head));
+    if (number >= rotary.pairs) return put(rotary.pairs + number, x[rotary.pairs + number]);
+    float a = Numbers::widen(x[number]), b = Numbers::widen(x[number + rotary.pairs]);
+    kv_append::turn(&a, &b, angle_at<Element>(rotary, rows.cos, number),
+                    angle_at<Element>(rotary, rows.sin, number));
+    put(number, Numbers::round(a));
+    put(number + rotary.pairs, Numbers::round(b));
   }
-  if (turned && rotary.interleaved != 0) {
-    turn_neighbours<Element>(rotary, angles, low * (kPiece / 2), pieces[0]);
-    turn_neighbours<Element>(rotary, angles, high * (kPiece / 2), pieces[1]);
-  } else if (of_halves) {
-    turn_halves<Element>(rotary, angles, unit * kPiece, pieces[0], pieces[1]);
-  }
-  if (narrow) {
-    store_narrow<Element>(pieces[0], scale, to, low * kPiece);
-    if (has_high) store_narrow<Element>(pieces[1], scale, to, high * kPiece);
-    return;
-  }
-  *reinterpret_cast<uint4*>(to + low * kPieceBytes) =
-      make_uint4(pieces[0][0], pieces[0][1], pieces[0][2], pieces[0][3]);
-  if (has_high) {
-    *reinterpret_cast<uint4*>(to + high * kPieceBytes) =
-        make_uint4(pieces[1][0], pieces[1][1], pieces[1][2], pieces[1][3]);
-  }
-}
+};
 
-// The block's units of its rows, token_of(row of the block, &token) of which says false of those
-// that no sequence has.
-template <class Element, class TokenOf>
-__device__ __forceinline__ void move_rows(const Params& params, int count,
-                                          const TokenOf& token_of) {
-  const int begin = static_cast<int>(blockIdx.y) * params.block_units;
-  const int end = min(begin + params.block_units, count * params.row_units.number());
-  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kThreads) {
-    const int row = params.row_units.quotient(i);
-    Token token;
-    if (!token_of(row, &token)) continue;
-    move_unit<Element>(params, token, i - row * params.row_units.number());
-  }
+// ---- blocks -------------------------------------------------------------------------------------
+
+// The block's rows, and its units of them.
+struct Share {
+  int first;
+  int count;
+  int begin;
+  int end;
+};
+
+__device__ __forceinline__ Share share_of(const Params& params) {
+  Share share;
+  share.first = static_cast<int>(blockIdx.x) * params.block_rows;
+  share.count = min(params.block_rows, params.rows - share.first);
+  share.begin = static_cast<int>(blockIdx.y) * params.block_units;
+  share.end = min(share.begin + params.block_units, share.count * params.row_units.number());
+  return share;
 }
 
 // ---- packed batches -----------------------------------------------------------------------------
@@ -405,74 +551,156 @@ __device__ __forceinline__ PackedRows packed_rows(const Params& params, int sequ
 }
 
 // The first sequence of each row behind the round's `last`, by all threads of the block.
-__device__ __forceinline__ void find_owners(const Params& params, int first, int count, bool again,
-                                            Owners* owners) {
-  const int thread = static_cast<int>(threadIdx.x);
-  int last = -1;
-  if (again && thread < count) last = owners->of_row[thread];
-  __syncthreads();
-  if (thread < count) {
-    // What a row's last owner was is kept in its count, which no later round reads.
-    owners->counts[thread] = again ? last : 0;
-    owners->of_row[thread] = INT_MAX;
+class OwnerSearch {
+ public:
+  __device__ __forceinline__ OwnerSearch(const Params& params, const Share& share, bool again,
+                                         Owners* owners)
+      : params_(params), share_(share), again_(again), owners_(owners) {}
+
+  __device__ __forceinline__ void run() const {
+    const int thread = static_cast<int>(threadIdx.x);
+    int last = -1;
+    if (again_ && thread < share_.count) last = owners_->of_row[thread];
+    __syncthreads();
+    if (thread < share_.count) {
+      // What a row's last owner was is kept in its count, which no later round reads.
+      owners_->counts[thread] = again_ ? last : 0;
+      owners_->of_row[thread] = INT_MAX;
+    }
+    if (thread == 0 && !again_) owners_->rounds = 0;
+    __syncthreads();
+    if (params_.cu_seqlens.stride == 1) {
+      look_through<true>();
+    } else {
+      look_through<false>();
+    }
+    __syncthreads();
   }
-  if (thread == 0 && !again) owners->rounds = 0;
-  __syncthreads();
-#pragma unroll 4
-  for (int s = thread; s < params.sequences; s += kThreads) {
-    const PackedRows rows = packed_rows(params, s);
-    const int end = min(rows.begin + rows.length - first, count);
-    for (int row = max(rows.begin - first, 0); row < end; ++row) {
-      if (!again) {
-        atomicMax(&owners->rounds, atomicAdd(&owners->counts[row], 1) + 1);
-      } else if (s <= owners->counts[row]) {
-        continue;
+
+ private:
+  // Every block looks through all offsets, so there is little in this loop: what an offset is cut
+  // to is asked only of those that have some of the block's rows.
+  template <bool kContiguous>
+  __device__ __forceinline__ void look_through() const {
+    constexpr int kUnroll = 4;
+    const int64_t stride = kContiguous ? 1 : params_.cu_seqlens.stride;
+    const int threads = static_cast<int>(blockDim.x);
+    const int end_of_rows = share_.first + share_.count;
+    for (int s = static_cast<int>(threadIdx.x); s < params_.sequences; s += kUnroll * threads) {
+      const int32_t* const at = params_.cu_seqlens.data + s * stride;
+      int begins[kUnroll], ends[kUnroll];
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        begins[j] = ends[j] = 0;
+        if (s + j * threads < params_.sequences) {
+          begins[j] = at[j * threads * stride];
+          ends[j] = at[(j * threads + 1) * stride];
+        }
       }
-      atomicMin(&owners->of_row[row], s);
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        const bool has_rows =
+            begins[j] < end_of_rows && ends[j] > share_.first && ends[j] > begins[j];
+        if (has_rows) take(s + j * threads, begins[j], ends[j]);
+      }
     }
   }
-  __syncthreads();
-}
 
-template <class Element>
-__device__ __forceinline__ void move_packed_rows(const Params& params, int first, int count) {
-  __shared__ Owners owners;
-  for (int round = 0; round == 0 || round < owners.rounds; ++round) {
-    find_owners(params, first, count, round > 0, &owners);
-    move_rows<Element>(params, count, [&](int row, Token* token) {
-      const int sequence = owners.of_row[row];
-      if (sequence == INT_MAX) return false;
-      const PackedRows rows = packed_rows(params, sequence);
-      *token = {0, first + row, sequence, first + row - rows.begin, rows.length};
-      if (params.seqused.given()) {
-        token->length = SequenceParams::cut(params.seqused.at(sequence), 0, rows.length);
+  __device__ __forceinline__ void take(int s, int begin, int end) const {
+    const int last = min(end - share_.first, share_.count);
+#pragma unroll 1
+    for (int row = max(begin, share_.first) - share_.first; row < last; ++row) {
+      if (!again_) {
+        atomicMax(&owners_->rounds, atomicAdd(&owners_->counts[row], 1) + 1);
+      } else if (s <= owners_->counts[row]) {
+        continue;
       }
-      return true;
-    });
+      atomicMin(&owners_->of_row[row], s);
+    }
+  }
+
+  const Params& params_;
+  const Share& share_;
+  bool again_;
+  Owners* owners_;
+};
+
+template <class Element, Turn kTurn>
+__device__ __forceinline__ void move_packed_rows(const Params& params) {
+  __shared__ Owners owners;
+  const Share share = share_of(params);
+  const int first = share.begin + static_cast<int>(threadIdx.x);
+  Unit<Element, kTurn> unit;
+  const auto find = [&](int i) {
+    const int row = params.row_units.quotient(i);
+    unit.batch = 0;
+    unit.row = share.first + row;
+    unit.find(params, i - row * params.row_units.number());
+  };
+  if (first < share.end) find(first);
+  wait_for_others();
+  if (first < share.end) unit.load(params);
+  for (int round = 0; round == 0 || round < owners.rounds; ++round) {
+    OwnerSearch(params, share, round > 0, &owners).run();
+    for (int i = first; i < share.end; i += static_cast<int>(blockDim.x)) {
+      if (i != first || round > 0) {
+        find(i);
+        unit.load(params);
+      }
+      const int sequence = owners.of_row[unit.row - share.first];
+      if (sequence == INT_MAX) continue;
+      const PackedRows rows = packed_rows(params, sequence);
+      Owner owner = {sequence, unit.row - rows.begin, rows.length};
+      if (params.seqused.given()) {
+        owner.length = SequenceParams::cut(params.seqused.at(sequence), 0, rows.length);
+      }
+      unit.move(params, owner);
+    }
   }
 }
 
 // ---- kernel -------------------------------------------------------------------------------------
 
-template <class Element>
-__global__ void __launch_bounds__(kThreads)
-    kv_append_kernel(const __grid_constant__ Params params) {
-#if __CUDA_ARCH__ >= 900
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
-#endif
-  const int first = static_cast<int>(blockIdx.x) * params.block_rows;
-  const int count = min(params.block_rows, params.rows - first);
-  if (params.cu_seqlens.given()) return move_packed_rows<Element>(params, first, count);
-  move_rows<Element>(params, count, [&](int row, Token* token) {
-    const int batch = params.rows_of_batch.quotient(first + row);
-    const int index = first + row - batch * params.rows_of_batch.number();
-    *token = {batch, index, batch, index, params.seq};
+template <class Element, Turn kTurn>
+__device__ __forceinline__ void move_rows(const Params& params) {
+  const Share share = share_of(params);
+  Unit<Element, kTurn> unit;
+  const auto find = [&](int i) {
+    const int row = params.row_units.quotient(i);
+    unit.batch = params.rows_of_batch.quotient(share.first + row);
+    unit.row = share.first + row - unit.batch * params.rows_of_batch.number();
+    unit.find(params, i - row * params.row_units.number());
+  };
+  // Nearly always once: a part of a row has as many units as the block has threads.
+  const int threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int begin = share.begin; begin == share.begin || begin < share.end; begin += threads) {
+    const bool any = begin + static_cast<int>(threadIdx.x) < share.end;
+    if (any) find(begin + static_cast<int>(threadIdx.x));
+    wait_for_others();  // all threads, whatever they have to do (cuda/ptx/pdl.cuh)
+    if (!any) continue;
+    int length = params.seq;
     if (params.seqused.given()) {
-      token->length = SequenceParams::cut(params.seqused.at(batch), 0, params.seq);
+      length = SequenceParams::cut(params.seqused.at(unit.batch), 0, params.seq);
     }
-    return true;
-  });
+    if (unit.row >= (unit.is_query() ? params.seq_q : length)) continue;
+    unit.load(params);
+    unit.move(params, {unit.batch, unit.row, length});
+  }
+}
+
+inline constexpr int kBlocks = 3;  // of a multiprocessor, at least
+
+template <class Element, Turn kTurn>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    kv_append_kernel(const __grid_constant__ Params params) {
+  move_rows<Element, kTurn>(params);
+}
+
+template <class Element, Turn kTurn>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    kv_append_packed_kernel(const __grid_constant__ Params params) {
+  move_packed_rows<Element, kTurn>(params);
 }
 
 }  // namespace flashmoe::kv_append

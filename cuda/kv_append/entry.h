@@ -8,14 +8,26 @@ namespace flashmoe::kv_append {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kPieceBytes = 16;
+inline constexpr int kMostUnitHeads = 4;
 inline constexpr int kMostBlockRows = 128;  // of packed batches, whose owners a block keeps
+
+// What is done to heads of k and q. Each has kernels of its own: what one needs registers for would
+// cost the others threads.
+enum class Turn : int {
+  kNone,
+  kHalves,      // numbers i and pairs + i are a pair, and halves are whole pieces of 16 bytes
+  kNeighbours,  // numbers 2 i and 2 i + 1 are
+  kNumbers,     // halves that are no whole pieces
+};
 
 struct Entry {
   Kernel kernel;
   Dtype dtype;
+  Turn turn;
+  bool packed;
 };
 
-inline constexpr int kEntries = 3;
+inline constexpr int kEntries = 24;
 extern const Entry entries[kEntries];
 
 }  // namespace flashmoe::kv_append

@@ -17,10 +17,18 @@ namespace {
 
 using Problem = KvAppendProblem;
 
-// Units of a thread, one after another, where there are many. A block of a packed batch looks
-// through all offsets before it begins.
-constexpr int64_t kManyUnits = 4;
-constexpr int64_t kManyPackedUnits = 8;
+// Threads of a multiprocessor that run at a time.
+constexpr int64_t kThreadsAtATime = 768;
+
+// A block of a packed batch looks through all offsets before it begins. So many of them take a
+// thread at most a tenth of what it takes to move a unit of four heads.
+constexpr int64_t kOffsetsOfUnit = 8;
+constexpr int64_t kMostThreadUnits = 32;
+
+// Units of a thread that moves numbers, where there are very many: each is little to begin a thread
+// for.
+constexpr int64_t kNumberUnits = 4;
+constexpr double kManyNumberUnits = 1 << 20;
 
 // Nobody chooses by it.
 constexpr double kMicroseconds = 2.5;
@@ -40,29 +48,60 @@ bool has_whole_halves(const Problem& p) {
   return p.rotary.interleaved || p.rotary.dim / 2 % numbers_of_piece(p) == 0;
 }
 
-// Of a head of so many numbers.
+Turn turn_of(const Problem& p) {
+  if (p.rotary.dim == 0) return Turn::kNone;
+  if (p.rotary.interleaved) return Turn::kNeighbours;
+  return has_whole_halves(p) ? Turn::kHalves : Turn::kNumbers;
+}
+
+// Of a head, or several, of so many numbers.
 int64_t units_of_head(const Problem& p, int64_t dim, bool turned) {
   const int64_t pairs = turned ? p.rotary.dim / 2 : 0;
-  if (turned && !has_whole_halves(p)) return dim - pairs;
-  const int64_t halves = turned && !p.rotary.interleaved ? pairs / numbers_of_piece(p) : 0;
+  if (turned && turn_of(p) == Turn::kNumbers) return dim - pairs;
+  const int64_t halves = turned && turn_of(p) == Turn::kHalves ? pairs / numbers_of_piece(p) : 0;
   return halves + ceil_div(dim / numbers_of_piece(p) - 2 * halves, 2);
 }
 
-// False where something does not fit in 31 bits.
-bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
-  const bool fits = p.batch <= INT_MAX && p.seq <= INT_MAX && p.seq_q <= INT_MAX &&
-                    p.heads_kv <= INT_MAX && p.heads_q <= INT_MAX;
-  if (!fits) return false;
+// Of a row, in units of so many heads.
+int64_t units_of_row(const Problem& p, int64_t unit_heads) {
   const int64_t of_key = units_of_head(p, p.dim, true);
-  const int64_t row_units =
-      p.heads_kv * (of_key + units_of_head(p, p.dim_v, false)) + p.heads_q * of_key;
-  return cut_rows(rows_of_call(p), row_units, is_packed(p) ? kManyPackedUnits : kManyUnits,
-                  multiprocessors, shares);
+  return ceil_div(p.heads_kv, unit_heads) * (of_key + units_of_head(p, p.dim_v, false)) +
+         ceil_div(p.heads_q, unit_heads) * of_key;
+}
+
+bool fits_in_31_bits(const Problem& p) {
+  return p.batch <= INT_MAX && p.seq <= INT_MAX && p.seq_q <= INT_MAX && p.heads_kv <= INT_MAX &&
+         p.heads_q <= INT_MAX;
+}
+
+// As few heads as keep all threads busy, since what is on its way at a time is what makes a small
+// call fast. More heads share what a thread finds out about their row.
+int unit_heads_of(const Problem& p, int multiprocessors) {
+  if (turn_of(p) == Turn::kNumbers) return 1;
+  const auto units = static_cast<double>(rows_of_call(p)) * static_cast<double>(units_of_row(p, 1));
+  const auto at_a_time = static_cast<double>(multiprocessors * kThreadsAtATime);
+  int heads = 1;
+  while (heads < kMostUnitHeads && units > heads * at_a_time) heads *= 2;
+  return heads;
+}
+
+// False where something does not fit in 31 bits.
+bool shares_of(const Problem& p, int unit_heads, Shares* shares) {
+  int64_t thread_units = 1;
+  const double units =
+      static_cast<double>(rows_of_call(p)) * static_cast<double>(units_of_row(p, unit_heads));
+  if (turn_of(p) == Turn::kNumbers && units > kManyNumberUnits) thread_units = kNumberUnits;
+  if (is_packed(p)) {
+    thread_units =
+        std::clamp(ceil_div(p.batch, kOffsetsOfUnit * kThreads), thread_units, kMostThreadUnits);
+  }
+  return cut_append_rows(rows_of_call(p), units_of_row(p, unit_heads), thread_units, shares);
 }
 
 const Entry& find_entry(const Problem& p) {
-  return *std::find_if(std::begin(entries), std::end(entries),
-                       [&](const Entry& entry) { return entry.dtype == p.k.dtype; });
+  return *std::find_if(std::begin(entries), std::end(entries), [&](const Entry& entry) {
+    return entry.dtype == p.k.dtype && entry.turn == turn_of(p) && entry.packed == is_packed(p);
+  });
 }
 
 // Of a call whose sequences have all the rows that there are.
@@ -79,8 +118,10 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   const int device_id = p.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
-  Shares shares;
-  if (!shares_of(p, facts->multiprocessors, &shares)) {
+  const bool fits = fits_in_31_bits(p);
+  const int unit_heads = fits ? unit_heads_of(p, facts->multiprocessors) : 1;
+  Shares shares = {};
+  if (!fits || !shares_of(p, unit_heads, &shares)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
                          "more than 2^31 - 1 rows, sequences, or pairs of 16 bytes of a row");
   }
@@ -89,6 +130,7 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
   plan->info.microseconds = microseconds_of(p, shares, *facts);
   plan_rows(kernel, device_id, shares, p.dim, p.dim_v, plan);
+  plan->info.launches[0].stages = unit_heads;
   return FLASHMOE_OK;
 }
 
@@ -112,8 +154,6 @@ Rotary rotary_of(const Problem& p) {
   rotary.rows = given.rows;
   rotary.pairs = static_cast<int32_t>(given.dim / 2);
   rotary.wide = given.dtype == Dtype::kFloat32 ? 1 : 0;
-  rotary.interleaved = given.interleaved ? 1 : 0;
-  rotary.whole = has_whole_halves(p) ? 1 : 0;
   rotary.q_stays = given.q_stays ? 1 : 0;
   // A piece's angles are loaded at once where none of them is beyond the row.
   const int64_t of_piece = numbers_of_piece(p) / (given.interleaved ? 2 : 1);
@@ -159,12 +199,14 @@ Params make_params(const Problem& p, const flashmoe_launch& planned) {
   params.seq = static_cast<int32_t>(p.seq);
   params.seq_q = static_cast<int32_t>(p.seq_q);
   params.rows_of_batch = Divisor::of(static_cast<uint32_t>(std::max<int64_t>(rows_of_batch(p), 1)));
+  params.unit_heads = planned.stages;
   const int64_t dims[kStreams] = {p.dim, p.dim_v, p.dim};
   const int64_t heads[kStreams] = {p.heads_kv, p.heads_kv, p.heads_q};
   int64_t end = 0;
   for (int stream = 0; stream < kStreams; ++stream) {
     const int64_t units = units_of_head(p, dims[stream], stream != kValues);
-    end += heads[stream] * units;
+    end += ceil_div(heads[stream], params.unit_heads) * units;
+    params.heads[stream] = static_cast<int32_t>(heads[stream]);
     params.pieces[stream] = static_cast<int32_t>(dims[stream] / numbers_of_piece(p));
     params.units[stream] = Divisor::of(static_cast<uint32_t>(units));
     params.ends[stream] = static_cast<int32_t>(end);

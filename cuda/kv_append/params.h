@@ -48,18 +48,16 @@ struct Rotary {
   const char* sin;
   int64_t cos_stride;  // from one position to the next
   int64_t sin_stride;
-  int64_t rows;         // positions that there are
-  int32_t pairs;        // of a head; 0: rows are only moved
-  int32_t wide;         // tables are fp32, else of the rows' dtype
-  int32_t interleaved;  // else the halves are paired
-  int32_t vectors;      // both tables can be loaded in pieces
-  int32_t whole;        // halves are whole pieces; else they are moved number by number
+  int64_t rows;     // positions that there are
+  int32_t pairs;    // of a head; 0: rows are only moved
+  int32_t wide;     // tables are fp32, else of the rows' dtype
+  int32_t vectors;  // both tables can be loaded in pieces
   int32_t q_stays;
 };
 
-// A unit is what a thread moves at a time. Of a head it has two pieces of 16 bytes, one of each
-// half where these are rotated against one another, or of halves that are no whole pieces a pair of
-// numbers.
+// A unit is what a thread moves at a time. Of each of unit_heads heads it has two pieces of 16
+// bytes, one of each half where these are rotated against one another, or of halves that are no
+// whole pieces a pair of numbers.
 struct Params {
   Rows from[kStreams];
   Rows to[kStreams];
@@ -84,9 +82,11 @@ struct Params {
   int32_t seq_q;  // of q
   Divisor rows_of_batch;
 
+  int32_t heads[kStreams];
   int32_t pieces[kStreams];  // of a head
-  Divisor units[kStreams];   // of a head
-  int32_t ends[kStreams];    // of a row's units: those of a stream end here
+  int32_t unit_heads;
+  Divisor units[kStreams];  // of so many heads
+  int32_t ends[kStreams];   // of a row's units: those of a stream end here
   Divisor row_units;
   int32_t block_rows;
   int32_t block_units;  // of those rows, that one block moves

@@ -22,6 +22,7 @@ struct Shares {
   int64_t block_units;
   int64_t blocks;
   int64_t parts;
+  int threads;
 };
 
 // Cuts so many rows of so many units. Units of a thread: one where that gives so few blocks that
@@ -40,6 +41,7 @@ inline bool cut_rows(int64_t rows, int64_t row_units, int64_t many_units, int mu
   Shares& s = *shares;
   s.rows = rows;
   s.row_units = row_units;
+  s.threads = kThreads;
   s.block_units = kThreads * (few ? 1 : std::min(many_units, kMostUnits));
   s.block_rows =
       std::clamp<int64_t>(s.block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
@@ -52,10 +54,43 @@ inline bool cut_rows(int64_t rows, int64_t row_units, int64_t many_units, int mu
   return true;
 }
 
+// The same for appending: blocks of so many threads that as few as can be have nothing to do, each
+// with `thread_units` units of a thread.
+inline bool cut_append_rows(int64_t rows, int64_t row_units, int64_t thread_units, Shares* shares) {
+  constexpr int64_t kMostParts = 65535;
+  constexpr int64_t kStep = 32;
+  Shares& s = *shares;
+  if (rows > INT_MAX || row_units > INT_MAX - kThreads * thread_units) return false;
+  s.rows = rows;
+  s.row_units = row_units;
+  double best = 0;
+  for (int64_t threads = kThreads; threads >= kMostBlockRows; threads -= kStep) {
+    const int64_t block_units = threads * thread_units;
+    const int64_t block_rows =
+        std::clamp<int64_t>(block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
+    const int64_t parts = std::max<int64_t>(ceil_div(block_rows * row_units, block_units), 1);
+    const double busy =
+        static_cast<double>(block_rows * row_units) / static_cast<double>(parts * block_units);
+    if (busy <= best && s.threads != 0) continue;
+    best = busy;
+    s.threads = static_cast<int>(threads);
+    s.block_units = block_units;
+    s.block_rows = block_rows;
+    s.parts = parts;
+  }
+  if (s.parts > kMostParts) {
+    s.block_units = ceil_div(ceil_div(row_units, kMostParts), s.threads) * s.threads;
+    s.parts = ceil_div(row_units, s.block_units);
+  }
+  s.blocks = std::max<int64_t>(ceil_div(rows, s.block_rows), 1);
+  return true;
+}
+
 // The launch of rows of dimensions `dim` and `dim_v`.
 inline void plan_rows(const Kernel& kernel, int device_id, const Shares& shares, int64_t dim,
                       int64_t dim_v, Plan* plan) {
-  flashmoe_launch& launch = plan_launch(kernel, device_id, "", shares.blocks, kThreads, 0, plan);
+  flashmoe_launch& launch =
+      plan_launch(kernel, device_id, "", shares.blocks, shares.threads, 0, plan);
   launch.grid[1] = static_cast<uint32_t>(shares.parts);
   launch.tile_m = static_cast<int32_t>(shares.block_rows);
   launch.tile_n = static_cast<int32_t>(shares.block_units);

@@ -19,7 +19,7 @@ using kv_append::rows_of;
 using kv_append::Shares;
 using Problem = KvGatherProblem;
 
-constexpr int64_t kManyUnits = 8;  // of a thread, where there are many
+constexpr int64_t kManyUnits = 4;  // of a thread, where there are many
 
 // Nobody chooses by it.
 constexpr double kMicroseconds = 3.0;

@@ -25,7 +25,7 @@
 
 namespace flashmoe::kv_gather {
 
-inline constexpr int kUnroll = 4;
+inline constexpr int kUnroll = 2;
 
 // ---- where rows come from -----------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ struct Piece {
   uint32_t words[4];
 
   __device__ __forceinline__ void load(const char* from, bool valid) {
-    ptx::load_streaming_or_zero(words, from, valid);
+    ptx::load_or_zero(words, from, valid);
   }
   __device__ __forceinline__ uint4 result(float) const {
     return make_uint4(words[0], words[1], words[2], words[3]);
@@ -170,7 +170,8 @@ struct Piece<Element, true> {
   uint32_t words[2];
 
   __device__ __forceinline__ void load(const char* from, bool valid) {
-    ptx::load_streaming_or_zero(words, from, valid);
+    const uint2 two = valid ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
+    words[0] = two.x, words[1] = two.y;
   }
   __device__ __forceinline__ uint4 result(float scale) const {
     float2 numbers[2][2];

@@ -52,4 +52,11 @@ static inline flashmoe_tensor view(void* data, flashmoe_dtype_code code, int32_t
   return tensor;
 }
 
+/* The same of these extents, which last as long as the block that the view is made in. */
+#define FLOATS(data, ...) VIEW(data, FLASHMOE_DTYPE_FLOAT, __VA_ARGS__)
+#define INTEGERS(data, ...) VIEW(data, FLASHMOE_DTYPE_INT, __VA_ARGS__)
+#define VIEW(data, code, ...)                                                     \
+  view(data, code, (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), \
+       (int64_t[]){__VA_ARGS__})
+
 #endif

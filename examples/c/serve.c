@@ -9,34 +9,24 @@
  * Both are described once: from step to step only the numbers in their tables change, as a CUDA
  * graph would have it. Rows behind the last token, and slots without a request, cost nothing.
  *
- * The model is one layer of attention of random weights: its embedding and projections are folded
- * into a row of q, k and v for each token, and the next token is the one whose row of `head` fits
- * the output best. All outputs are held against plain loops over whole sequences, in double
- * precision; the program fails if they differ. */
-#define _POSIX_C_SOURCE 199309L /* clock_gettime */
+ * The model (toy_model.h) has a row of q, k and v for each token, and knows the next token by what
+ * attention gave for the last. All outputs are held against plain loops over whole sequences, in
+ * double precision; the program fails if they differ. */
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <time.h>
 
 #include "flashmoe/flashmoe.h"
 #include "host.h"
+#include "toy_model.h"
 
 enum {
-  kVocabulary = 101,
-  kHeadsQ = 8,
-  kHeadsKv = 2,
-  kDim = 64,
   kPageSize = 16,
   kPages = 40,                          /* for all requests that run */
-  kMostTokens = 160,                    /* of a request */
   kMostPages = kMostTokens / kPageSize, /* of a request */
   kSlots = 6,                           /* requests that run at once */
   kRows = 64,                           /* tokens of a step */
   kChunk = (kRows - kSlots) / 2,        /* of a prompt in a step, so that two fit beside decoding */
-  kRequests = 24,
-  kRowQ = kHeadsQ * kDim,
-  kRowKv = kHeadsKv * kDim
+  kRequests = 24
 };
 
 typedef struct {
@@ -48,12 +38,8 @@ typedef struct {
 } Request;
 
 static Request requests[kRequests];
-static float q_of[kVocabulary][kRowQ], k_of[kVocabulary][kRowKv], v_of[kVocabulary][kRowKv];
-static float head[kVocabulary][kRowQ];
-static float cosines[kMostTokens][kDim / 2], sines[kMostTokens][kDim / 2];
 
-/* What the library reads begins on 16-byte boundaries, as arrays of this size do on 64-bit systems.
- */
+/* Arrays of this size begin on 16-byte boundaries, as the library asks. */
 static float q[kRows][kRowQ], k[kRows][kRowKv], v[kRows][kRowKv], out[kRows][kRowQ];
 static float k_pages[kPages][kPageSize][kRowKv], v_pages[kPages][kPageSize][kRowKv];
 static int32_t first_row[kSlots + 1], cached[kSlots], keys[kSlots];
@@ -61,40 +47,6 @@ static int32_t page_table[kSlots][kMostPages];
 
 static int free_pages[kPages], free_count = kPages;
 static int slots[kSlots]; /* the request in each, or -1 */
-
-static uint32_t random_bits(void) { /* the same on every machine */
-  static uint32_t seed = 1;
-  seed = seed * 1664525u + 1013904223u;
-  return seed >> 8;
-}
-
-static void fill_random(float* values, size_t count) {
-  while (count-- > 0) *values++ = (float)random_bits() / 8388608.0f - 1.0f;
-}
-
-static void make_model_and_requests(void) {
-  int r, t, i;
-  fill_random(&q_of[0][0], sizeof q_of / sizeof(float));
-  fill_random(&k_of[0][0], sizeof k_of / sizeof(float));
-  fill_random(&v_of[0][0], sizeof v_of / sizeof(float));
-  fill_random(&head[0][0], sizeof head / sizeof(float));
-  for (t = 0; t < kMostTokens; ++t) {
-    for (i = 0; i < kDim / 2; ++i) {
-      const double angle = t * pow(10000.0, -2.0 * i / kDim);
-      cosines[t][i] = (float)cos(angle);
-      sines[t][i] = (float)sin(angle);
-    }
-  }
-  for (r = 0; r < kRequests; ++r) {
-    Request* request = &requests[r];
-    request->prompt = 1 + (int)(random_bits() % (kMostTokens / 2));
-    request->length = request->prompt + 1 + (int)(random_bits() % (kMostTokens / 2));
-    request->known = request->prompt;
-    for (t = 0; t < request->prompt; ++t) {
-      request->tokens[t] = (int)(random_bits() % kVocabulary);
-    }
-  }
-}
 
 /* Gives a free slot to a request, if there are pages for all the tokens that it may have. */
 static int admit(int slot, int request) {
@@ -141,20 +93,6 @@ static int pack(void) {
   return prefilling > 0 && decoding > 0;
 }
 
-static int best_token(const float* row) {
-  int token, best = 0, i;
-  double most = -HUGE_VAL;
-  for (token = 0; token < kVocabulary; ++token) {
-    double logit = 0;
-    for (i = 0; i < kRowQ; ++i) logit += (double)head[token][i] * (double)row[i];
-    if (logit > most) {
-      most = logit;
-      best = token;
-    }
-  }
-  return best;
-}
-
 /* Takes over what a step gave. Returns how many requests ended. */
 static int take_over(int* generated) {
   int slot, ended = 0;
@@ -176,69 +114,20 @@ static int take_over(int* generated) {
   return ended;
 }
 
-static double rotated(const float* row, int d, int position) { /* number d of a head, by NeoX */
-  const double angle = position * pow(10000.0, -2.0 * (d % (kDim / 2)) / kDim);
-  const double other = d < kDim / 2 ? -(double)row[d + kDim / 2] : (double)row[d - kDim / 2];
-  return (double)row[d] * cos(angle) + other * sin(angle);
-}
-
-/* The largest difference of a request's outputs from the definition, token by token. */
-static double largest_difference(const Request* request) {
-  static double turned[kMostTokens][kRowKv];
-  double largest = 0;
-  int i, j, h, d;
-  for (j = 0; j < request->cached; ++j) {
-    for (h = 0; h < kHeadsKv; ++h) {
-      for (d = 0; d < kDim; ++d) {
-        turned[j][h * kDim + d] = rotated(k_of[request->tokens[j]] + h * kDim, d, j);
-      }
-    }
-  }
-  for (i = 0; i < request->cached; ++i) {
-    for (h = 0; h < kHeadsQ; ++h) {
-      const int g = h / (kHeadsQ / kHeadsKv) * kDim;
-      double query[kDim], expected[kDim] = {0}, sum = 0;
-      for (d = 0; d < kDim; ++d) query[d] = rotated(q_of[request->tokens[i]] + h * kDim, d, i);
-      for (j = 0; j <= i; ++j) {
-        double logit = 0, weight;
-        for (d = 0; d < kDim; ++d) logit += query[d] * turned[j][g + d];
-        weight = exp(logit / sqrt((double)kDim));
-        sum += weight;
-        for (d = 0; d < kDim; ++d) expected[d] += weight * (double)v_of[request->tokens[j]][g + d];
-      }
-      for (d = 0; d < kDim; ++d) {
-        const double got = (double)request->out[i][h * kDim + d];
-        largest = fmax(largest, fabs(got - expected[d] / sum));
-      }
-    }
-  }
-  return largest;
-}
-
-static double seconds(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 int main(void) {
   const double tolerance = 1e-4;
-  const int64_t q_shape[4] = {1, kRows, kHeadsQ, kDim}, kv_shape[4] = {1, kRows, kHeadsKv, kDim};
-  const int64_t pages_shape[4] = {kPages, kPageSize, kHeadsKv, kDim};
-  const int64_t rotary_shape[2] = {kMostTokens, kDim / 2}, table_shape[2] = {kSlots, kMostPages};
-  const int64_t offsets_shape[1] = {kSlots + 1}, lengths_shape[1] = {kSlots};
-  const flashmoe_tensor q_view = view(q, FLASHMOE_DTYPE_FLOAT, 4, q_shape);
-  const flashmoe_tensor k_view = view(k, FLASHMOE_DTYPE_FLOAT, 4, kv_shape);
-  const flashmoe_tensor v_view = view(v, FLASHMOE_DTYPE_FLOAT, 4, kv_shape);
-  const flashmoe_tensor out_view = view(out, FLASHMOE_DTYPE_FLOAT, 4, q_shape);
-  const flashmoe_tensor k_pages_view = view(k_pages, FLASHMOE_DTYPE_FLOAT, 4, pages_shape);
-  const flashmoe_tensor v_pages_view = view(v_pages, FLASHMOE_DTYPE_FLOAT, 4, pages_shape);
-  const flashmoe_tensor cosines_view = view(cosines, FLASHMOE_DTYPE_FLOAT, 2, rotary_shape);
-  const flashmoe_tensor sines_view = view(sines, FLASHMOE_DTYPE_FLOAT, 2, rotary_shape);
-  const flashmoe_tensor table_view = view(page_table, FLASHMOE_DTYPE_INT, 2, table_shape);
-  const flashmoe_tensor first_row_view = view(first_row, FLASHMOE_DTYPE_INT, 1, offsets_shape);
-  const flashmoe_tensor cached_view = view(cached, FLASHMOE_DTYPE_INT, 1, lengths_shape);
-  const flashmoe_tensor keys_view = view(keys, FLASHMOE_DTYPE_INT, 1, lengths_shape);
+  const flashmoe_tensor q_view = FLOATS(q, 1, kRows, kHeadsQ, kDim);
+  const flashmoe_tensor k_view = FLOATS(k, 1, kRows, kHeadsKv, kDim);
+  const flashmoe_tensor v_view = FLOATS(v, 1, kRows, kHeadsKv, kDim);
+  const flashmoe_tensor out_view = FLOATS(out, 1, kRows, kHeadsQ, kDim);
+  const flashmoe_tensor k_pages_view = FLOATS(k_pages, kPages, kPageSize, kHeadsKv, kDim);
+  const flashmoe_tensor v_pages_view = FLOATS(v_pages, kPages, kPageSize, kHeadsKv, kDim);
+  const flashmoe_tensor cosines_view = FLOATS(cosines, kMostTokens, kDim / 2);
+  const flashmoe_tensor sines_view = FLOATS(sines, kMostTokens, kDim / 2);
+  const flashmoe_tensor table_view = INTEGERS(page_table, kSlots, kMostPages);
+  const flashmoe_tensor first_row_view = INTEGERS(first_row, kSlots + 1);
+  const flashmoe_tensor cached_view = INTEGERS(cached, kSlots);
+  const flashmoe_tensor keys_view = INTEGERS(keys, kSlots);
   flashmoe_kv_append_params append = flashmoe_kv_append_params_init();
   flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
   flashmoe_attention_forward_params attend = flashmoe_attention_forward_params_init();
@@ -247,7 +136,7 @@ int main(void) {
   size_t workspace_size = 0;
   void* workspace;
   int steps = 0, mixed = 0, generated = 0, prompts = 0, next = 0, ended = 0, slot, r;
-  double begin, elapsed, difference = 0;
+  double difference = 0;
 
   append.k = &k_view;
   append.v = &v_view;
@@ -272,13 +161,15 @@ int main(void) {
   attend.sequences = &sequences;
 
   check(flashmoe_attention_forward_workspace_size(&attend, &workspace_size), "workspace_size");
-  workspace = malloc(workspace_size > 0 ? workspace_size : 1); /* enough for any lengths */
-  if (workspace == NULL) return 1;
+  workspace = allocate(workspace_size); /* enough for any lengths */
 
-  make_model_and_requests();
+  make_model();
+  for (r = 0; r < kRequests; ++r) {
+    requests[r].known = requests[r].prompt = random_prompt(requests[r].tokens);
+    requests[r].length = requests[r].prompt + random_length();
+  }
   for (r = 0; r < kPages; ++r) free_pages[r] = r;
   for (slot = 0; slot < kSlots; ++slot) slots[slot] = -1;
-  begin = seconds();
   for (; ended < kRequests; ++steps) {
     for (slot = 0; slot < kSlots; ++slot) {
       if (slots[slot] < 0 && next < kRequests && admit(slot, next)) ++next;
@@ -288,18 +179,16 @@ int main(void) {
     check(flashmoe_attention_forward(&attend, workspace, workspace_size, NULL), "forward");
     ended += take_over(&generated);
   }
-  elapsed = seconds() - begin;
   check(flashmoe_last_launches(launches, &launched), "last_launches");
   free(workspace);
 
   for (r = 0; r < kRequests; ++r) {
-    difference = fmax(difference, largest_difference(&requests[r]));
+    difference = fmax(difference,
+                      largest_difference(requests[r].tokens, requests[r].cached, requests[r].out));
     prompts += requests[r].prompt;
   }
-  printf(
-      "%d requests in %d steps, %d of them mixed: %d tokens of prompts, %d generated, "
-      "%.0f tokens per second\n",
-      kRequests, steps, mixed, prompts, generated, (prompts + generated) / elapsed);
+  printf("%d requests in %d steps, %d of them mixed: %d tokens of prompts, %d generated\n",
+         kRequests, steps, mixed, prompts, generated);
   printf("flashmoe %u: %s, largest difference %.1e\n", flashmoe_version(), launches[0].kernel,
          difference);
   if (!(difference <= tolerance) || free_count != kPages || mixed == 0) {

@@ -337,6 +337,7 @@ _MOE_KERNELS = {
         "moe_down_sm90_few_tokens_bf16_bulk",
     ],
     "kv_append_kernel": ["kv_append_sm89_fp16"],
+    "kv_append_packed_kernel": ["kv_append_sm89_packed_fp16"],
     "kv_gather_kernel": ["kv_gather_sm89_fp16"],
     "merge_states_kernel": ["merge_states_sm89_fp16"],
     "moe_combine_kernel": ["moe_combine_fp16"],

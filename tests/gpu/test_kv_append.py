@@ -82,7 +82,8 @@ def test_what_goes_where(dtype: str, way: str, rotary: str) -> None:
         check(case, got[:2], got[2] if len(got) > 2 else None)
         launches = fm.last_launches()
         if case.batch and case.k.size:
-            assert [x.kernel for x in launches] == [f"kv_append_sm89_{_name(dtype)}"]
+            packed = "packed_" if "cu_seqlens" in case.given else ""
+            assert [x.kernel for x in launches] == [f"kv_append_sm89_{packed}{_name(dtype)}"]
         for ours, cpu in zip(got, by_cpu(case), strict=True):
             assert ours.tobytes() == cpu.tobytes()
 

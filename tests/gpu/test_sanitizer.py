@@ -81,7 +81,7 @@ def _kernels(program: Path, part: str) -> set[str]:
         compiled = kernels.attention(f"{part}_backward")
         return {sanitize_attention_backward.kernel_name(part, kernel) for kernel in compiled}
     if program == APPEND:
-        return {f"kv_append_sm89_{part}"}
+        return {f"kv_append_sm89_{part}", f"kv_append_sm89_packed_{part}"}
     if program == MERGE:
         return sanitize_merge.kernels_of(part)
     if program == SEQUENCES:

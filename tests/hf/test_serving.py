@@ -18,7 +18,7 @@ pytest.importorskip("transformers.generation.continuous_batching")
 
 import flashmoe_science  # noqa: E402
 from flashmoe_science import hf  # noqa: E402
-from flashmoe_science.hf import _packed  # noqa: E402
+from flashmoe_science.hf import _attention, _packed  # noqa: E402
 from hf_models import STOCK_ATTENTION, make, said, with_ours  # noqa: E402
 from transformers.generation.continuous_batching import initialization  # noqa: E402
 
@@ -225,9 +225,10 @@ def test_a_fault_in_serving_is_seen_in_logits(monkeypatch: pytest.MonkeyPatch) -
     real = _packed.attend
 
     def short(q: Any, k: Any, v: Any, where: Any, *others: Any) -> Any:
-        starts = where.starts_k.clone()
-        starts[1:] -= (starts.diff() > 30).int()
-        return real(q, k, v, where._replace(starts_k=starts), *others)
+        if where.pages is not None:
+            lengths = where.pages.lengths - (where.pages.lengths > 30).int()
+            where = where._replace(pages=where.pages._replace(lengths=lengths))
+        return real(q, k, v, where, *others)
 
     monkeypatch.setattr(_packed, "attend", short)
     stock = make("llama", moe=False).to(torch.bfloat16)
@@ -252,6 +253,52 @@ def test_tokens_of_requests_that_decode_go_to_pages(
     assert serve(with_ours(stock, moe=False), max_blocks_per_request=4) == alone(stock)
     assert max(sequences) > 1
     assert hf.report().stock == 0
+
+
+def _layers_of_steps_in_pages(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of each layer's attention to pages that hold all keys, how many tokens sequences have."""
+    found = []
+    real = _packed._attend_to_written_pages
+
+    def noting(q: Any, where: Any, *others: Any) -> Any:
+        assert where.pages.k._base is not None  # a view of the cache
+        assert where.pages.table.shape[1] * where.pages.k.shape[1] >= int(where.pages.lengths.max())
+        found.append(where.starts_q.diff().tolist())
+        return real(q, where, *others)
+
+    monkeypatch.setattr(_packed, "_attend_to_written_pages", noting)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_prompts_beside_requests_that_decode_are_read_in_pages(
+    kind: str, monkeypatch: pytest.MonkeyPatch, kernels: list[str]
+) -> None:
+    found = _layers_of_steps_in_pages(monkeypatch)
+    stock = make(kind, moe=False)
+    assert serve(with_ours(stock, moe=False), MANY, **FEW_PAGES) == alone(stock, MANY)
+    assert any(1 in step and max(step) > 1 for step in found)  # mixed
+    assert any(max(step) == 1 and len(step) > 1 for step in found)  # all of them decode
+    # Only what has no keys in the cache yet is not read there.
+    assert len(found) > 0.8 * hf.report().ours
+    assert hf.report().stock == 0
+
+
+def test_layers_with_a_window_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages are written over and over, by chunks that still see what was there."""
+    found = _layers_of_steps_in_pages(monkeypatch)
+    stock = make("mistral", moe=False, **KINDS["mistral"])
+    assert serve(with_ours(stock, moe=False)) == alone(stock)
+    assert found == []
+
+
+def test_what_is_refused_at_last_is_gathered_from_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention, "_attention_refusal", lambda *_: "this is refused")
+    found = _layers_of_steps_in_pages(monkeypatch)
+    stock = make("llama", moe=False)
+    assert serve(with_ours(stock, moe=False)) == alone(stock)
+    assert (found, hf.report().ours) == ([], 0)
+    assert hf.report().stock > 2 * NEW
 
 
 def test_requests_that_ours_refuses_get_their_tokens_from_the_stock_attention(

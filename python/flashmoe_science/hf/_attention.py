@@ -13,7 +13,7 @@ import flashmoe_science
 from flashmoe_science._autograd import autocast, graph_lacks_gradients, is_recorded
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _packed, _report
-from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
+from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM, REFUSALS, not_ours
 from flashmoe_science.hf._masks import Note, note_of
 from flashmoe_science.torch import operators
 
@@ -28,7 +28,6 @@ _FOREIGN_OPTIONS = (
 )
 # Those that torch's SDPA does not have either.
 _BEYOND_SDPA = ("softcap", "s_aux", "sinks", "block_mask", "indices", "block_indices")
-_MOST_DIM = 256
 
 
 class _Visible(NamedTuple):
@@ -99,10 +98,12 @@ def attention(
             _report.note_ours(module, "attention")
             return out, None
         except REFUSALS as error:
-            if where is not None and where.pages is not None:
+            if where is not None and where.pages is not None and where.pages.rows is None:
                 raise
             reason = _without_addresses(error)
     _report.note_stock(module, "attention", reason)
+    if where is not None and where.pages is not None and where.pages.rows is not None:
+        key, value = where.pages.gathered()
     options |= {"dropout": dropout, "scaling": scaling}
     eager = _eager_attention(module, options)
     # torch's SDPA knows a causal mask of as many keys as queries, a model's own function none.
@@ -265,7 +266,7 @@ def _attention_refusal(
     if dropout != 0.0:
         return "there is dropout"
     dims = (query.shape[3], value.shape[3])
-    if any(d % EXTENT_MULTIPLE != 0 or d > _MOST_DIM for d in dims):
+    if any(d % EXTENT_MULTIPLE != 0 or d > MOST_DIM for d in dims):
         return f"head dimensions are {dims[0]} and {dims[1]}"
     for name in _FOREIGN_OPTIONS:
         if options.get(name) is not None:

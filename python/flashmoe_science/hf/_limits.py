@@ -12,6 +12,7 @@ _DTYPES = {
     "cuda": (torch.float16, torch.bfloat16),
 }
 EXTENT_MULTIPLE = 8  # of head dimensions, hidden and inner sizes
+MOST_DIM = 256  # of a head
 
 # A model is right: where its tensors are refused (rows begin at odd addresses, say), it is a limit
 # of ours.

@@ -8,22 +8,34 @@ from typing import Any, NamedTuple
 import torch
 
 import flashmoe_science
+from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM, not_ours
 from flashmoe_science.torch import operators
+
+# What our own update of a cache leaves in the options of the attention behind it.
+WRITTEN = "flashmoe_pages"
 
 
 class Pages(NamedTuple):
-    """A cache that the new keys and values are to be written to first.
+    """A cache that keys and values are read from.
 
     Attributes:
         k, v: [pages, page size, heads, dim].
         table: [sequences, pages of a sequence].
         lengths: Keys of each sequence that are there; negative where a graph's sequence is none.
+        rows: Where each of these keys is, in rows of all pages, one sequence behind the other; None
+            where the new keys and values, one of each sequence, are to be written first.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     table: torch.Tensor
     lengths: torch.Tensor
+    rows: torch.Tensor | None = None
+
+    def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values one sequence behind the other, [1, heads, keys, dim]."""
+        k, v = (x.flatten(0, 1)[self.rows].transpose(0, 1)[None] for x in (self.k, self.v))
+        return k, v
 
 
 class Packed(NamedTuple):
@@ -32,7 +44,7 @@ class Packed(NamedTuple):
     Attributes:
         starts_q, starts_k: cu_seqlens.
         most_q, most_k: Bounds of the lengths, None where nobody said.
-        pages: Where the keys are in pages; new ones are then one of each sequence.
+        pages: Where the keys are, if that is in pages.
         served: By continuous batching, whose mask is none: rows may be there that are nobody's.
     """
 
@@ -66,15 +78,71 @@ def packed(
             k_pages, v_pages = (x[index].view(shape) for x in (cache.key_cache, cache.value_cache))
             table = table[group]
         else:
-            where = {"read_index": options["read_index"], "write_index": options["write_index"]}
-            key, value = (
-                x.transpose(0, 1)[None] for x in cache.update(key, value, module.layer_idx, **where)
-            )
-    pages = None
-    if table is not None and k_pages is not None and v_pages is not None:
+            key, value = _update(cache, module.layer_idx, key, value, starts_k, most_k, options)
+    pages = options.pop(WRITTEN, None)
+    if pages is None and table is not None and k_pages is not None and v_pages is not None:
         pages = Pages(*_apart(k_pages, v_pages, table), starts_k.diff() - 1)
     served = cache is not None or options.get("write_index") is not None
     return key, value, Packed(starts_q, starts_k, most_q, most_k, pages, served)
+
+
+def _update(
+    cache: Any,
+    layer: Any,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts_k: torch.Tensor,
+    most_k: int | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes new keys and values to an older transformers' cache, and gathers what there is of the
+    sequences where it is not read from its pages."""
+    read, write = options["read_index"], options["write_index"]
+    group, index = cache.layer_index_to_group_indices[layer]
+    stays = is_read_in_pages(key, value, read[group]) and cache.sliding_windows[layer] == 1
+    if stays:
+        # A batch that reads nothing is only written.
+        cache.update(key, value, layer, read_index=[x[:0] for x in read], write_index=write)
+        shape = (-1, cache.block_size, *key.shape[1::2])
+        k, v = (x[index].view(shape) for x in (cache.key_cache, cache.value_cache))
+        options[WRITTEN] = written_pages(
+            cache, group, index == 0, k, v, read[group], starts_k, most_k
+        )
+        return key, value
+    made = cache.update(key, value, layer, read_index=read, write_index=write)
+    k, v = (x.transpose(0, 1)[None] for x in made)
+    return k, v
+
+
+def is_read_in_pages(key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether a batch of prompts and of requests that decode is read where its cache is. One that
+    has nothing there is not."""
+    dims = (key.shape[3], value.shape[3])
+    fit = all(dim % EXTENT_MULTIPLE == 0 and dim <= MOST_DIM for dim in dims)
+    return rows.numel() > 0 and fit and not not_ours((key, value))
+
+
+def written_pages(
+    owner: Any,
+    group: int,
+    first: bool,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    most: int | None,
+) -> Pages:
+    """The pages of a cache that knows where each key is. Layers of a group share what the first of
+    them finds, which their owner keeps."""
+    found = owner.__dict__.setdefault("_flashmoe_tables", {})
+    if first or group not in found:
+        size = k.shape[1]
+        most = rows.shape[0] if most is None else most
+        begins = starts[:-1, None] + torch.arange(0, most, size, device=starts.device)
+        pages = rows[begins.clamp(max=rows.shape[0] - 1)].div(size, rounding_mode="floor")
+        found[group] = pages.int(), starts.diff()
+    table, lengths = found[group]
+    return Pages(k, v, table, lengths, rows)
 
 
 def _apart(
@@ -100,8 +168,10 @@ def attend(
     call: dict[str, Any],
 ) -> torch.Tensor:
     """Attention of packed rows, [batch, seq, heads, dim], by ours."""
-    if where.pages is not None:
+    if where.pages is not None and where.pages.rows is None:
         return _attend_to_pages(q, k, v, where.pages, call)  # type: ignore[no-any-return]
+    if where.pages is not None:
+        return _attend_to_written_pages(q, where, call)  # type: ignore[no-any-return]
     ours: Any = operators if torch.compiler.is_compiling() else flashmoe_science
     # What is nobody's is zeros in a batch of continuous batching, which goes on with it.
     zeros = where.served and not recorded and not torch.compiler.is_compiling()
@@ -126,3 +196,17 @@ def _attend_to_pages(
         q, pages.k, pages.v, **call, seqused_k=pages.lengths + 1, page_table=pages.table
     )
     return out.transpose(0, 1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_to_written_pages(q: torch.Tensor, where: Packed, call: dict[str, Any]) -> torch.Tensor:
+    """Of prompts, chunks of them and tokens of requests that decode, whose keys are all there."""
+    pages = where.pages
+    assert pages is not None
+    # What is nobody's is zeros in a batch of continuous batching, which goes on with it.
+    out: torch.Tensor = flashmoe_science.flash_attention(
+        q, pages.k, pages.v, **call, cu_seqlens_q=where.starts_q, max_seqlen_q=where.most_q,
+        seqused_k=pages.lengths, page_table=pages.table,
+        out=q.new_zeros((*q.shape[:3], pages.v.shape[3])),
+    )  # fmt: skip
+    return out

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.hf._limits import EXTENT_MULTIPLE
+from flashmoe_science.hf import _packed
+from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM
 from flashmoe_science.hf._models import NAMES
 
 _PACKAGE = "transformers.generation.continuous_batching"
-_MOST_DIM = 256
 
 # Where FlashAttention's function for pages is in what transformers loads by an attention's name.
 # Ours is called by our own attention.
@@ -31,6 +31,7 @@ def take_part() -> None:
         _replace(module, "is_flash_attention_requested", _or_ours)
         for name, ours in _LOADED.items():
             _replace(module, name, functools.partial(_loading, ours))
+        _replace(getattr(module, "PagedAttentionCache", None), "update", _staying_in_pages)
 
 
 def _replace(module: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
@@ -60,7 +61,7 @@ def _reads_pages(config: Any) -> bool:
     """Whether a GPU's kernels take the heads of a model."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     halves = (torch.float16, torch.bfloat16)
-    return config.dtype in halves and dim % EXTENT_MULTIPLE == 0 and dim <= _MOST_DIM
+    return config.dtype in halves and dim % EXTENT_MULTIPLE == 0 and dim <= MOST_DIM
 
 
 def _loading(ours: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,3 +69,41 @@ def _loading(ours: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
         return ours if name in NAMES else theirs(name, *arguments, **options)
 
     return load
+
+
+def _staying_in_pages(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """An update of the cache that leaves keys in their pages where our attention reads them there.
+    An older transformers has the attention update the cache."""
+
+    def update(
+        cache: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> Any:
+        if kwargs is None:
+            return theirs(cache, key, value, layer, **others)
+        allocator = cache.layer_to_allocator[layer]
+        read, group = kwargs["read_index"], allocator.index
+        stays = (
+            cache.config._attn_implementation in NAMES
+            and kwargs.get("block_table") is None
+            and allocator.supports_block_table
+            and _packed.is_read_in_pages(key, value, read[group])
+        )
+        if not stays:
+            return theirs(cache, key, value, layer, kwargs=kwargs)
+        # A batch that reads nothing is only written.
+        kwargs["read_index"] = [x[:0] for x in read]
+        made = theirs(cache, key, value, layer, kwargs=kwargs)
+        kwargs["read_index"] = read
+        kwargs[_packed.WRITTEN] = _packed.written_pages(
+            cache, group, layer == allocator.layer_indices[0],
+            *allocator.get_cache_for_block_table(layer), read[group],
+            kwargs["cu_seq_lens_k"], kwargs["max_length_k"],
+        )  # fmt: skip
+        return made
+
+    return torch.compiler.disable(update)  # type: ignore[no-any-return]

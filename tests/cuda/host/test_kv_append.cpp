@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <vector>
 
 #include "check.h"
 #include "core/backends.h"
@@ -16,10 +17,17 @@
 namespace flashmoe::kv_append {
 
 static LoadedKernel loaded[kEntries][kMaxDevices];
+
+#define APPEND(index, dtype, turn, packed) \
+  {{"append", reinterpret_cast<const void*>(0x11 + index), 0, loaded[index]}, dtype, turn, packed}
+#define APPEND_TURNS(index, dtype, packed)                                                    \
+  APPEND(index, dtype, Turn::kNone, packed), APPEND(index + 1, dtype, Turn::kHalves, packed), \
+      APPEND(index + 2, dtype, Turn::kNeighbours, packed),                                    \
+      APPEND(index + 3, dtype, Turn::kNumbers, packed)
 const Entry entries[kEntries] = {
-    {{"append_fp16", reinterpret_cast<const void*>(0x11), 0, loaded[0]}, Dtype::kFloat16},
-    {{"append_bf16", reinterpret_cast<const void*>(0x12), 0, loaded[1]}, Dtype::kBFloat16},
-    {{"append_fp32", reinterpret_cast<const void*>(0x13), 0, loaded[2]}, Dtype::kFloat32},
+    APPEND_TURNS(0, Dtype::kFloat16, false),  APPEND_TURNS(4, Dtype::kFloat16, true),
+    APPEND_TURNS(8, Dtype::kBFloat16, false), APPEND_TURNS(12, Dtype::kBFloat16, true),
+    APPEND_TURNS(16, Dtype::kFloat32, false), APPEND_TURNS(20, Dtype::kFloat32, true),
 };
 
 }  // namespace flashmoe::kv_append
@@ -105,7 +113,7 @@ Params launch(const KvAppendProblem& problem, const Plan& plan) {
   CHECK(kCudaKvAppend.launch(problem, plan, nullptr, nullptr) == FLASHMOE_OK);
   const flashmoe_launch& planned = plan.info.launches[0];
   CHECK(fake::last.grid.x == planned.grid[0] && fake::last.grid.y == planned.grid[1]);
-  CHECK(fake::last.block.x == kv_append::kThreads && fake::last.programmatic == 1);
+  CHECK(fake::last.block.x == planned.block[0] && fake::last.programmatic == 1);
   return seen;
 }
 
@@ -130,10 +138,18 @@ void units_are_all_somebodys(const Shape& shape) {
   CHECK(parts * params.block_units >= of_block && parts <= 65535);
   CHECK((parts - 1) * params.block_units < of_block);
   CHECK(parts * params.block_units <= INT_MAX);  // what threads count to
+  // A block keeps the owners of its rows, one thread each.
+  CHECK(planned.block[0] >= kv_append::kMostBlockRows && planned.block[0] % 32 == 0);
+  CHECK(planned.block[0] <= kv_append::kThreads);
+  CHECK(params.unit_heads >= 1 && params.unit_heads <= kv_append::kMostUnitHeads);
+  const auto units = [&](int stream, int64_t heads) {
+    CHECK(params.heads[stream] == heads);
+    return (heads + params.unit_heads - 1) / params.unit_heads * params.units[stream].value;
+  };
   CHECK(params.ends[kQueries] == static_cast<int32_t>(params.row_units.value));
-  CHECK(params.ends[kKeys] == p.heads_kv * params.units[kKeys].value);
-  CHECK(params.ends[kValues] - params.ends[kKeys] == p.heads_kv * params.units[kValues].value);
-  CHECK(params.ends[kQueries] - params.ends[kValues] == p.heads_q * params.units[kQueries].value);
+  CHECK(params.ends[kKeys] == units(kKeys, p.heads_kv));
+  CHECK(params.ends[kValues] - params.ends[kKeys] == units(kValues, p.heads_kv));
+  CHECK(params.ends[kQueries] - params.ends[kValues] == units(kQueries, p.heads_q));
   CHECK(params.rotary.pairs * 2 == shape.rotary);
 }
 
@@ -173,7 +189,6 @@ void units_are_two_pieces_where_they_can_be() {
     const Params params = params_of(shape);
     CHECK(params.pieces[kKeys] == 8 && params.units[kValues].value == 4);
     CHECK(params.units[kKeys].value == params.units[kQueries].value);
-    CHECK(params.rotary.whole == (interleaved || rotary / 2 % 8 == 0 ? 1 : 0) || rotary == 0);
     return params.units[kKeys].value;
   };
   CHECK(units(64, false) == 4 && units(64, true) == 4);
@@ -184,6 +199,56 @@ void units_are_two_pieces_where_they_can_be() {
   shape.dtype = Dtype::kFloat32;
   shape.rotary = 24;
   CHECK(params_of(shape).units[kKeys].value == 3 + (16 - 6) / 2);
+}
+
+// Few heads of a unit where few threads have one at all, and all threads of large blocks.
+void heads_share_a_unit_in_large_calls() {
+  Shape shape;
+  shape.dim = shape.dim_v = shape.rotary = 128;
+  shape.heads_kv = 8;
+  shape.heads_q = 32;
+  const auto planned = [&](int64_t rows) {
+    shape.batch = 1;
+    shape.seq = shape.seq_q = rows;
+    units_are_all_somebodys(shape);
+    return plan_of(problem_of(shape)).info.launches[0];
+  };
+  CHECK(planned(1).stages == 1 && planned(200).stages == 1);
+  CHECK(planned(400).stages == 2);
+  CHECK(planned(8192).stages == 4);
+  // 96 units of a row, of two rows 192 threads.
+  CHECK(planned(8192).block[0] == 192 && planned(8192).tile_m == 2);
+  CHECK(planned(8192).grid[0] == 4096 && planned(8192).grid[1] == 1);
+  // Offsets are looked through by blocks that have more rows the more of them there are.
+  shape.packed = true;
+  CHECK(planned(8192).tile_m == 2);
+  shape.rotary = 100;  // by numbers
+  CHECK(planned(8192).stages == 1);
+  shape.rotary = 128;
+  shape.batch = 1 << 16;
+  shape.seq = shape.seq_q = 1 << 16;
+  units_are_all_somebodys(shape);
+  CHECK(plan_of(problem_of(shape)).info.launches[0].tile_m > 20);
+}
+
+// One kernel of each dtype, way of turning, and packed or not.
+void kernels_are_of_what_is_turned() {
+  std::vector<const void*> seen_kernels;
+  for (const bool packed : {false, true}) {
+    for (const Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat32}) {
+      for (const int turned : {0, 1, 2, 3}) {
+        Shape shape;
+        shape.packed = packed;
+        shape.dtype = dtype;
+        shape.rotary = turned == 0 ? 0 : turned == 3 ? 20 : 64;
+        shape.interleaved = turned == 2;
+        params_of(shape);
+        seen_kernels.push_back(fake::last.kernel);
+      }
+    }
+  }
+  std::sort(seen_kernels.begin(), seen_kernels.end());
+  CHECK(std::unique(seen_kernels.begin(), seen_kernels.end()) == seen_kernels.end());
 }
 
 void angles_are_loaded_in_pieces_where_they_lie_so() {
@@ -240,9 +305,9 @@ void what_does_not_fit_is_refused() {
   sequences.batch = int64_t{1} << 31;
   refused(sequences);
   Shape heads;
-  heads.heads_kv = heads.heads_q = int64_t{1} << 28;
+  heads.heads_kv = heads.heads_q = int64_t{1} << 30;
   refused(heads);
-  heads.heads_kv = heads.heads_q = int64_t{1} << 27;
+  heads.heads_kv = heads.heads_q = int64_t{1} << 29;
   units_are_all_somebodys(heads);
 }
 
@@ -253,6 +318,8 @@ int main() {
   using namespace flashmoe;
   blocks_have_all_units();
   units_are_two_pieces_where_they_can_be();
+  heads_share_a_unit_in_large_calls();
+  kernels_are_of_what_is_turned();
   angles_are_loaded_in_pieces_where_they_lie_so();
   strides_are_bytes();
   rows_of_a_cache_may_be_any();
