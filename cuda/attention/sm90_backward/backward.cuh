@@ -27,6 +27,7 @@
 // docs/kernels/attention_backward_sm90_barriers.md.
 #pragma once
 
+#include "cuda/attention/backward/masked_fallback.cuh"
 #include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/attention/sm90_backward/params.h"
 #include "cuda/attention/sm90_backward/tile.cuh"
@@ -194,10 +195,6 @@ struct DoutRing {
 
 // ---- producer: one thread
 // ------------------------------------------------------------------------------------------
-
-// Kernel parameters of traits.
-template <class Traits>
-using ParamsFor = std::conditional_t<Traits::kRagged, RaggedParams, Params>;
 
 // Whether a later split of the item writes its dV and dK.
 template <class AnyItem>
@@ -470,7 +467,9 @@ struct Producer : Counters<Traits::kInPanels> {
       ptx::mbarrier_wait_cluster(barriers.item_wanted(), items & 1);
     }
     if constexpr (Traits::kRagged) {
-      attention_backward::copy_item(params, take_ticket(), *place);
+      const int ticket = take_ticket();
+      attention_backward::copy_item(params, ticket, *place);
+      place->gaps[0] = ticket;
       Item item = {};  // what steps are made of
       item.begin = place->begin;
       item.end = place->tile == kNoItem ? item.begin : place->end;
@@ -1293,19 +1292,47 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
+  // Marks of this consumer's keys of the item, of all or none.
+  __device__ __forceinline__ uint2* marks_of_keys(uint2* marks, const SharedItem& item,
+                                                  int group_of_tile, int first_column) const {
+    if (marks == nullptr) return nullptr;
+    return sm90_backward::marks_of_keys<Traits>(marks, number_of(params, item), group_of_tile,
+                                                first_column);
+  }
+
+  // Lanes of this warp whose values of a row are not finite, of rows lane / 4 and of those 8 on.
+  template <int kRegisters>
+  static __device__ __forceinline__ uint2 nonfinite_lanes(const float (&values)[kRegisters],
+                                                          float scale) {
+    float sums[2] = {};  // of zeros, unless a value is not finite
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) {
+      sums[i / 2 % 2] = fmaf(values[i] * scale, 0.0f, sums[i / 2 % 2]);
+    }
+    return make_uint2(__ballot_sync(kFullWarp, sums[0] != 0.0f),
+                      __ballot_sync(kFullWarp, sums[1] != 0.0f));
+  }
+
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
-  // columns from `first_column` on.
+  // columns from `first_column` on. With `marks`, of its warps, rows that are not finite are marked
+  // and left as they are.
   template <int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void write_directly(const Direct& to,
                                                  const float (&values)[kRegisters], float scale,
                                                  int batch, int head, int first_row, int end_row,
-                                                 int first_column, int end_column,
+                                                 int first_column, int end_column, uint2* marks,
                                                  const AnySplits& splits = {}) const {
     const int lane = lane_index();
+    uint2 withheld = make_uint2(0, 0);
+    if (marks != nullptr) {
+      withheld = nonfinite_lanes(values, scale);
+      if (lane == 0) marks[warp_of_group()] = withheld;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + warp_of_group() * 16 + lane / 4 + 8 * half;
       if (row >= end_row) continue;
+      if (((half == 0 ? withheld.x : withheld.y) >> (lane & ~3) & 0xf) != 0) continue;
       const int64_t place =
           batch * to.strides.batch + head * to.strides.head + row * to.strides.seq;
 #pragma unroll
@@ -1316,19 +1343,8 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float value = four[2 * half + e] * scale;
-          if (to.fp32) {
-            float* const at = static_cast<float*>(to.rows) + place + column + e;
-            if (params.accumulate) value += *at;
-            *at = value;
-          } else {
-            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
-            if (params.accumulate) value += Numeric::to_float(*at);
-            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
-          }
-        }
+        attention_backward::store_pair<Element>(to, place + column, params.accumulate != 0,
+                                                four[2 * half] * scale, four[2 * half + 1] * scale);
       }
     }
   }
@@ -1352,9 +1368,11 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int first_column = Traits::kSplitsColumns
                                  ? group * Traits::kDqColumns
                                  : tile % Traits::kPanels * Traits::kPanelColumns;
+    const int group_of_tile = Traits::kTileQ == 64 ? 0 : group;
     write_directly(params.dq_direct, dq, params.scale, batch, head,
-                   begin + tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), seq_q,
-                   first_column, params.dim);
+                   begin + tile_q * Traits::kTileQ + 64 * group_of_tile, seq_q, first_column,
+                   params.dim,
+                   marks_of_dq<Traits>(params.withheld, tile_of_all, group_of_tile, first_column));
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
@@ -1553,20 +1571,22 @@ struct Consumer : Counters<Traits::kInPanels> {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     if (!leaves) {
-      write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first, params.dim_v);
+      write_keys<Traits::kBoxesV>(params.dv_direct, params.withheld.dv, dv, 1.0f, splits, first,
+                                  params.dim_v);
     }
     fill_slot(first);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
     if (!leaves) {
       if (splits.count > 0) splits.sums += Traits::kDimV / 2 * Splits::kStride;
-      write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second, params.dim);
+      write_keys<Traits::kBoxes>(params.dk_direct, params.withheld.dk, dk, params.scale, splits,
+                                 second, params.dim);
     }
     fill_slot(second);
   }
 
   template <int kColumnBoxes, int kRegisters>
-  __device__ __forceinline__ void write_keys(const Direct& direct,
+  __device__ __forceinline__ void write_keys(const Direct& direct, uint2* marks,
                                              const float (&values)[kRegisters], float scale,
                                              const Splits& splits, uint32_t slot,
                                              int columns) const {
@@ -1582,7 +1602,8 @@ struct Consumer : Counters<Traits::kInPanels> {
       const int begin = begin_k_of(item);
       write_directly(direct, values, scale, batch_k_of(item), item.head_kv,
                      begin + item.tile * Traits::kTileK + group * kKeysPerGroup,
-                     begin + length_k_of(params, item), 0, columns, splits);
+                     begin + length_k_of(params, item), 0, columns,
+                     marks_of_keys(marks, item, group, 0), splits);
     }
   }
 

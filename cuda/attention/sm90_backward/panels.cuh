@@ -292,12 +292,12 @@ struct PanelConsumer : Consumer<Traits> {
     clear(dv);
   }
   __device__ __forceinline__ void write_keys() {
-    write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
-    write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
+    write_keys_by_boxes(params.dv_direct, params.withheld.dv, dv, 1.0f, params.dim_v);
+    write_keys_by_boxes(params.dk_direct, params.withheld.dk, dk, params.scale, params.dim);
   }
   // dK or dV by this consumer's own slot.
   template <int kRegisters>
-  __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct,
+  __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct, uint2* marks,
                                                       const float (&values)[kRegisters],
                                                       float scale, int columns) {
     constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
@@ -305,15 +305,15 @@ struct PanelConsumer : Consumer<Traits> {
     for (int first = 0; first < kRegisters; first += kMost) {
       wait_for_own_slot();
       if (kRegisters - first >= kMost) {
-        write_some_keys<kMost>(direct, values, first, scale, columns);
+        write_some_keys<kMost>(direct, marks, values, first, scale, columns);
       } else {
-        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns);
+        write_some_keys<kRegisters % kMost>(direct, marks, values, first, scale, columns);
       }
       Base::fill_slot(group);
     }
   }
   template <int kSome, int kRegisters>
-  __device__ __forceinline__ void write_some_keys(const Direct& direct,
+  __device__ __forceinline__ void write_some_keys(const Direct& direct, uint2* marks,
                                                   const float (&values)[kRegisters], int first,
                                                   float scale, int columns) const {
     if constexpr (kSome > 0) {
@@ -323,19 +323,20 @@ struct PanelConsumer : Consumer<Traits> {
       if (direct.rows == nullptr) {
         Base::store_rows(own_slot(), some, scale);
       } else {
-        write_keys_directly(direct, some, scale, first * 2, columns);
+        write_keys_directly(direct, marks, some, scale, first * 2, columns);
       }
     }
   }
 
   template <int kRegisters>
-  __device__ __forceinline__ void write_keys_directly(const Direct& direct,
+  __device__ __forceinline__ void write_keys_directly(const Direct& direct, uint2* marks,
                                                       const float (&values)[kRegisters],
                                                       float scale, int first_column,
                                                       int end_column) const {
     const typename Base::SharedItem& item = shared_items[items % kItemsHeld];
     Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key_of(item.tile),
-                         params.seq_k, first_column, end_column);
+                         params.seq_k, first_column, end_column,
+                         Base::marks_of_keys(marks, item, group, first_column));
   }
 
   template <bool kFirst>
