@@ -36,8 +36,11 @@
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/hold.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/proxy.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -585,7 +588,7 @@ struct Writer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ void wait_for_turn(const Part& part) const {
     while (ptx::load_acquire(params.turns + part.tile) != part.before) {
     }
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_global();
   }
 
   // Tells the consumers that the slot is theirs.
@@ -670,7 +673,7 @@ struct Writer : Counters<Traits::kInPanels> {
         give_turn_on();
         wait_for_turn(part);
       } else {
-        ptx::fence_proxy_async();
+        ptx::fence_proxy_async_global();
       }
     }
     constexpr int kPatience = 32;  // about a microsecond
@@ -914,8 +917,10 @@ struct Consumer : Counters<Traits::kInPanels> {
   float dv[Traits::kDimV / 2];
   float scores[kScores];    // S^T, then P^T
   uint32_t ds[kSlices][4];  // dS^T
-  int row = 0;              // the step's first query
-  bool add = false;         // to dk and dv
+  static constexpr int kKeptSlices = Traits::kKeepsK ? Traits::kDim / 16 : 0;
+  uint32_t kept_k[Traits::kKeepsK ? kKeptSlices : 1][4];
+  int row = 0;       // the step's first query
+  bool add = false;  // to dk and dv
 
   __device__ __forceinline__ Consumer(const ParamsFor<Traits>& params_,
                                       const Barriers<Traits>& barriers_, uint32_t shared_,
@@ -987,7 +992,30 @@ struct Consumer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ void issue_scores() {
     const uint64_t q =
         ptx::swizzled_descriptor(tiles() + Traits::kQOffset + stage() * Traits::kQBytes, 16);
-    multiply_rows<Traits::kDim>(scores, k_rows(), q);
+    if constexpr (Traits::kKeepsK) {
+#pragma unroll
+      for (int slice = 0; slice < kKeptSlices; ++slice) ptx::pin(kept_k[slice]);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int slice = 0; slice < kKeptSlices; ++slice) {
+        ScoreMma::multiply_by_rows(scores, kept_k[slice],
+                                   slice_of(q, slice, Traits::kQueryBoxBytes), slice > 0);
+      }
+      ptx::wgmma_commit();
+    } else {
+      multiply_rows<Traits::kDim>(scores, k_rows(), q);
+    }
+  }
+
+  // This consumer's keys as A of S^T, for the whole item.
+  __device__ __forceinline__ void load_k() {
+    const uint32_t row = shared + Traits::kKOffset + key_group() * Traits::kGroupBoxBytes +
+                         matrix_row() * kBoxRowBytes;
+#pragma unroll
+    for (int slice = 0; slice < kKeptSlices; ++slice) {
+      ptx::ldmatrix_x4(kept_k[slice],
+                       row + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice));
+    }
   }
 
   // dP^T = V dO^T. dO is there: dV was issued before.
@@ -1103,7 +1131,7 @@ struct Consumer : Counters<Traits::kInPanels> {
            ~queries_before(attention_backward::first_query_of(params, item, key) - row, lane);
   }
 
-  // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist.
+  // Sets the powers of keys to -inf that a query does not see, and of those that do not exist.
   __device__ __forceinline__ void mask(int first_key) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -1111,7 +1139,7 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& score = scores[i / 2 * 4 + 2 * half + i % 2];
-        if ((seen & (1u << i)) == 0) score = 0.0f;
+        if ((seen & (1u << i)) == 0) score = -INFINITY;
       }
     }
   }
@@ -1124,15 +1152,36 @@ struct Consumer : Counters<Traits::kInPanels> {
     for (int i = 0; i < kScores / 4; ++i) lse[i] = ptx::load_shared_float2(rows + 32 * i);
   }
 
-  // P = exp2(S scale_log2 - lse).
-  __device__ __forceinline__ void exponentiate(const float2 (&lse)[kScores / 4]) {
+  // P = exp2(S scale_log2 - lse). Powers of all scores come first, then exponentials and packing
+  // in turns: there may be a branch between, and exponentials wait for their unit.
+  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4],
+                                               const float2 (&lse)[kScores / 4], bool masked,
+                                               int first_key) {
     const float scale_log2 = params.score.scale_log2;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const float2& of_rows = lse[i / 4];
-      scores[i] =
-          numeric::exp2_approx(fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y)));
+      scores[i] = fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y));
     }
+    if (masked) mask(first_key);
+    exponentiate(p);
+  }
+  // The same of powers.
+  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4]) {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      float& low = scores[2 * i];
+      float& high = scores[2 * i + 1];
+      low = numeric::exp2_approx(low);
+      high = numeric::exp2_approx(high);
+      p[i / 4][i % 4] = Numeric::pack(low, high);
+    }
+#ifndef NOHOLD
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::hold(p[slice], shared, params.seq_q < 0);
+    }
+#endif
   }
   // The same of capped scores t = tanh(S cap_ratio). It leaves P (1 - t^2) in scores.
   __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4],
@@ -1300,17 +1349,17 @@ struct Consumer : Counters<Traits::kInPanels> {
                                                 first_column);
   }
 
-  // Lanes of this warp whose values of a row are not finite, of rows lane / 4 and of those 8 on.
+  // Lanes of this warp whose values of a row are not finite, of rows lane / 4 or of those 8 on.
   template <int kRegisters>
-  static __device__ __forceinline__ uint2 nonfinite_lanes(const float (&values)[kRegisters],
-                                                          float scale) {
-    float sums[2] = {};  // of zeros, unless a value is not finite
+  static __device__ __forceinline__ uint32_t nonfinite_lanes(const float (&values)[kRegisters],
+                                                             float scale, int half) {
+    float sum = 0.0f;  // of zeros, unless a value is not finite
 #pragma unroll
-    for (int i = 0; i < kRegisters; ++i) {
-      sums[i / 2 % 2] = fmaf(values[i] * scale, 0.0f, sums[i / 2 % 2]);
+    for (int i = 0; i < kRegisters / 4; ++i) {
+      sum = fmaf(values[4 * i + 2 * half] * scale, 0.0f, sum);
+      sum = fmaf(values[4 * i + 2 * half + 1] * scale, 0.0f, sum);
     }
-    return make_uint2(__ballot_sync(kFullWarp, sums[0] != 0.0f),
-                      __ballot_sync(kFullWarp, sums[1] != 0.0f));
+    return __ballot_sync(kFullWarp, sum != 0.0f);
   }
 
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
@@ -1323,16 +1372,15 @@ struct Consumer : Counters<Traits::kInPanels> {
                                                  int first_column, int end_column, uint2* marks,
                                                  const AnySplits& splits = {}) const {
     const int lane = lane_index();
-    uint2 withheld = make_uint2(0, 0);
-    if (marks != nullptr) {
-      withheld = nonfinite_lanes(values, scale);
-      if (lane == 0) marks[warp_of_group()] = withheld;
-    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      uint32_t withheld = 0;
+      if (marks != nullptr) {
+        withheld = nonfinite_lanes(values, scale, half);
+        if (lane == 0) reinterpret_cast<uint32_t*>(marks + warp_of_group())[half] = withheld;
+      }
       const int row = first_row + warp_of_group() * 16 + lane / 4 + 8 * half;
-      if (row >= end_row) continue;
-      if (((half == 0 ? withheld.x : withheld.y) >> (lane & ~3) & 0xf) != 0) continue;
+      if (row >= end_row || (withheld >> (lane & ~3) & 0xf) != 0) continue;
       const int64_t place =
           batch * to.strides.batch + head * to.strides.head + row * to.strides.seq;
 #pragma unroll
@@ -1434,31 +1482,36 @@ struct Consumer : Counters<Traits::kInPanels> {
     float dq[Traits::kDqRegisters];
     uint32_t p[kSlices][4];
     float2 lse[kScores / 4];
-    load_lse(lse);
     issue_scores();
+    load_lse(lse);
     if (!kFirst) issue_dq_before(dq);
-    const bool masked = Traits::kCapped || is_masked(first_key);  // no register for the answer
-    ptx::wgmma_wait<kFirst ? 0 : 1>();                            // S
+    // Found out once more below, where it costs less than a register.
+    const bool masked = Traits::kCapped || is_masked(first_key);
+    ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
     ptx::pin(scores);
     if constexpr (Traits::kCapped) {
       exponentiate_capped(p, lse, first_key);
     } else {
-      exponentiate(lse);
-      if (masked) mask(first_key);
-      pack(p, scores);
+      exponentiate(p, lse, masked, first_key);
+    }
+    if (Traits::kDpFirst) {
+      ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
+      issue_dp(dp);
     }
     if (!kFirst) {
-      ptx::wgmma_wait<0>();  // dQ
+      ptx::wgmma_wait<Traits::kDpFirst ? 1 : 0>();  // dQ
       ptx::pin(dq);
       store_dq(dq);
     }
-    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
-    issue_dp(dp);
+    if (!Traits::kDpFirst) {
+      ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
+      issue_dp(dp);
+    }
     if (!kFirst) hand_over_dq();
     ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    issue_dv_and_dk(dp, p, masked);
+    issue_dv_and_dk(dp, p, Traits::kRagged ? masked : Traits::kCapped || is_masked(first_key));
     ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
     ptx::wgmma_wait<0>();
@@ -1621,6 +1674,7 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   __device__ __forceinline__ void compute(Steps steps, bool ascends, int first_key) {
     add = false;
+    if constexpr (Traits::kKeepsK) load_k();
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
     take_step<true>(steps, first_key);
 #pragma unroll 1

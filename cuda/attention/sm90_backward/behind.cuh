@@ -161,8 +161,7 @@ struct RaggedPlace : attention_backward::SequencePlace {
 
   __device__ __forceinline__ attention_backward::RaggedPart part_of(int row, int first_column,
                                                                     int end_column) const {
-    return {
-        static_cast<const SequencePlace&>(*this), head, row, row + 1, first_column, end_column};
+    return {static_cast<const SequencePlace&>(*this), head, row, row + 1, first_column, end_column};
   }
 };
 
@@ -193,13 +192,11 @@ __device__ __forceinline__ const uint2* marks_of(const BehindParams<Traits>& par
     return marks_of_dq<Traits>(params.withheld, static_cast<uint32_t>(tile),
                                place.first_row % Traits::kTileQ / kRowsOfPlace, 0);
   } else {
-    uint2* const marks =
-        kWanted == Wanted::kDk ? params.withheld.dk : params.withheld.dv;
+    uint2* const marks = kWanted == Wanted::kDk ? params.withheld.dk : params.withheld.dv;
     constexpr int kPlacesOfTile = Traits::kTileK / kRowsOfPlace;
-    return marks == nullptr
-               ? nullptr
-               : marks_of_keys<Traits>(marks, static_cast<int>(number / kPlacesOfTile),
-                                       static_cast<int>(number % kPlacesOfTile), 0);
+    return marks == nullptr ? nullptr
+                            : marks_of_keys<Traits>(marks, static_cast<int>(number / kPlacesOfTile),
+                                                    static_cast<int>(number % kPlacesOfTile), 0);
   }
 }
 

@@ -256,11 +256,10 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
       for (int i = 0; i < kScores; ++i) {
         if (i == 4 * kLseAhead) load_lse(lse, kLseAhead);
         const float2& of_rows = lse[i / 4 % kLseAhead];
-        scores[i] = numeric::exp2_approx(
-            fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y)));
+        scores[i] = fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y));
       }
       if (Base::is_masked(first_key)) Base::mask(first_key);
-      Base::pack(p, scores);
+      Base::exponentiate(p);
     }
   }
 
@@ -555,10 +554,10 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
     for (int piece = 0; piece < kPieces; ++piece) {
       const int first = column + piece * kPieceColumns;
       if (params.dq_direct.rows != nullptr) {
-        Base::write_directly(params.dq_direct, dq[piece], params.scale, batch, head, row,
-                             params.seq_q, first, params.dim,
-                             marks_of_dq<Traits>(params.withheld, static_cast<uint32_t>(tile), 0,
-                                                 first));
+        Base::write_directly(
+            params.dq_direct, dq[piece], params.scale, batch, head, row, params.seq_q, first,
+            params.dim,
+            marks_of_dq<Traits>(params.withheld, static_cast<uint32_t>(tile), 0, first));
       } else if (params.dq_rows.rows != nullptr) {
         Base::write_chunks(params.dq_rows, dq[piece], params.scale, batch, head, row, params.seq_q,
                            first, params.dim);

@@ -108,9 +108,7 @@ struct PanelConsumer : Consumer<Traits> {
     if constexpr (Traits::kCapped) {
       Base::exponentiate_capped(p, lse, first_key);
     } else {
-      Base::exponentiate(lse);
-      if (Base::is_masked(first_key)) Base::mask(first_key);
-      Base::pack(p, scores);
+      Base::exponentiate(p, lse, Base::is_masked(first_key), first_key);
     }
   }
 

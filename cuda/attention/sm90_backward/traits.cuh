@@ -94,7 +94,24 @@ struct Traits {
   static constexpr int kDeltaStages = kDeltaWithQ ? kStages : kDoStages;
   // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.
   // With a softcap, of P times what the cap leaves, rounded likewise.
+#ifdef UNPACK
+  static constexpr bool kUnpacksP = true;
+#else
   static constexpr bool kUnpacksP = kTileQ == 128 || kInPanels;
+#endif
+  // dP is made while dQ of the step before is stored: where there are registers for both.
+#if defined(DPFIRST)
+  static constexpr bool kDpFirst = true;
+#elif defined(DPLAST)
+  static constexpr bool kDpFirst = false;
+#else
+  static constexpr bool kDpFirst = kTileQ == 128;
+#endif
+#ifdef KREG
+  static constexpr bool kKeepsK = kTileQ == 128;
+#else
+  static constexpr bool kKeepsK = false;
+#endif
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kTileQ == 128 && (kInPanels || kCapped)), "there are no registers for it");
   static_assert(!(kRagged && kInPanels), "kernels of panels read no sequences");
