@@ -383,21 +383,21 @@ struct Producer : Counters<Traits::kInPanels> {
   }
 
   __device__ __forceinline__ void load_v(const SharedItem& item, bool any) {
-    ptx::mbarrier_wait(barriers.v_empty(), ~items & 1);
+    ptx::mbarrier_wait(Traits::kSwapsKeys ? barriers.k_empty() : barriers.v_empty(), ~items & 1);
     if (!any) {
       ptx::mbarrier_arrive(barriers.v_full());
       return;
     }
     ptx::mbarrier_arrive_expect(barriers.v_full(), Traits::kVBytes);
     if constexpr (Traits::kRagged) {
-      load_keys_of_sequence<Traits::kBoxesV>(shared + Traits::kVOffset, params.v, barriers.v_full(),
+      load_keys_of_sequence<Traits::kBoxesV>(shared + Traits::v_offset(items), params.v, barriers.v_full(),
                                              item, item.head_kv * params.v_repeats.head,
                                              params.v_rows_per_batch);
       return;
     } else {
 #pragma unroll
       for (int box = 0; box < Traits::kBoxesV; ++box) {
-        ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
+        ptx::tma_load(shared + Traits::v_offset(items) + box * Traits::kKeyBoxBytes, &params.v,
                       barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns,
                       first_key_of(item, block_rank<Traits>()),
                       item.head_kv * params.v_repeats.head, item.batch * params.v_repeats.batch);
@@ -419,7 +419,7 @@ struct Producer : Counters<Traits::kInPanels> {
 
   // The item itself comes with K.
   __device__ __forceinline__ void load_k(const SharedItem& item, bool any) {
-    ptx::mbarrier_wait(barriers.k_empty(), ~items & 1);
+    ptx::mbarrier_wait(Traits::kSwapsKeys ? barriers.v_empty() : barriers.k_empty(), ~items & 1);
     if (!any) {
       ptx::mbarrier_arrive(barriers.k_full());
       return;
@@ -427,11 +427,11 @@ struct Producer : Counters<Traits::kInPanels> {
     ptx::mbarrier_arrive_expect(barriers.k_full(), Traits::kKBytes + Traits::kOtherKBytes);
     const uint32_t rank = block_rank<Traits>();
     if constexpr (Traits::kRagged) {
-      load_keys_of_sequence<Traits::kBoxes>(shared + Traits::kKOffset, params.k, barriers.k_full(),
+      load_keys_of_sequence<Traits::kBoxes>(shared + Traits::k_offset(items), params.k, barriers.k_full(),
                                             item, item.head_kv * params.k_repeats.head,
                                             params.k_rows_per_batch);
     } else {
-      load_boxes_of_k<Traits::kBoxes>(shared + Traits::kKOffset, item, 0, rank);
+      load_boxes_of_k<Traits::kBoxes>(shared + Traits::k_offset(items), item, 0, rank);
     }
     if constexpr (Traits::kCluster > 1) {
       load_boxes_of_k<Traits::kOtherBoxes>(shared + Traits::kOtherKOffset, item,
@@ -508,9 +508,17 @@ struct Producer : Counters<Traits::kInPanels> {
       Steps steps(taken, params.heads_per_kv);
       const bool any = steps.left > 0;
       if (any) load_q(item, steps);
-      load_v(item, any);
+      if (Traits::kSwapsKeys) {
+        load_k(item, any);
+      } else {
+        load_v(item, any);
+      }
       if (any) load_dout(item, steps);
-      load_k(item, any);
+      if (Traits::kSwapsKeys) {
+        load_v(item, any);
+      } else {
+        load_k(item, any);
+      }
 #pragma unroll 1
       while (steps.left > 1) {
         ++index;
@@ -838,7 +846,7 @@ struct Writer : Counters<Traits::kInPanels> {
     for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
       HeldItem item = shared_items[items % kItemsHeld];
-      ptx::mbarrier_arrive(barriers.k_empty());
+      ptx::mbarrier_arrive(Traits::kSwapsKeys ? barriers.v_empty() : barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(item, params.heads_per_kv);
       const int first_head = item.head_kv * params.heads_per_kv;
@@ -953,18 +961,18 @@ struct Consumer : Counters<Traits::kInPanels> {
   // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
   __device__ __forceinline__ uint64_t k_rows() const {
     return ptx::swizzled_descriptor(
-        tiles() + Traits::kKOffset + key_group() * Traits::kGroupBoxBytes, 16);
+        tiles() + Traits::k_offset(items) + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t v_rows() const {
     return ptx::swizzled_descriptor(
-        tiles() + Traits::kVOffset + key_group() * Traits::kGroupBoxBytes, 16);
+        tiles() + Traits::v_offset(items) + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t k_columns() const {
     constexpr int kBytesOn = Traits::kDqColumns >= kBoxColumns
                                  ? Traits::kDqColumns / kBoxColumns * Traits::kKeyBoxBytes
                                  : Traits::kDqColumns * 2;
     return ptx::swizzled_descriptor(
-        shared + Traits::kKOffset + (Traits::kSplitsColumns ? group * kBytesOn : 0),
+        shared + Traits::k_offset(items) + (Traits::kSplitsColumns ? group * kBytesOn : 0),
         Traits::kKeyBoxBytes);
   }
 
@@ -1009,7 +1017,7 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   // This consumer's keys as A of S^T, for the whole item.
   __device__ __forceinline__ void load_k() {
-    const uint32_t row = shared + Traits::kKOffset + key_group() * Traits::kGroupBoxBytes +
+    const uint32_t row = shared + Traits::k_offset(items) + key_group() * Traits::kGroupBoxBytes +
                          matrix_row() * kBoxRowBytes;
 #pragma unroll
     for (int slice = 0; slice < kKeptSlices; ++slice) {
@@ -1485,7 +1493,8 @@ struct Consumer : Counters<Traits::kInPanels> {
     issue_scores();
     load_lse(lse);
     if (!kFirst) issue_dq_before(dq);
-    // Found out once more below, where it costs less than a register.
+    // Found out once more below, where that costs less than a register.
+    constexpr bool kKeepsMasked = Traits::kRagged && Traits::kTileQ == 64;
     const bool masked = Traits::kCapped || is_masked(first_key);
     ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
     ptx::pin(scores);
@@ -1511,7 +1520,7 @@ struct Consumer : Counters<Traits::kInPanels> {
     ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    issue_dv_and_dk(dp, p, Traits::kRagged ? masked : Traits::kCapped || is_masked(first_key));
+    issue_dv_and_dk(dp, p, kKeepsMasked ? masked : Traits::kCapped || is_masked(first_key));
     ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
     ptx::wgmma_wait<0>();
@@ -1698,6 +1707,8 @@ struct Consumer : Counters<Traits::kInPanels> {
       if (item.tile == kNoItem) break;
       const Steps steps(item, params.heads_per_kv);
       if (steps.left == 0) {
+        // The producer has waited for K of the item before then.
+        if (Traits::kSwapsKeys) ptx::mbarrier_wait(barriers.v_full(), items & 1);
         release(barriers.k_empty());
         release(barriers.v_empty());
         clear_keys();

@@ -107,6 +107,13 @@ struct Traits {
 #else
   static constexpr bool kDpFirst = kTileQ == 128;
 #endif
+  // K and V change places from item to item: the next K comes when V is given back, not when the
+  // last dQ is made.
+#ifdef SWAP
+  static constexpr bool kSwapsKeys = !kInPanels && kDim == kDimV;
+#else
+  static constexpr bool kSwapsKeys = false;
+#endif
 #ifdef KREG
   static constexpr bool kKeepsK = kTileQ == 128;
 #else
@@ -181,6 +188,15 @@ struct Traits {
   static constexpr int kKeyParts = ceil_div(larger(kDim, kDimV), kKeyPartColumns);
   static constexpr int kSplitFloats = kInPanels || kRagged ? 0 : kTileK * (kDim + kDimV);
   static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
+
+  static_assert(!kSwapsKeys || kKBytes == kVBytes);
+  // Where K of an item is, and where V.
+  static __host__ __device__ constexpr uint32_t k_offset(uint32_t items) {
+    return kSwapsKeys && items % 2 == 1 ? kVOffset : kKOffset;
+  }
+  static __host__ __device__ constexpr uint32_t v_offset(uint32_t items) {
+    return kSwapsKeys && items % 2 == 1 ? kKOffset : kVOffset;
+  }
 
   static constexpr int kKOffset = 0;
   static constexpr int kOtherKOffset = kKOffset + kKBytes;
