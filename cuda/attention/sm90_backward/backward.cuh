@@ -456,6 +456,27 @@ struct Producer : Counters<Traits::kInPanels> {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
   }
 
+  // attention_backward::copy_item, with the ticket in place of the item's gaps, which are the rest
+  // of its last chunk: there are too few registers to keep it.
+  __device__ __forceinline__ void copy_item(int ticket, SharedItem& to) const {
+    static_assert(Traits::kRagged);
+    to.gaps[0] = ticket;
+    if (ticket >= params.totals->items) {
+      to.tile = kNoItem;
+      return;
+    }
+    constexpr int kChunks = sizeof(Item) / sizeof(uint4) - 1;
+    const Item& from = params.items[ticket];
+    uint4 chunks[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) chunks[i] = reinterpret_cast<const uint4*>(&from)[i];
+    const int ascends = from.ascends;
+    auto* const place = const_cast<uint4*>(reinterpret_cast<volatile uint4*>(&to));
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) place[i] = chunks[i];
+    to.ascends = ascends;
+  }
+
   // The next item, in its place. Blocks that share items get them from the first one.
   __device__ __forceinline__ Item take_item(Item* place) {
     if constexpr (Traits::kCluster > 1) {
@@ -470,9 +491,7 @@ struct Producer : Counters<Traits::kInPanels> {
       ptx::mbarrier_wait_cluster(barriers.item_wanted(), items & 1);
     }
     if constexpr (Traits::kRagged) {
-      const int ticket = take_ticket();
-      attention_backward::copy_item(params, ticket, *place);
-      place->gaps[0] = ticket;
+      copy_item(take_ticket(), *place);
       Item item = {};  // what steps are made of
       item.begin = place->begin;
       item.end = place->tile == kNoItem ? item.begin : place->end;
@@ -1380,15 +1399,19 @@ struct Consumer : Counters<Traits::kInPanels> {
                                                  int first_column, int end_column, uint2* marks,
                                                  const AnySplits& splits = {}) const {
     const int lane = lane_index();
+    uint32_t withheld = 0;  // a bit for each of this lane's rows
+    if (marks != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t lanes = nonfinite_lanes(values, scale, half);
+        if (lane == 0) reinterpret_cast<uint32_t*>(marks + warp_of_group())[half] = lanes;
+        if ((lanes >> (lane & ~3) & 0xf) != 0) withheld |= 1u << half;
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t withheld = 0;
-      if (marks != nullptr) {
-        withheld = nonfinite_lanes(values, scale, half);
-        if (lane == 0) reinterpret_cast<uint32_t*>(marks + warp_of_group())[half] = withheld;
-      }
       const int row = first_row + warp_of_group() * 16 + lane / 4 + 8 * half;
-      if (row >= end_row || (withheld >> (lane & ~3) & 0xf) != 0) continue;
+      if (row >= end_row || (withheld & 1u << half) != 0) continue;
       const int64_t place =
           batch * to.strides.batch + head * to.strides.head + row * to.strides.seq;
 #pragma unroll
