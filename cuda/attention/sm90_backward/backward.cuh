@@ -36,8 +36,6 @@
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/global.cuh"
-#include "cuda/ptx/hold.cuh"
-#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/proxy.cuh"
@@ -383,21 +381,21 @@ struct Producer : Counters<Traits::kInPanels> {
   }
 
   __device__ __forceinline__ void load_v(const SharedItem& item, bool any) {
-    ptx::mbarrier_wait(Traits::kSwapsKeys ? barriers.k_empty() : barriers.v_empty(), ~items & 1);
+    ptx::mbarrier_wait(barriers.v_empty(), ~items & 1);
     if (!any) {
       ptx::mbarrier_arrive(barriers.v_full());
       return;
     }
     ptx::mbarrier_arrive_expect(barriers.v_full(), Traits::kVBytes);
     if constexpr (Traits::kRagged) {
-      load_keys_of_sequence<Traits::kBoxesV>(shared + Traits::v_offset(items), params.v, barriers.v_full(),
+      load_keys_of_sequence<Traits::kBoxesV>(shared + Traits::kVOffset, params.v, barriers.v_full(),
                                              item, item.head_kv * params.v_repeats.head,
                                              params.v_rows_per_batch);
       return;
     } else {
 #pragma unroll
       for (int box = 0; box < Traits::kBoxesV; ++box) {
-        ptx::tma_load(shared + Traits::v_offset(items) + box * Traits::kKeyBoxBytes, &params.v,
+        ptx::tma_load(shared + Traits::kVOffset + box * Traits::kKeyBoxBytes, &params.v,
                       barriers.v_full(), ptx::kEvictNormal, box * kBoxColumns,
                       first_key_of(item, block_rank<Traits>()),
                       item.head_kv * params.v_repeats.head, item.batch * params.v_repeats.batch);
@@ -419,7 +417,7 @@ struct Producer : Counters<Traits::kInPanels> {
 
   // The item itself comes with K.
   __device__ __forceinline__ void load_k(const SharedItem& item, bool any) {
-    ptx::mbarrier_wait(Traits::kSwapsKeys ? barriers.v_empty() : barriers.k_empty(), ~items & 1);
+    ptx::mbarrier_wait(barriers.k_empty(), ~items & 1);
     if (!any) {
       ptx::mbarrier_arrive(barriers.k_full());
       return;
@@ -427,11 +425,11 @@ struct Producer : Counters<Traits::kInPanels> {
     ptx::mbarrier_arrive_expect(barriers.k_full(), Traits::kKBytes + Traits::kOtherKBytes);
     const uint32_t rank = block_rank<Traits>();
     if constexpr (Traits::kRagged) {
-      load_keys_of_sequence<Traits::kBoxes>(shared + Traits::k_offset(items), params.k, barriers.k_full(),
+      load_keys_of_sequence<Traits::kBoxes>(shared + Traits::kKOffset, params.k, barriers.k_full(),
                                             item, item.head_kv * params.k_repeats.head,
                                             params.k_rows_per_batch);
     } else {
-      load_boxes_of_k<Traits::kBoxes>(shared + Traits::k_offset(items), item, 0, rank);
+      load_boxes_of_k<Traits::kBoxes>(shared + Traits::kKOffset, item, 0, rank);
     }
     if constexpr (Traits::kCluster > 1) {
       load_boxes_of_k<Traits::kOtherBoxes>(shared + Traits::kOtherKOffset, item,
@@ -527,17 +525,9 @@ struct Producer : Counters<Traits::kInPanels> {
       Steps steps(taken, params.heads_per_kv);
       const bool any = steps.left > 0;
       if (any) load_q(item, steps);
-      if (Traits::kSwapsKeys) {
-        load_k(item, any);
-      } else {
-        load_v(item, any);
-      }
+      load_v(item, any);
       if (any) load_dout(item, steps);
-      if (Traits::kSwapsKeys) {
-        load_v(item, any);
-      } else {
-        load_k(item, any);
-      }
+      load_k(item, any);
 #pragma unroll 1
       while (steps.left > 1) {
         ++index;
@@ -865,7 +855,7 @@ struct Writer : Counters<Traits::kInPanels> {
     for (;; ++items) {
       ptx::mbarrier_wait(barriers.k_full(), items & 1);
       HeldItem item = shared_items[items % kItemsHeld];
-      ptx::mbarrier_arrive(Traits::kSwapsKeys ? barriers.v_empty() : barriers.k_empty());
+      ptx::mbarrier_arrive(barriers.k_empty());
       if (item.tile == kNoItem) break;
       Steps steps(item, params.heads_per_kv);
       const int first_head = item.head_kv * params.heads_per_kv;
@@ -944,10 +934,8 @@ struct Consumer : Counters<Traits::kInPanels> {
   float dv[Traits::kDimV / 2];
   float scores[kScores];    // S^T, then P^T
   uint32_t ds[kSlices][4];  // dS^T
-  static constexpr int kKeptSlices = Traits::kKeepsK ? Traits::kDim / 16 : 0;
-  uint32_t kept_k[Traits::kKeepsK ? kKeptSlices : 1][4];
-  int row = 0;       // the step's first query
-  bool add = false;  // to dk and dv
+  int row = 0;              // the step's first query
+  bool add = false;         // to dk and dv
 
   __device__ __forceinline__ Consumer(const ParamsFor<Traits>& params_,
                                       const Barriers<Traits>& barriers_, uint32_t shared_,
@@ -980,18 +968,18 @@ struct Consumer : Counters<Traits::kInPanels> {
   // K and V as A of S^T and dP^T: this consumer's keys. K as B of dQ: its columns, or all.
   __device__ __forceinline__ uint64_t k_rows() const {
     return ptx::swizzled_descriptor(
-        tiles() + Traits::k_offset(items) + key_group() * Traits::kGroupBoxBytes, 16);
+        tiles() + Traits::kKOffset + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t v_rows() const {
     return ptx::swizzled_descriptor(
-        tiles() + Traits::v_offset(items) + key_group() * Traits::kGroupBoxBytes, 16);
+        tiles() + Traits::kVOffset + key_group() * Traits::kGroupBoxBytes, 16);
   }
   __device__ __forceinline__ uint64_t k_columns() const {
     constexpr int kBytesOn = Traits::kDqColumns >= kBoxColumns
                                  ? Traits::kDqColumns / kBoxColumns * Traits::kKeyBoxBytes
                                  : Traits::kDqColumns * 2;
     return ptx::swizzled_descriptor(
-        shared + Traits::k_offset(items) + (Traits::kSplitsColumns ? group * kBytesOn : 0),
+        shared + Traits::kKOffset + (Traits::kSplitsColumns ? group * kBytesOn : 0),
         Traits::kKeyBoxBytes);
   }
 
@@ -1019,30 +1007,7 @@ struct Consumer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ void issue_scores() {
     const uint64_t q =
         ptx::swizzled_descriptor(tiles() + Traits::kQOffset + stage() * Traits::kQBytes, 16);
-    if constexpr (Traits::kKeepsK) {
-#pragma unroll
-      for (int slice = 0; slice < kKeptSlices; ++slice) ptx::pin(kept_k[slice]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int slice = 0; slice < kKeptSlices; ++slice) {
-        ScoreMma::multiply_by_rows(scores, kept_k[slice],
-                                   slice_of(q, slice, Traits::kQueryBoxBytes), slice > 0);
-      }
-      ptx::wgmma_commit();
-    } else {
-      multiply_rows<Traits::kDim>(scores, k_rows(), q);
-    }
-  }
-
-  // This consumer's keys as A of S^T, for the whole item.
-  __device__ __forceinline__ void load_k() {
-    const uint32_t row = shared + Traits::k_offset(items) + key_group() * Traits::kGroupBoxBytes +
-                         matrix_row() * kBoxRowBytes;
-#pragma unroll
-    for (int slice = 0; slice < kKeptSlices; ++slice) {
-      ptx::ldmatrix_x4(kept_k[slice],
-                       row + slice / 4 * Traits::kKeyBoxBytes + swizzled_chunk(slice));
-    }
+    multiply_rows<Traits::kDim>(scores, k_rows(), q);
   }
 
   // dP^T = V dO^T. dO is there: dV was issued before.
@@ -1158,15 +1123,16 @@ struct Consumer : Counters<Traits::kInPanels> {
            ~queries_before(attention_backward::first_query_of(params, item, key) - row, lane);
   }
 
-  // Sets the powers of keys to -inf that a query does not see, and of those that do not exist.
-  __device__ __forceinline__ void mask(int first_key) {
+  // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist,
+  // or to -inf their powers.
+  __device__ __forceinline__ void mask(int first_key, float hidden = 0.0f) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t seen = seen_by(first_key, half);
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& score = scores[i / 2 * 4 + 2 * half + i % 2];
-        if ((seen & (1u << i)) == 0) score = -INFINITY;
+        if ((seen & (1u << i)) == 0) score = hidden;
       }
     }
   }
@@ -1179,36 +1145,15 @@ struct Consumer : Counters<Traits::kInPanels> {
     for (int i = 0; i < kScores / 4; ++i) lse[i] = ptx::load_shared_float2(rows + 32 * i);
   }
 
-  // P = exp2(S scale_log2 - lse). Powers of all scores come first, then exponentials and packing
-  // in turns: there may be a branch between, and exponentials wait for their unit.
-  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4],
-                                               const float2 (&lse)[kScores / 4], bool masked,
-                                               int first_key) {
+  // P = exp2(S scale_log2 - lse).
+  __device__ __forceinline__ void exponentiate(const float2 (&lse)[kScores / 4]) {
     const float scale_log2 = params.score.scale_log2;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const float2& of_rows = lse[i / 4];
-      scores[i] = fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y));
+      scores[i] =
+          numeric::exp2_approx(fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y)));
     }
-    if (masked) mask(first_key);
-    exponentiate(p);
-  }
-  // The same of powers.
-  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kSlices][4]) {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      float& low = scores[2 * i];
-      float& high = scores[2 * i + 1];
-      low = numeric::exp2_approx(low);
-      high = numeric::exp2_approx(high);
-      p[i / 4][i % 4] = Numeric::pack(low, high);
-    }
-#ifndef NOHOLD
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      ptx::hold(p[slice], shared, params.seq_q < 0);
-    }
-#endif
   }
   // The same of capped scores t = tanh(S cap_ratio). It leaves P (1 - t^2) in scores.
   __device__ __forceinline__ void exponentiate_capped(uint32_t (&p)[kSlices][4],
@@ -1513,37 +1458,31 @@ struct Consumer : Counters<Traits::kInPanels> {
     float dq[Traits::kDqRegisters];
     uint32_t p[kSlices][4];
     float2 lse[kScores / 4];
-    issue_scores();
     load_lse(lse);
+    issue_scores();
     if (!kFirst) issue_dq_before(dq);
-    // Found out once more below, where that costs less than a register.
-    constexpr bool kKeepsMasked = Traits::kRagged && Traits::kTileQ == 64;
-    const bool masked = Traits::kCapped || is_masked(first_key);
-    ptx::wgmma_wait<kFirst ? 0 : 1>();  // S
+    const bool masked = Traits::kCapped || is_masked(first_key);  // no register for the answer
+    ptx::wgmma_wait<kFirst ? 0 : 1>();                            // S
     ptx::pin(scores);
     if constexpr (Traits::kCapped) {
       exponentiate_capped(p, lse, first_key);
     } else {
-      exponentiate(p, lse, masked, first_key);
-    }
-    if (Traits::kDpFirst) {
-      ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
-      issue_dp(dp);
+      exponentiate(lse);
+      if (masked) mask(first_key);
+      pack(p, scores);
     }
     if (!kFirst) {
-      ptx::wgmma_wait<Traits::kDpFirst ? 1 : 0>();  // dQ
+      ptx::wgmma_wait<0>();  // dQ
       ptx::pin(dq);
       store_dq(dq);
     }
-    if (!Traits::kDpFirst) {
-      ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
-      issue_dp(dp);
-    }
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
+    issue_dp(dp);
     if (!kFirst) hand_over_dq();
     ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    issue_dv_and_dk(dp, p, kKeepsMasked ? masked : Traits::kCapped || is_masked(first_key));
+    issue_dv_and_dk(dp, p, masked);
     ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
     ptx::wgmma_wait<0>();
@@ -1706,7 +1645,6 @@ struct Consumer : Counters<Traits::kInPanels> {
 
   __device__ __forceinline__ void compute(Steps steps, bool ascends, int first_key) {
     add = false;
-    if constexpr (Traits::kKeepsK) load_k();
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
     take_step<true>(steps, first_key);
 #pragma unroll 1
@@ -1730,8 +1668,6 @@ struct Consumer : Counters<Traits::kInPanels> {
       if (item.tile == kNoItem) break;
       const Steps steps(item, params.heads_per_kv);
       if (steps.left == 0) {
-        // The producer has waited for K of the item before then.
-        if (Traits::kSwapsKeys) ptx::mbarrier_wait(barriers.v_full(), items & 1);
         release(barriers.k_empty());
         release(barriers.v_empty());
         clear_keys();

@@ -258,8 +258,7 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
         const float2& of_rows = lse[i / 4 % kLseAhead];
         scores[i] = fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y));
       }
-      if (Base::is_masked(first_key)) Base::mask(first_key);
-      Base::exponentiate(p);
+      Base::make_p_of_powers(p, first_key);
     }
   }
 

@@ -28,11 +28,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // Queries go to all blocks of a cluster at once.
     constexpr int kWarpsOfQueries = Traits::kCluster * kConsumerWarps;
     ptx::mbarrier_init(barriers.k_full(), 1);
-    // Writers have seen the item: whoever waits for it comes before the next K.
-    ptx::mbarrier_init(barriers.k_empty(),
-                       kWarps * Traits::kConsumerGroups + (Traits::kSwapsKeys ? 0 : kSlots));
+    ptx::mbarrier_init(barriers.k_empty(), kWarps * Traits::kConsumerGroups + kSlots);
     ptx::mbarrier_init(barriers.v_full(), 1);
-    ptx::mbarrier_init(barriers.v_empty(), kWarpsOfV + (Traits::kSwapsKeys ? kSlots : 0));
+    ptx::mbarrier_init(barriers.v_empty(), kWarpsOfV);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(barriers.q_full(stage), 1);
       ptx::mbarrier_init(barriers.q_empty(stage), kWarpsOfQueries);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/attention/sm90_backward/backward.cuh"
+#include "cuda/ptx/hold.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 
 namespace flashmoe::sm90_backward {
@@ -102,13 +103,34 @@ struct PanelConsumer : Consumer<Traits> {
     read_row();
   }
 
+  // P of powers, packed. Masks come before, and no branch between: exponentials and packing are to
+  // alternate, since either waits for its unit.
+  __device__ __forceinline__ void make_p_of_powers(uint32_t (&p)[kSlices][4], int first_key) {
+    if (Base::is_masked(first_key)) Base::mask(first_key, -INFINITY);
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      p[i / 4][i % 4] = Numeric::pack(numeric::exp2_approx(scores[2 * i]),
+                                      numeric::exp2_approx(scores[2 * i + 1]));
+    }
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::hold(p[slice], shared, params.seq_q < 0);
+    }
+  }
+
   // P, packed, and with a softcap what it leaves of it in scores.
   __device__ __forceinline__ void make_p(uint32_t (&p)[kSlices][4],
                                          const float2 (&lse)[kScores / 4], int first_key) {
     if constexpr (Traits::kCapped) {
       Base::exponentiate_capped(p, lse, first_key);
     } else {
-      Base::exponentiate(p, lse, Base::is_masked(first_key), first_key);
+      const float scale_log2 = params.score.scale_log2;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const float2& of_rows = lse[i / 4];
+        scores[i] = fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y));
+      }
+      make_p_of_powers(p, first_key);
     }
   }
 

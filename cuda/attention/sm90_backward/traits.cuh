@@ -94,31 +94,7 @@ struct Traits {
   static constexpr int kDeltaStages = kDeltaWithQ ? kStages : kDoStages;
   // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.
   // With a softcap, of P times what the cap leaves, rounded likewise.
-#ifdef UNPACK
-  static constexpr bool kUnpacksP = true;
-#else
   static constexpr bool kUnpacksP = kTileQ == 128 || kInPanels;
-#endif
-  // dP is made while dQ of the step before is stored: where there are registers for both.
-#if defined(DPFIRST)
-  static constexpr bool kDpFirst = true;
-#elif defined(DPLAST)
-  static constexpr bool kDpFirst = false;
-#else
-  static constexpr bool kDpFirst = kTileQ == 128;
-#endif
-  // K and V change places from item to item: the next K comes when V is given back, not when the
-  // last dQ is made.
-#ifdef SWAP
-  static constexpr bool kSwapsKeys = !kInPanels && kDim == kDimV;
-#else
-  static constexpr bool kSwapsKeys = false;
-#endif
-#ifdef KREG
-  static constexpr bool kKeepsK = kTileQ == 128;
-#else
-  static constexpr bool kKeepsK = false;
-#endif
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kTileQ == 128 && (kInPanels || kCapped)), "there are no registers for it");
   static_assert(!(kRagged && kInPanels), "kernels of panels read no sequences");
@@ -188,15 +164,6 @@ struct Traits {
   static constexpr int kKeyParts = ceil_div(larger(kDim, kDimV), kKeyPartColumns);
   static constexpr int kSplitFloats = kInPanels || kRagged ? 0 : kTileK * (kDim + kDimV);
   static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
-
-  static_assert(!kSwapsKeys || kKBytes == kVBytes);
-  // Where K of an item is, and where V.
-  static __host__ __device__ constexpr uint32_t k_offset(uint32_t items) {
-    return kSwapsKeys && items % 2 == 1 ? kVOffset : kKOffset;
-  }
-  static __host__ __device__ constexpr uint32_t v_offset(uint32_t items) {
-    return kSwapsKeys && items % 2 == 1 ? kKOffset : kVOffset;
-  }
 
   static constexpr int kKOffset = 0;
   static constexpr int kOtherKOffset = kKOffset + kKBytes;
