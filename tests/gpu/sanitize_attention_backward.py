@@ -247,6 +247,8 @@ def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int])
         # The rare path: a NaN of K that lies right of some rows of a tile and left of others.
         seen |= check_call(driver, family, kernel, dim, dim_v,
                            _for_kernel(family, kernel, _RARE), bad_key=60)  # fmt: skip
+        adding = _for_kernel(family, kernel, _RARE)._replace(accumulate=True, fp32=True)
+        seen |= check_call(driver, family, kernel, dim, dim_v, adding, bad_key=60)
     return seen
 
 

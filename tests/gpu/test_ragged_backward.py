@@ -3,6 +3,7 @@ by bit where sums are added in the same order, and what no sequence has gets zer
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import flashmoe_science as fm
@@ -380,6 +381,43 @@ def test_what_is_not_finite_stays_with_its_sequence(
                 torch.testing.assert_close(
                     got[2][of][seen], want[2][of][seen], atol=2e-2, rtol=2e-2
                 )
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("fp32", [(), GRADIENTS], ids=["16 bits", "fp32"])
+def test_what_is_not_finite_stays_there_where_gradients_are_added_to(
+    name: str, fp32: tuple[str, ...], kernel: str
+) -> None:
+    """What it does not reach is added as if it were not there, and what it reaches is not lost."""
+    lengths = (100, 0, 70, 330, 33), (100, 5, 70, 330, 0)
+    options = {"causal": "bottom_right"}
+    for dim in (64, 128):
+        how = {"options": options, "dlse": False, "dim": dim, "dtype": "bf16"}
+        clean, given = _made(lengths, **how), _made(lengths, **how)
+        given.tensors[3][name][0, 120, 1, 5] = torch.nan
+        for way in ways(given).values():
+            got, want = (
+                ragged_backward.run(x, way, kernel=kernel, fp32=fp32, added_to=3.0).parts
+                for x in (given, clean)
+            )
+            rows = torch.arange(330, device=DEVICE)
+            for b, of in itertools.product(range(5), GRADIENTS):
+                mine, other = got[b][of], want[b][of]
+                if b != 3:
+                    assert torch.equal(mine, other), (b, of)
+                    continue
+                # out and lse are of the clean call: rows that see a key have NaN of it in dq, and
+                # it has NaN itself; so have keys that a row sees, and the row.
+                of_key = name in ("k", "v")
+                if of == "dq":
+                    hit = rows >= 120 if of_key else rows == 120
+                else:
+                    hit = rows == 120 if of_key else rows <= 120
+                assert mine[0, ~hit].isfinite().all(), of
+                of_heads = mine[0, hit].isnan().flatten(1).any(1)
+                assert of_heads.all() or (of == "dv" and name == "v"), of
+                left = mine.isfinite()
+                torch.testing.assert_close(mine[left], other[left], atol=3e-2, rtol=2e-2)
 
 
 def test_graph_replays_follow_the_tables(kernel: str) -> None:

@@ -23,11 +23,21 @@ int64_t items_of(const AttentionProblem& p, const Entry& entry) {
 }
 
 SplitItems split_items_of(const AttentionProblem& p, const Entry& entry) {
-  const bool bounded = p.bounded_left || p.bounded_right || entry.split_floats == 0;
-  return split_of(items_of(p, entry), tiles_q_of(p, entry), p.heads_q / p.heads_kv, bounded);
+  const bool whole = is_bounded(p) || entry.split_floats == 0;
+  return split_of(items_of(p, entry), tiles_q_of(p, entry), p.heads_q / p.heads_kv, whole);
 }
 
 }  // namespace
+
+TileCounts tile_counts_of(const AttentionProblem& p, const Entry& entry) {
+  return {p.batch * p.heads_q * tiles_q_of(p, entry), items_of(p, entry)};
+}
+
+bool is_bounded(const AttentionProblem& p) {
+  if (!p.sequences.given) return p.bounded_left || p.bounded_right;
+  const AttentionMask& mask = p.sequences.mask;
+  return mask.causal != FLASHMOE_CAUSAL_NONE || mask.window != 0;
+}
 
 Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   constexpr int64_t kAlignment = 128;
@@ -86,9 +96,8 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
   flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
   if (entry.cluster > 1) launch.cluster = entry.cluster;
-  const bool repairs = (problem.bounded_left || problem.bounded_right) && !problem.accumulate;
-  const int64_t behind =
-      (problem.dsinks.data != nullptr ? problem.heads_q : 0) + (repairs ? entry.repair_blocks : 0);
+  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
+                         (is_bounded(problem) ? entry.repair_blocks : 0);
   if (behind > 0) {
     FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
     plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,

@@ -28,6 +28,17 @@ struct Layout {
 
 Layout layout_of(const AttentionProblem& problem, const Entry& entry);
 
+// How many tiles of dQ, of all query heads, and of keys, of all KV heads, a call has at most.
+struct TileCounts {
+  int64_t queries;
+  int64_t keys;
+};
+
+TileCounts tile_counts_of(const AttentionProblem& problem, const Entry& entry);
+
+// Whether a row may see some of the keys alone, so that what is not finite is to stay apart.
+bool is_bounded(const AttentionProblem& problem);
+
 // What the steps of an item read, and add to a sum, of a row of q.
 int64_t row_bytes_of(const AttentionProblem& problem);
 

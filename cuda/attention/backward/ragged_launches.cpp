@@ -96,6 +96,11 @@ RaggedLayout ragged_layout_of(const AttentionBackwardProblem& p, const Entry& en
 
 }  // namespace
 
+TileCounts ragged_tile_counts_of(const AttentionBackwardProblem& p, const Entry& entry) {
+  const Bounds bounds = bounds_of(p, entry);
+  return {bounds.tiles_q * p.heads_q, bounds.tiles_k * p.heads_kv};
+}
+
 flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, const Entry& entry,
                                      const DeviceFacts& facts, const char* suffix,
                                      int64_t most_blocks, const Reason& reason, Plan* plan) {
@@ -126,10 +131,8 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
       std::clamp<int64_t>(bounds.tiles_k * problem.heads_kv, 1, most_blocks / entry.cluster);
   flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
   if (entry.cluster > 1) launch.cluster = entry.cluster;
-  const AttentionMask& mask = problem.sequences.mask;
-  const bool bounded = mask.causal != FLASHMOE_CAUSAL_NONE || mask.window != 0;
   const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
-                         (bounded && !problem.accumulate ? entry.repair_blocks : 0);
+                         (is_bounded(problem) ? entry.repair_blocks : 0);
   if (behind > 0) {
     FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
     plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,

@@ -10,6 +10,9 @@ namespace flashmoe::attention_backward {
 // The launch of the kernel itself in a plan: behind that which reads the tables, and the prologue.
 inline constexpr int kRaggedKernelLaunch = 2;
 
+// As tile_counts_of.
+TileCounts ragged_tile_counts_of(const AttentionBackwardProblem& problem, const Entry& entry);
+
 // Plans the launches: who reads the tables, the prologue, the kernel by at most `most_blocks`
 // blocks, as many as run at a time, and what comes behind it: dsinks where they are wanted, a
 // repair where there are bounds. `suffix` is that of plan_launch.

@@ -27,6 +27,7 @@
 // docs/kernels/attention_backward_sm90_barriers.md.
 #pragma once
 
+#include "cuda/attention/backward/masked_fallback.cuh"
 #include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/attention/sm90_backward/params.h"
 #include "cuda/attention/sm90_backward/tile.cuh"
@@ -37,6 +38,7 @@
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/proxy.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -194,10 +196,6 @@ struct DoutRing {
 
 // ---- producer: one thread
 // ------------------------------------------------------------------------------------------
-
-// Kernel parameters of traits.
-template <class Traits>
-using ParamsFor = std::conditional_t<Traits::kRagged, RaggedParams, Params>;
 
 // Whether a later split of the item writes its dV and dK.
 template <class AnyItem>
@@ -456,6 +454,27 @@ struct Producer : Counters<Traits::kInPanels> {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
   }
 
+  // attention_backward::copy_item, with the ticket in place of the item's gaps, which are the rest
+  // of its last chunk: there are too few registers to keep it.
+  __device__ __forceinline__ void copy_item(int ticket, SharedItem& to) const {
+    static_assert(Traits::kRagged);
+    to.gaps[0] = ticket;
+    if (ticket >= params.totals->items) {
+      to.tile = kNoItem;
+      return;
+    }
+    constexpr int kChunks = sizeof(Item) / sizeof(uint4) - 1;
+    const Item& from = params.items[ticket];
+    uint4 chunks[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) chunks[i] = reinterpret_cast<const uint4*>(&from)[i];
+    const int ascends = from.ascends;
+    auto* const place = const_cast<uint4*>(reinterpret_cast<volatile uint4*>(&to));
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) place[i] = chunks[i];
+    to.ascends = ascends;
+  }
+
   // The next item, in its place. Blocks that share items get them from the first one.
   __device__ __forceinline__ Item take_item(Item* place) {
     if constexpr (Traits::kCluster > 1) {
@@ -470,7 +489,7 @@ struct Producer : Counters<Traits::kInPanels> {
       ptx::mbarrier_wait_cluster(barriers.item_wanted(), items & 1);
     }
     if constexpr (Traits::kRagged) {
-      attention_backward::copy_item(params, take_ticket(), *place);
+      copy_item(take_ticket(), *place);
       Item item = {};  // what steps are made of
       item.begin = place->begin;
       item.end = place->tile == kNoItem ? item.begin : place->end;
@@ -586,7 +605,7 @@ struct Writer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ void wait_for_turn(const Part& part) const {
     while (ptx::load_acquire(params.turns + part.tile) != part.before) {
     }
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_global();
   }
 
   // Tells the consumers that the slot is theirs.
@@ -671,7 +690,7 @@ struct Writer : Counters<Traits::kInPanels> {
         give_turn_on();
         wait_for_turn(part);
       } else {
-        ptx::fence_proxy_async();
+        ptx::fence_proxy_async_global();
       }
     }
     constexpr int kPatience = 32;  // about a microsecond
@@ -1104,15 +1123,16 @@ struct Consumer : Counters<Traits::kInPanels> {
            ~queries_before(attention_backward::first_query_of(params, item, key) - row, lane);
   }
 
-  // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist.
-  __device__ __forceinline__ void mask(int first_key) {
+  // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist,
+  // or to -inf their powers.
+  __device__ __forceinline__ void mask(int first_key, float hidden = 0.0f) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t seen = seen_by(first_key, half);
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         float& score = scores[i / 2 * 4 + 2 * half + i % 2];
-        if ((seen & (1u << i)) == 0) score = 0.0f;
+        if ((seen & (1u << i)) == 0) score = hidden;
       }
     }
   }
@@ -1293,19 +1313,50 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
+  // Marks of this consumer's keys of the item, of all or none.
+  __device__ __forceinline__ uint2* marks_of_keys(uint2* marks, const SharedItem& item,
+                                                  int group_of_tile, int first_column) const {
+    if (marks == nullptr) return nullptr;
+    return sm90_backward::marks_of_keys<Traits>(marks, number_of(params, item), group_of_tile,
+                                                first_column);
+  }
+
+  // Lanes of this warp whose values of a row are not finite, of rows lane / 4 or of those 8 on.
+  template <int kRegisters>
+  static __device__ __forceinline__ uint32_t nonfinite_lanes(const float (&values)[kRegisters],
+                                                             float scale, int half) {
+    float sum = 0.0f;  // of zeros, unless a value is not finite
+#pragma unroll
+    for (int i = 0; i < kRegisters / 4; ++i) {
+      sum = fmaf(values[4 * i + 2 * half] * scale, 0.0f, sum);
+      sum = fmaf(values[4 * i + 2 * half + 1] * scale, 0.0f, sum);
+    }
+    return __ballot_sync(kFullWarp, sum != 0.0f);
+  }
+
   // Writes the fragment of 64 rows from `first_row` on, of which those before `end_row` exist, and
-  // columns from `first_column` on.
+  // columns from `first_column` on. With `marks`, of its warps, rows that are not finite are marked
+  // and left as they are.
   template <int kRegisters, class AnySplits = NoSplits>
   __device__ __forceinline__ void write_directly(const Direct& to,
                                                  const float (&values)[kRegisters], float scale,
                                                  int batch, int head, int first_row, int end_row,
-                                                 int first_column, int end_column,
+                                                 int first_column, int end_column, uint2* marks,
                                                  const AnySplits& splits = {}) const {
     const int lane = lane_index();
+    uint32_t withheld = 0;  // a bit for each of this lane's rows
+    if (marks != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t lanes = nonfinite_lanes(values, scale, half);
+        if (lane == 0) reinterpret_cast<uint32_t*>(marks + warp_of_group())[half] = lanes;
+        if ((lanes >> (lane & ~3) & 0xf) != 0) withheld |= 1u << half;
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + warp_of_group() * 16 + lane / 4 + 8 * half;
-      if (row >= end_row) continue;
+      if (row >= end_row || (withheld & 1u << half) != 0) continue;
       const int64_t place =
           batch * to.strides.batch + head * to.strides.head + row * to.strides.seq;
 #pragma unroll
@@ -1316,19 +1367,8 @@ struct Consumer : Counters<Traits::kInPanels> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = values[4 * i + e];
         splits.add_to(four, 4 * i);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float value = four[2 * half + e] * scale;
-          if (to.fp32) {
-            float* const at = static_cast<float*>(to.rows) + place + column + e;
-            if (params.accumulate) value += *at;
-            *at = value;
-          } else {
-            auto* const at = static_cast<uint16_t*>(to.rows) + place + column + e;
-            if (params.accumulate) value += Numeric::to_float(*at);
-            *at = static_cast<uint16_t>(Numeric::pack(value, 0.0f));
-          }
-        }
+        attention_backward::store_pair<Element>(to, place + column, params.accumulate != 0,
+                                                four[2 * half] * scale, four[2 * half + 1] * scale);
       }
     }
   }
@@ -1352,9 +1392,11 @@ struct Consumer : Counters<Traits::kInPanels> {
     const int first_column = Traits::kSplitsColumns
                                  ? group * Traits::kDqColumns
                                  : tile % Traits::kPanels * Traits::kPanelColumns;
+    const int group_of_tile = Traits::kTileQ == 64 ? 0 : group;
     write_directly(params.dq_direct, dq, params.scale, batch, head,
-                   begin + tile_q * Traits::kTileQ + (Traits::kTileQ == 64 ? 0 : 64 * group), seq_q,
-                   first_column, params.dim);
+                   begin + tile_q * Traits::kTileQ + 64 * group_of_tile, seq_q, first_column,
+                   params.dim,
+                   marks_of_dq<Traits>(params.withheld, tile_of_all, group_of_tile, first_column));
   }
 
   // Stores the part of dQ of the step before in a slot, which `fill_slot` then hands to the writer.
@@ -1553,20 +1595,22 @@ struct Consumer : Counters<Traits::kInPanels> {
     const uint32_t first = buffer();
     ptx::mbarrier_wait(barriers.slot_ready(first), slot_parity());
     if (!leaves) {
-      write_keys<Traits::kBoxesV>(params.dv_direct, dv, 1.0f, splits, first, params.dim_v);
+      write_keys<Traits::kBoxesV>(params.dv_direct, params.withheld.dv, dv, 1.0f, splits, first,
+                                  params.dim_v);
     }
     fill_slot(first);
     const uint32_t second = first ^ 1;
     ptx::mbarrier_wait(barriers.slot_ready(second), (((index + 1) >> 1) + items) & 1);
     if (!leaves) {
       if (splits.count > 0) splits.sums += Traits::kDimV / 2 * Splits::kStride;
-      write_keys<Traits::kBoxes>(params.dk_direct, dk, params.scale, splits, second, params.dim);
+      write_keys<Traits::kBoxes>(params.dk_direct, params.withheld.dk, dk, params.scale, splits,
+                                 second, params.dim);
     }
     fill_slot(second);
   }
 
   template <int kColumnBoxes, int kRegisters>
-  __device__ __forceinline__ void write_keys(const Direct& direct,
+  __device__ __forceinline__ void write_keys(const Direct& direct, uint2* marks,
                                              const float (&values)[kRegisters], float scale,
                                              const Splits& splits, uint32_t slot,
                                              int columns) const {
@@ -1582,7 +1626,8 @@ struct Consumer : Counters<Traits::kInPanels> {
       const int begin = begin_k_of(item);
       write_directly(direct, values, scale, batch_k_of(item), item.head_kv,
                      begin + item.tile * Traits::kTileK + group * kKeysPerGroup,
-                     begin + length_k_of(params, item), 0, columns, splits);
+                     begin + length_k_of(params, item), 0, columns,
+                     marks_of_keys(marks, item, group, 0), splits);
     }
   }
 

@@ -1,5 +1,4 @@
-// What comes behind the kernel of attention backward: dsinks, and a repair of calls with bounds
-// that add to nothing.
+// What comes behind the kernel of attention backward: dsinks, and a repair of calls with bounds.
 //
 // In those the tensor cores spread what is not finite: they multiply what a row does not see by 0.
 // The kernel does not look for it. It shows here, since it spreads to all 64 rows of a warpgroup's
@@ -8,12 +7,17 @@
 // rows that are not finite are computed again by plain arithmetic
 // (cuda/attention/backward/masked_fallback.cuh). Rows that see no key, and keys that no row sees,
 // are looked at themselves.
+//
+// What is added to would be lost. So there the kernel itself looks at rows where they leave, leaves
+// out those that are not finite, and marks them (Withheld in params.h); here they are computed and
+// added.
 #pragma once
 
 #include "cuda/attention/backward/masked_fallback.cuh"
 #include "cuda/attention/backward/prologue.cuh"
 #include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/backward/sinks.cuh"
+#include "cuda/attention/sm90_backward/params.h"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
 
@@ -103,8 +107,8 @@ struct Place {
     return int64_t{params.batch} * heads * places_of<Traits, kWanted>(params);
   }
 
-  __device__ __forceinline__ Part part_of(int row, int columns) const {
-    return {batch, head, row, row + 1, 0, columns};
+  __device__ __forceinline__ Part part_of(int row, int first_column, int end_column) const {
+    return {batch, head, row, row + 1, first_column, end_column};
   }
 
  private:
@@ -155,16 +159,46 @@ struct RaggedPlace : attention_backward::SequencePlace {
                : int64_t{params.totals->items} * (Traits::kTileK / kRowsOfPlace);
   }
 
-  __device__ __forceinline__ attention_backward::RaggedPart part_of(int row, int columns) const {
-    return {static_cast<const SequencePlace&>(*this), head, row, row + 1, 0, columns};
+  __device__ __forceinline__ attention_backward::RaggedPart part_of(int row, int first_column,
+                                                                    int end_column) const {
+    return {static_cast<const SequencePlace&>(*this), head, row, row + 1, first_column, end_column};
   }
 };
 
 template <class Traits>
 using PlaceFor = std::conditional_t<Traits::kRagged, RaggedPlace, Place>;
 template <class Traits>
-using BehindParams =
-    std::conditional_t<Traits::kRagged, attention_backward::RaggedParams, CommonParams>;
+using BehindParams = ParamsFor<Traits>;
+
+// The columns of a gradient, and those of a part.
+template <Wanted kWanted>
+__device__ __forceinline__ int columns_of(const CommonParams& params) {
+  return kWanted == Wanted::kDv ? params.dim_v : params.dim;
+}
+template <class Traits, Wanted kWanted>
+inline constexpr int kPartColumns =
+    kWanted == Wanted::kDq ? Traits::kDqPartColumns : Traits::kKeyPartColumns;
+
+// Marks of a place: of its parts, of whose warps. `number` is the place's among all of its kind.
+// nullptr: the kernel had none of it, or adds everything.
+template <class Traits, Wanted kWanted>
+__device__ __forceinline__ const uint2* marks_of(const BehindParams<Traits>& params,
+                                                 const PlaceFor<Traits>& place, int64_t number) {
+  if constexpr (kWanted == Wanted::kDq) {
+    const int tile_q = place.first_row / Traits::kTileQ;
+    const Parts parts = Parts::of<Traits>(params, place, tile_q);
+    if (parts.first > parts.last) return nullptr;
+    const int tile = attention_backward::tile_of_head(params, place, place.head) + tile_q;
+    return marks_of_dq<Traits>(params.withheld, static_cast<uint32_t>(tile),
+                               place.first_row % Traits::kTileQ / kRowsOfPlace, 0);
+  } else {
+    uint2* const marks = kWanted == Wanted::kDk ? params.withheld.dk : params.withheld.dv;
+    constexpr int kPlacesOfTile = Traits::kTileK / kRowsOfPlace;
+    return marks == nullptr ? nullptr
+                            : marks_of_keys<Traits>(marks, static_cast<int>(number / kPlacesOfTile),
+                                                    static_cast<int>(number % kPlacesOfTile), 0);
+  }
+}
 
 // The first element of a row of a gradient.
 template <Wanted kWanted, class AnyPlace>
@@ -198,6 +232,7 @@ struct View {
   int bytes;  // of the row, from this lane's first chunk on; none: there is nothing to be seen
   bool fp32;
   bool suspect;  // whatever is there
+  bool marks;    // not a row, but marks of the place's rows
 };
 
 template <class Traits, Wanted kWanted>
@@ -208,8 +243,17 @@ __device__ __forceinline__ View view_of(const BehindParams<Traits>& params, int6
   if (gradient.rows == nullptr) return view;
   const auto place = PlaceFor<Traits>::template at<Traits, kWanted>(params, number);
   if (place.first_row >= place.end_row) return view;
+  if (params.accumulate != 0) {
+    const uint2* const marks = marks_of<Traits, kWanted>(params, place, number);
+    if (marks == nullptr) return view;
+    const int parts = ceil_div(columns_of<kWanted>(params), kPartColumns<Traits, kWanted>);
+    view.chunks = reinterpret_cast<const unsigned char*>(marks) + lane * kBytesOfChunk;
+    view.bytes = parts * kWarpsOfPlace * static_cast<int>(sizeof(uint2)) - lane * kBytesOfChunk;
+    view.marks = true;
+    return view;
+  }
   const int element_bytes = gradient.fp32 != 0 ? 4 : 2;
-  const int columns = kWanted == Wanted::kDv ? params.dim_v : params.dim;
+  const int columns = columns_of<kWanted>(params);
   view.chunks = static_cast<const unsigned char*>(gradient.rows) +
                 offset_of<kWanted>(gradient, place, place.first_row) * element_bytes +
                 lane * kBytesOfChunk;
@@ -253,7 +297,9 @@ __device__ __forceinline__ bool is_suspect(const View& view) {
     const uint32_t words[4] = {chunks[i].x, chunks[i].y, chunks[i].z, chunks[i].w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (view.fp32) {
+      if (view.marks) {
+        any = any || words[e] != 0;
+      } else if (view.fp32) {
         any = any || !isfinite(__uint_as_float(words[e]));
       } else {
         gathered = numeric::gather_nonfinite<Element>(gathered, words[e]);
@@ -349,17 +395,42 @@ __device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params,
       });
 }
 
+// Adds rows of a place that the kernel left out. A whole warp.
+template <class Traits, Wanted kWanted>
+__device__ __forceinline__ void add_withheld(const BehindParams<Traits>& params,
+                                             const PlaceFor<Traits>& place, int64_t number) {
+  const uint2* const marks = marks_of<Traits, kWanted>(params, place, number);
+  const int columns = columns_of<kWanted>(params);
+  constexpr int kRowsOfHalf = 8;
+  constexpr int kLanesOfRow = kThreadsPerWarp / kRowsOfHalf;
+#pragma unroll 1
+  for (int first = 0; first < columns; first += kPartColumns<Traits, kWanted>) {
+    const uint2* const of_part = marks + first / kPartColumns<Traits, kWanted> * kWarpsOfPlace;
+    const int end = min(first + kPartColumns<Traits, kWanted>, columns);
+#pragma unroll 1
+    for (int row = place.first_row; row < place.end_row; ++row) {
+      const int half = (row - place.first_row) / kRowsOfHalf;
+      const uint2 of_warp = of_part[half / 2];
+      const uint32_t lanes = half % 2 == 0 ? of_warp.x : of_warp.y;
+      const int first_lane = (row - place.first_row) % kRowsOfHalf * kLanesOfRow;
+      if ((lanes >> first_lane & ((1 << kLanesOfRow) - 1)) == 0) continue;
+      attention_backward::masked_fallback<Traits, kWanted>(params, place.part_of(row, first, end));
+    }
+  }
+}
+
 // Computes rows of a place again that are not finite. A whole warp.
 template <class Traits, Wanted kWanted>
 __device__ __forceinline__ void repair_place(const BehindParams<Traits>& params, int64_t number) {
   const Gradient& gradient = attention_backward::gradient_of<kWanted>(params);
   const auto place = PlaceFor<Traits>::template at<Traits, kWanted>(params, number);
+  if (params.accumulate != 0) return add_withheld<Traits, kWanted>(params, place, number);
   if (!has_blind<kWanted>(params, place)) {
     const bool at_risk = kWanted == Wanted::kDq ? is_at_risk_dq<Traits>(params, place)
                                                 : is_at_risk_keys<Traits>(params, place);
     if (!at_risk) return;
   }
-  const int columns = kWanted == Wanted::kDv ? params.dim_v : params.dim;
+  const int columns = columns_of<kWanted>(params);
 #pragma unroll 1
   for (int row = place.first_row; row < place.end_row; ++row) {
     if (!__any_sync(kFullWarp, any_nonfinite<typename Traits::Element>(
@@ -367,7 +438,7 @@ __device__ __forceinline__ void repair_place(const BehindParams<Traits>& params,
                                    reread::lane_index(), kThreadsPerWarp))) {
       continue;
     }
-    attention_backward::masked_fallback<Traits, kWanted>(params, place.part_of(row, columns));
+    attention_backward::masked_fallback<Traits, kWanted>(params, place.part_of(row, 0, columns));
   }
 }
 

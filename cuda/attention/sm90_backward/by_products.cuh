@@ -182,13 +182,14 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
   // dV or dK of the item.
   template <int kRegisters>
   __device__ __forceinline__ void write_gradient(const Direct& direct, const Direct& rows,
-                                                 const float (&values)[kRegisters], float scale,
-                                                 int columns) const {
+                                                 uint2* marks, const float (&values)[kRegisters],
+                                                 float scale, int columns) const {
     const typename Base::SharedItem& item = shared_items[items % kItemsHeld];
     const int first_key = Base::first_key_of(item.tile);
     if (direct.rows != nullptr) {
+      const int block = static_cast<int>(block_rank<Traits>());
       Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key, params.seq_k,
-                           0, columns);
+                           0, columns, Base::marks_of_keys(marks, item, block, 0));
     } else if (rows.rows != nullptr) {
       write_chunks(rows, values, scale, item.batch, item.head_kv, first_key, params.seq_k, 0,
                    columns);
@@ -255,11 +256,9 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
       for (int i = 0; i < kScores; ++i) {
         if (i == 4 * kLseAhead) load_lse(lse, kLseAhead);
         const float2& of_rows = lse[i / 4 % kLseAhead];
-        scores[i] = numeric::exp2_approx(
-            fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y)));
+        scores[i] = fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y));
       }
-      if (Base::is_masked(first_key)) Base::mask(first_key);
-      Base::pack(p, scores);
+      Base::make_p_of_powers(p, first_key);
     }
   }
 
@@ -297,7 +296,8 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
   __device__ __forceinline__ void give_back_unused() const { release(barriers.k_empty()); }
   __device__ __forceinline__ void clear_keys() { clear(dv); }
   __device__ __forceinline__ void write_keys() const {
-    Base::write_gradient(params.dv_direct, params.dv_rows, dv, 1.0f, params.dim_v);
+    Base::write_gradient(params.dv_direct, params.dv_rows, params.withheld.dv, dv, 1.0f,
+                         params.dim_v);
   }
 };
 
@@ -423,7 +423,8 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   }
   __device__ __forceinline__ void clear_keys() { clear(dk); }
   __device__ __forceinline__ void write_keys() const {
-    Base::write_gradient(params.dk_direct, params.dk_rows, dk, params.scale, params.dim);
+    Base::write_gradient(params.dk_direct, params.dk_rows, params.withheld.dk, dk, params.scale,
+                         params.dim);
   }
 };
 
@@ -440,8 +441,8 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
   using Base::params;
   using Base::slot_uses;
 
-  static constexpr int kPieces = Traits::kPanelColumns > kBoxColumns ? 2 : 1;
-  static constexpr int kPieceColumns = Traits::kPanelColumns / kPieces;
+  static constexpr int kPieces = Traits::kDqPieces;
+  static constexpr int kPieceColumns = Traits::kDqPartColumns;
   using Piece = float[kPieceColumns / 2];
 
   __device__ __forceinline__ void take_step(int, bool last) {
@@ -552,8 +553,10 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
     for (int piece = 0; piece < kPieces; ++piece) {
       const int first = column + piece * kPieceColumns;
       if (params.dq_direct.rows != nullptr) {
-        Base::write_directly(params.dq_direct, dq[piece], params.scale, batch, head, row,
-                             params.seq_q, first, params.dim);
+        Base::write_directly(
+            params.dq_direct, dq[piece], params.scale, batch, head, row, params.seq_q, first,
+            params.dim,
+            marks_of_dq<Traits>(params.withheld, static_cast<uint32_t>(tile), 0, first));
       } else if (params.dq_rows.rows != nullptr) {
         Base::write_chunks(params.dq_rows, dq[piece], params.scale, batch, head, row, params.seq_q,
                            first, params.dim);

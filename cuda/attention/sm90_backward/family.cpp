@@ -74,6 +74,39 @@ flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason
   return check_walkable(p, reason);
 }
 
+// Marks of rows that are withheld, at the workspace's end: offsets from there (params.h).
+struct Marks {
+  int64_t dk;
+  int64_t dv;
+  int64_t bytes;  // none: nothing is withheld
+};
+
+Marks marks_of(const AttentionBackwardProblem& p, const Entry& entry) {
+  if (!p.accumulate || !attention_backward::is_bounded(p)) return {};
+  const attention_backward::TileCounts tiles =
+      p.sequences.given ? attention_backward::ragged_tile_counts_of(p, entry)
+                        : attention_backward::tile_counts_of(p, entry);
+  constexpr int64_t kWarps = 4;  // of a place, which are 64 rows, as those of a box
+  const auto bytes_of = [&](int64_t count, int64_t rows, int64_t parts) {
+    return count * (rows / entry.box_rows) * parts * kWarps * int64_t{sizeof(uint2)};
+  };
+  const int64_t of_dq = bytes_of(tiles.queries, entry.tile_q, entry.dq_parts);
+  const int64_t of_keys = bytes_of(tiles.keys, entry.tile_k, entry.key_parts);
+  return {of_dq, of_dq + of_keys, of_dq + 2 * of_keys};
+}
+
+template <class AnyParams>
+void fill_withheld(const AttentionBackwardProblem& p, const Plan& plan, const Entry& entry,
+                   char* workspace, AnyParams* params) {
+  const Marks marks = marks_of(p, entry);
+  params->withheld = {};
+  if (marks.bytes == 0) return;
+  char* const memory = workspace + plan.info.workspace_bytes - marks.bytes;
+  params->withheld.dq = reinterpret_cast<uint2*>(memory);
+  params->withheld.dk = reinterpret_cast<uint2*>(memory + marks.dk);
+  params->withheld.dv = reinterpret_cast<uint2*>(memory + marks.dv);
+}
+
 flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const Reason& reason) {
   const int device_id = problem.device.device_id;
   const DeviceFacts* facts = nullptr;
@@ -92,6 +125,7 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   const auto plan_launches =
       ragged ? attention_backward::plan_ragged_launches : attention_backward::plan_launches;
   FLASHMOE_TRY(plan_launches(problem, *entry, *facts, "a", facts->multiprocessors, reason, plan));
+  plan->info.workspace_bytes += static_cast<uint64_t>(marks_of(problem, *entry).bytes);
   plan->info.microseconds =
       attention_backward::microseconds_of(problem, *entry, speed_of(*entry), *facts);
   return FLASHMOE_OK;
@@ -243,6 +277,7 @@ flashmoe_status launch_ragged(const AttentionBackwardProblem& problem, const Pla
   }
   attention_backward::fill_ragged_addresses(problem, entry, memory, &params);
   fill_directs(problem, &params);
+  fill_withheld(problem, plan, entry, memory, &params);
   return launch_all(plan, &params, stream);
 }
 
@@ -269,6 +304,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   }
   attention_backward::fill_addresses(problem, layout, memory, &kept->params);
   fill_directs(problem, &kept->params);
+  fill_withheld(problem, plan, entry, memory, &kept->params);
   return launch_all(plan, &kept->params, stream);
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/attention/sm90_backward/backward.cuh"
+#include "cuda/ptx/hold.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 
 namespace flashmoe::sm90_backward {
@@ -102,15 +103,34 @@ struct PanelConsumer : Consumer<Traits> {
     read_row();
   }
 
+  // P of powers, packed. Masks come before, and no branch between: exponentials and packing are to
+  // alternate, since either waits for its unit.
+  __device__ __forceinline__ void make_p_of_powers(uint32_t (&p)[kSlices][4], int first_key) {
+    if (Base::is_masked(first_key)) Base::mask(first_key, -INFINITY);
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      p[i / 4][i % 4] = Numeric::pack(numeric::exp2_approx(scores[2 * i]),
+                                      numeric::exp2_approx(scores[2 * i + 1]));
+    }
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      ptx::hold(p[slice], shared, params.seq_q < 0);
+    }
+  }
+
   // P, packed, and with a softcap what it leaves of it in scores.
   __device__ __forceinline__ void make_p(uint32_t (&p)[kSlices][4],
                                          const float2 (&lse)[kScores / 4], int first_key) {
     if constexpr (Traits::kCapped) {
       Base::exponentiate_capped(p, lse, first_key);
     } else {
-      Base::exponentiate(lse);
-      if (Base::is_masked(first_key)) Base::mask(first_key);
-      Base::pack(p, scores);
+      const float scale_log2 = params.score.scale_log2;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const float2& of_rows = lse[i / 4];
+        scores[i] = fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y));
+      }
+      make_p_of_powers(p, first_key);
     }
   }
 
@@ -292,12 +312,12 @@ struct PanelConsumer : Consumer<Traits> {
     clear(dv);
   }
   __device__ __forceinline__ void write_keys() {
-    write_keys_by_boxes(params.dv_direct, dv, 1.0f, params.dim_v);
-    write_keys_by_boxes(params.dk_direct, dk, params.scale, params.dim);
+    write_keys_by_boxes(params.dv_direct, params.withheld.dv, dv, 1.0f, params.dim_v);
+    write_keys_by_boxes(params.dk_direct, params.withheld.dk, dk, params.scale, params.dim);
   }
   // dK or dV by this consumer's own slot.
   template <int kRegisters>
-  __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct,
+  __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct, uint2* marks,
                                                       const float (&values)[kRegisters],
                                                       float scale, int columns) {
     constexpr int kMost = Traits::kSlotBoxes * kBoxColumns / 2;  // registers
@@ -305,15 +325,15 @@ struct PanelConsumer : Consumer<Traits> {
     for (int first = 0; first < kRegisters; first += kMost) {
       wait_for_own_slot();
       if (kRegisters - first >= kMost) {
-        write_some_keys<kMost>(direct, values, first, scale, columns);
+        write_some_keys<kMost>(direct, marks, values, first, scale, columns);
       } else {
-        write_some_keys<kRegisters % kMost>(direct, values, first, scale, columns);
+        write_some_keys<kRegisters % kMost>(direct, marks, values, first, scale, columns);
       }
       Base::fill_slot(group);
     }
   }
   template <int kSome, int kRegisters>
-  __device__ __forceinline__ void write_some_keys(const Direct& direct,
+  __device__ __forceinline__ void write_some_keys(const Direct& direct, uint2* marks,
                                                   const float (&values)[kRegisters], int first,
                                                   float scale, int columns) const {
     if constexpr (kSome > 0) {
@@ -323,19 +343,20 @@ struct PanelConsumer : Consumer<Traits> {
       if (direct.rows == nullptr) {
         Base::store_rows(own_slot(), some, scale);
       } else {
-        write_keys_directly(direct, some, scale, first * 2, columns);
+        write_keys_directly(direct, marks, some, scale, first * 2, columns);
       }
     }
   }
 
   template <int kRegisters>
-  __device__ __forceinline__ void write_keys_directly(const Direct& direct,
+  __device__ __forceinline__ void write_keys_directly(const Direct& direct, uint2* marks,
                                                       const float (&values)[kRegisters],
                                                       float scale, int first_column,
                                                       int end_column) const {
     const typename Base::SharedItem& item = shared_items[items % kItemsHeld];
     Base::write_directly(direct, values, scale, item.batch, item.head_kv, first_key_of(item.tile),
-                         params.seq_k, first_column, end_column);
+                         params.seq_k, first_column, end_column,
+                         Base::marks_of_keys(marks, item, group, first_column));
   }
 
   template <bool kFirst>

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cuda.h>
+#include <vector_types.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/attention/backward/params.h"
 #include "cuda/attention/backward/ragged_params.h"
@@ -20,6 +22,16 @@ struct Repeats {
 // A gradient that consumers write from their registers, in fp32 or added to what is there. Without
 // `rows` the copy engine writes it, by its map.
 using Direct = attention_backward::Gradient;
+
+// In calls with bounds that add to what is there, rows of a part of a gradient that are not finite
+// are not added, but marked for the repair (behind.cuh): [places of 64 rows][parts of the columns]
+// [warps], of each warp's 16 rows a bit for each lane, those of rows lane / 4 and those 8 rows on.
+// Without marks everything is added.
+struct Withheld {
+  uint2* dq;
+  uint2* dk;
+  uint2* dv;
+};
 
 template <class Common>
 struct ParamsOf : Common {
@@ -41,6 +53,7 @@ struct ParamsOf : Common {
   Direct dq_direct;
   Direct dk_direct;
   Direct dv_direct;
+  Withheld withheld;
 };
 using Params = ParamsOf<attention_backward::CommonParams>;
 
@@ -56,6 +69,10 @@ struct RaggedParams : ParamsOf<attention_backward::RaggedParams> {
   int32_t dk_rows_per_batch;
   int32_t dv_rows_per_batch;
 };
+
+// Of traits.
+template <class Traits>
+using ParamsFor = std::conditional_t<Traits::kRagged, RaggedParams, Params>;
 
 static_assert(sizeof(Params) <= 4096 && sizeof(RaggedParams) <= 4096,
               "a kernel has 4 KiB of parameters everywhere");

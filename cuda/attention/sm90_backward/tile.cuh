@@ -5,6 +5,7 @@
 
 #include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/backward/tile.cuh"
+#include "cuda/attention/sm90_backward/params.h"
 #include "cuda/attention/sm90_backward/traits.cuh"
 
 namespace flashmoe::sm90_backward {
@@ -16,6 +17,37 @@ using attention_backward::Parts;
 
 template <class Traits>
 using ItemFor = std::conditional_t<Traits::kRagged, attention_backward::RaggedItem, Item>;
+
+// The place of an item's tile of keys among all: of sequences its ticket, which the producer leaves
+// in a gap of the item.
+template <class AnyItem>
+__device__ __forceinline__ int number_of(const attention_backward::CommonParams& params,
+                                         const AnyItem& item) {
+  if constexpr (AnyItem::kRagged) {
+    return item.gaps[0];
+  } else {
+    return (item.batch * params.heads_kv + item.head_kv) * params.tiles_k + item.tile;
+  }
+}
+
+// Marks of the warps of a place (Withheld in params.h): of 64 queries of a tile of dQ, or of 64
+// keys of a tile of them, and of the part of the columns that begins with `first_column`.
+inline constexpr int kWarpsOfPlace = 4;
+template <class Traits>
+__device__ __forceinline__ uint2* marks_of_dq(const Withheld& withheld, uint32_t tile, int group,
+                                              int first_column) {
+  if (withheld.dq == nullptr) return nullptr;
+  const int64_t place = int64_t{tile} * (Traits::kTileQ / kKeysPerGroup) + group;
+  return withheld.dq +
+         (place * Traits::kDqParts + first_column / Traits::kDqPartColumns) * kWarpsOfPlace;
+}
+template <class Traits>
+__device__ __forceinline__ uint2* marks_of_keys(uint2* marks, int tile, int group,
+                                                int first_column) {
+  const int64_t place = int64_t{tile} * (Traits::kTileK / kKeysPerGroup) + group;
+  return marks +
+         (place * Traits::kKeyParts + first_column / Traits::kKeyPartColumns) * kWarpsOfPlace;
+}
 
 // The steps of an item: its query tiles, of each the query heads of the KV head one after another.
 // Head by head, a short item that ascends would wait in each head for its longer neighbours, which

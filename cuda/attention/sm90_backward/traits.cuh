@@ -155,6 +155,13 @@ struct Traits {
                                     : kInPanels ? kDqBytes
                                                 : larger(kDqBytes, larger(kKBytes, kVBytes));
   static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
+  // What a warp decides alone to add or to withhold: so many columns of dQ, and of dK and dV.
+  static constexpr int kDqPieces = kByProducts && kPanelColumns > kBoxColumns ? 2 : 1;
+  static constexpr int kDqPartColumns = kDqColumns / kDqPieces;
+  static constexpr int kDqParts = kDim / kDqPartColumns;
+  static constexpr int kKeyPartColumns =
+      kInPanels && !kByProducts ? kSlotBoxes * kBoxColumns : larger(kDim, kDimV);
+  static constexpr int kKeyParts = ceil_div(larger(kDim, kDimV), kKeyPartColumns);
   static constexpr int kSplitFloats = kInPanels || kRagged ? 0 : kTileK * (kDim + kDimV);
   static constexpr int kSlotWordBytes = kInPanels ? 16 : 8;
 
