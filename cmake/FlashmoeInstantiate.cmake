@@ -38,6 +38,7 @@ set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
   "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada"
   "64,64,RaggedAdaTuning,_ragged_ada" "128,128,RaggedAdaTuning,_ragged_ada"
   "256,256,RaggedAdaTuning,_ragged_ada"
+  "256,256,BiasedTuning,_biased"
   "64,64,BiasedAdaTuning,_biased_ada" "128,128,BiasedAdaTuning,_biased_ada"
   "256,256,BiasedAdaTuning,_biased_ada")
 set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS

@@ -124,9 +124,11 @@ struct TileSteps {
 
 // The loaders of K and V.
 template <class Traits>
-using KLoader = TileLoader<typename Traits::KLayout, Traits::kStepKeys, Traits::kThreads>;
+using KLoader = TileLoader<typename Traits::KLayout, Traits::kStepKeys, Traits::kThreads,
+                           typename Traits::KeyOrder>;
 template <class Traits>
-using VLoader = TileLoader<typename Traits::VLayout, Traits::kStepKeys, Traits::kThreads>;
+using VLoader = TileLoader<typename Traits::VLayout, Traits::kStepKeys, Traits::kThreads,
+                           typename Traits::KeyOrder>;
 
 template <class Traits>
 __device__ __forceinline__ VLoader<Traits> make_v_loader(const uint16_t* v,
@@ -323,48 +325,9 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
   }
 }
 
-// Makes logits of the scores of a step, and hides the keys that a row does not see by its bounds,
-// its mask or its bias. Bit 2 a + half of `seen` is set where this lane's part of a row has a key.
-template <class Traits>
-__device__ __forceinline__ void bias_scores(Scores<Traits>& scores, const BiasedParams& params,
-                                            const TileSteps<Traits>& steps,
-                                            const unsigned char* shared, int step, uint32_t& seen) {
-  const int lane = lane_index();
-  const Tile tile = tile_in<Traits>(shared);
-  const Sequence sequence = sequence_of(params, tile);
-  const int first_row = tile.first_row + warp_index() * Traits::kRowsPerWarp + lane / 4;
-  const int first_key = steps.first + step * Traits::kStepKeys + 2 * (lane % 4);
-  const float factor = params.pairs.factor;
-  // Numbers whose latency is waited for together: as many as there are registers for.
-  constexpr int kAtOnce = Traits::kScheme == Scheme::kSplitQ ? Traits::kStepKeys / 4 : 8;
-#pragma unroll
-  for (int a = 0; a < Traits::kRowAtoms; ++a) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = first_row + 16 * a + 8 * half;
-      KeyRange keys = sequence.keys(params.score, query);
-      if (query >= sequence.length_q) keys = {0, 0};
-      const PairRow<typename Traits::Element> row(params.pairs, tile.batch, tile.head, query);
-      bool any = false;
-#pragma unroll
-      for (int begin = 0; begin < Traits::kStepKeys / 4; begin += kAtOnce) {
-        float biases[kAtOnce];
-        load_biases(row, first_key + 4 * begin, keys, biases);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          float& score = scores[a][(begin + i) / 2][2 * half + i % 2];
-          score = biased_logit(score, factor, biases[i]);
-          any = any || biases[i] != ScorePairs::kHidden;
-        }
-      }
-      if (any) seen |= 1u << (2 * a + half);
-    }
-  }
-}
-
 inline constexpr float kNeedsFallback = INFINITY;  // which no sum of other rows explains
 
-// Which of the rows of a warp have seen a key: see bias_scores.
+// Which of the rows of a warp have seen a key: see pairs.cuh.
 struct SeenRows {
   uint32_t seen;
 };
@@ -439,7 +402,9 @@ struct RowStatistics : std::conditional_t<Traits::kBiased, SeenRows, NoSeenRows>
     const int query = query_of(params, row);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
     bool sees_keys = row < rows_of(tile, sequence) && sequence.sees_keys(params.score, query);
-    if constexpr (Traits::kBiased) sees_keys = any_of_quad(this->seen >> (2 * a + half) & 1u);
+    if constexpr (Traits::kBiased) {
+      sees_keys = any_of_quad(this->seen >> (2 * a + half) & 1u) && row < rows_of(tile, sequence);
+    }
     const RowEnd end = add_sink_and_end_row<typename Traits::Element, RowEndBy::kExact>(
         params.score, head_of(params, tile, row), sees_keys, {row_max[a][half], total});
     if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < rows_of(tile, sequence)) {

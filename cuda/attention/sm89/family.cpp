@@ -1,5 +1,7 @@
 // The sm_89 family: which kernel serves a problem, and with what parameters it is launched.
+#include <algorithm>
 #include <climits>
+#include <limits>
 
 #include "core/backends.h"
 #include "core/status.h"
@@ -94,8 +96,15 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
 
 BiasedParams make_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
   BiasedParams params;
-  params.pairs = score_pairs(p);
   fill_common(p, &params);
+  params.pairs = score_pairs(p);
+  if (p.mask.data != nullptr && p.bias.data == nullptr) {
+    // A mask alone is applied to scores as they are.
+    params.score.scale_log2 =
+        static_cast<float>(std::min(double{params.pairs.factor} * double{params.score.scale_log2},
+                                    double{std::numeric_limits<float>::max()}));
+    params.pairs.factor = 1.0f;
+  }
   params.seq_q = static_cast<int32_t>(p.seq_q);
   params.longest_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
   fill_swizzle(p, (p.seq_q + entry.tile_q - 1) / entry.tile_q, heads_per_swizzle(p, facts.l2_bytes),

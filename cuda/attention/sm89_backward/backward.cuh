@@ -29,6 +29,8 @@
 // backward/ragged.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/backward/masked_fallback.cuh"
 #include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/sm89_backward/copies.cuh"
@@ -211,43 +213,108 @@ struct Block {
     }
   }
 
-  // The same with a bias or a mask, which hide what bounds hide, too.
-  template <bool kCapped>
-  __device__ __forceinline__ void bias_and_exponentiate(Scores& scores) const {
-    constexpr int kCount = Traits::kScoreColumns / 4;
+  // What a lane reads of a bias and a mask for its part of a step's scores, of its rows 2a + half.
+  struct Pairs {
+    static constexpr int kRows = Traits::kScoreRows / 8;
+    static constexpr int kCount = Traits::kScoreColumns / 4;  // of a row
+    using Keys = typename Traits::KeyOrder;
+    using Mask = PairWords<Element, Keys, 1, kCount>;
+    using Bias16 = PairWords<Element, Keys, 2, kCount>;
+    using Bias32 = PairWords<Element, Keys, 4, kCount>;
+
+    typename Bias32::Row bias[kRows];  // or the words of 16 bits, in as many of each
+    typename Mask::Row mask[kRows];
+  };
+  struct NoPairs {};
+  static __device__ __forceinline__ int first_score_row() { return score_row() + lane_index() / 4; }
+  __device__ __forceinline__ int first_key_of_lane() const {
+    return item().tile * Traits::kTileK + score_column() + Pairs::Keys::first_of_lane(lane_index());
+  }
+  // Ahead of the products, behind which their latency hides. Rows that are not there have the
+  // numbers of the last one, and are infinitely far below their lse.
+  template <class Words, class Rows>
+  __device__ __forceinline__ void load_pairs(Rows& rows, const PairNumbers& numbers) const {
+    const char* const head =
+        static_cast<const char*>(numbers.data) +
+        numbers.offset_of(item().batch, step.head(params, item()), 0) * Words::kBytes;
+    const int first_query = step.tile_q * Traits::kTileQ + first_score_row();
+    const bool all = (item().tile + 1) * Traits::kTileK <= params.seq_k;
+#pragma unroll
+    for (int r = 0; r < Pairs::kRows; ++r) {
+      const int query = min(first_query + 8 * r, params.seq_q - 1);
+      typename Words::Row words;
+      Words::load(words, numbers, head + query * numbers.query_stride * Words::kBytes,
+                  first_key_of_lane(), params.seq_k, all);
+#pragma unroll
+      for (int w = 0; w < Words::kWords; ++w) rows[r][w] = words[w];
+    }
+  }
+  __device__ __forceinline__ void load_pairs(Pairs& to) const {
     const ScorePairs& pairs = params.pairs;
-    const int batch = item().batch;
-    const int head = step.head(params, item());
-    const int first_query = step.tile_q * Traits::kTileQ;
-    const int first_key = item().tile * Traits::kTileK + score_column() + 2 * (lane_index() % 4);
+    if (pairs.bias.data != nullptr) {
+      if (pairs.bias_is_fp32 != 0) {
+        load_pairs<typename Pairs::Bias32>(to.bias, pairs.bias);
+      } else {
+        load_pairs<typename Pairs::Bias16>(to.bias, pairs.bias);
+      }
+    }
+    if (pairs.mask.data != nullptr) load_pairs<typename Pairs::Mask>(to.mask, pairs.mask);
+  }
+
+  // The same with a bias or a mask. A score of a key that a bias hides, which is 0 times NaN where
+  // it is one or infinite, is left to the fallback.
+  template <bool kCapped>
+  __device__ __forceinline__ void bias_and_exponentiate(Scores& scores, const Pairs& given,
+                                                        bool bounded) const {
+    using Mask = typename Pairs::Mask;
+    using Bias16 = typename Pairs::Bias16;
+    using Bias32 = typename Pairs::Bias32;
+    constexpr int kCount = Pairs::kCount;
+    constexpr uint32_t kAllKeys = static_cast<uint32_t>((uint64_t{1} << kCount) - 1);
+    const ScorePairs& pairs = params.pairs;
+    const float factor = pairs.factor;
     const float scale_log2 = params.score.scale_log2;
-    const int first_row = score_row() + lane_index() / 4;
-    const uint32_t lse = copies.lse(number) + 4 * first_row;
+    const uint32_t lse = copies.lse(number) + 4 * first_score_row();
     const uint32_t first = first_pair(p());
 #pragma unroll
-    for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
+    for (int r = 0; r < Pairs::kRows; ++r) {
+      uint32_t visible = kAllKeys;
+      if (bounded) {
+        const int query = step.tile_q * Traits::kTileQ + first_score_row() + 8 * r;
+        visible = Pairs::Keys::template visible<kCount>(first_key_of_lane(),
+                                                        params.score.keys(query, params.seq_k));
+      }
+      if (pairs.mask.data != nullptr) visible &= Mask::visible(given.mask[r]);
+      float logits[kCount];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int query = first_query + first_row + 16 * a + 8 * half;
-        KeyRange keys = params.score.keys(query, params.seq_k);
-        if (query >= params.seq_q) keys = {0, 0};
-        float biases[kCount];
-        load_biases(PairRow<Element>(pairs, batch, head, query), first_key, keys, biases);
-        const float row_lse = ptx::load_shared_float(lse + 4 * (16 * a + 8 * half));
-        float p[kCount];
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          float& score = scores[a][i / 2][2 * half + i % 2];
-          const float logit = biased_logit(score, pairs.factor, biases[i]);
-          p[i] = biases[i] == ScorePairs::kHidden
-                     ? 0.0f
-                     : numeric::exp2_approx((logit - row_lse) * scale_log2);
-          score = !kCapped ? p[i] : p[i] == 0.0f ? 0.0f : p[i] * fmaf(-score, score, 1.0f);
+      for (int i = 0; i < kCount; ++i) {
+        const float score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+        if (pairs.bias.data == nullptr) {
+          logits[i] = score * factor;
+        } else if (pairs.bias_is_fp32 != 0) {
+          logits[i] = fmaf(score, factor, Bias32::bias(given.bias[r], i));
+        } else {
+          logits[i] = fmaf(score, factor, Bias16::bias(given.bias[r], i));
         }
+      }
+      const float row_lse = ptx::load_shared_float(lse + 4 * (8 * r));
+      float p[kCount];
 #pragma unroll
-        for (int n = 0; n < Traits::kScoreColumns / 8; ++n) {
-          ptx::store_shared(pair_at(first, a, half, n), Numeric::pack(p[2 * n], p[2 * n + 1]));
-        }
+      for (int i = 0; i < kCount; ++i) {
+        p[i] = numeric::exp2_approx((logits[i] - row_lse) * scale_log2);
+      }
+      if (visible != kAllKeys) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) p[i] = (visible >> i & 1) != 0 ? p[i] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        float& score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+        score = !kCapped ? p[i] : p[i] == 0.0f ? 0.0f : p[i] * fmaf(-score, score, 1.0f);
+      }
+#pragma unroll
+      for (int n = 0; n < Traits::kScoreColumns / 8; ++n) {
+        ptx::store_shared(pair_at(first, r / 2, r % 2, n), Numeric::pack(p[2 * n], p[2 * n + 1]));
       }
     }
   }
@@ -290,6 +357,8 @@ struct Block {
     Scores scores;
     clear(scores);
     const bool masked = is_masked();
+    std::conditional_t<Traits::kBiased, Pairs, NoPairs> pairs;
+    if constexpr (Traits::kBiased) load_pairs(pairs);
     copies.wait_for_q(number);
     if (begins) wait_for(copies.k_full(), items % 2);
     multiply_rows<QLayout, kHeldByItem + kHeldByScores>(scores, copies.q(number), copies.k());
@@ -298,7 +367,8 @@ struct Block {
     if (!Traits::kBiased && masked) mask(scores);
     if (Traits::kBuffers == 1) __syncthreads();  // those of the step before have been read
     if constexpr (Traits::kBiased) {
-      capped ? bias_and_exponentiate<true>(scores) : bias_and_exponentiate<false>(scores);
+      capped ? bias_and_exponentiate<true>(scores, pairs, masked)
+             : bias_and_exponentiate<false>(scores, pairs, masked);
     } else if (capped) {
       exponentiate<true>(scores);
     } else {
@@ -458,7 +528,7 @@ struct Block {
   }
 
   // Writes a warp's part of a gradient times `scale`, whose row 0 is the tensor's row `begin`.
-  template <int kAtoms, int kTiles, class AnyPart>
+  template <class Order, int kAtoms, int kTiles, class AnyPart>
   __device__ __forceinline__ void write(const Gradient& to, const AnyPart& part, int batch,
                                         int begin, float scale,
                                         const float (&values)[kAtoms][kTiles][4]) const {
@@ -467,7 +537,7 @@ struct Block {
     for (int a = 0; a < kAtoms; ++a) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = part.first_row + 16 * a + lane / 4 + 8 * half;
+        const int row = part.first_row + Order::row_of(16 * a + lane / 4 + 8 * half);
         if (row >= part.end_row) continue;
         const int64_t row_at =
             batch * to.strides.batch + part.head * to.strides.head + (begin + row) * to.strides.seq;
@@ -488,7 +558,7 @@ struct Block {
                               min(first_row + Traits::kQueryRows, length_q_of(params, item())),
                               query_column(), min(query_column() + Traits::kQColumns, params.dim));
     if (is_clean(dq)) {
-      write(params.dq_rows, part, batch_q_of(part), begin_q_of(part), params.scale, dq);
+      write<InOrder>(params.dq_rows, part, batch_q_of(part), begin_q_of(part), params.scale, dq);
     } else {
       attention_backward::masked_fallback<Traits, Wanted::kDq>(params, part);
     }
@@ -507,7 +577,7 @@ struct Block {
                               min(first_row + Traits::kKeyRows, length_k_of(params, item)),
                               first_column, min(first_column + 8 * kTiles, columns));
     if (is_clean(values)) {
-      write(to, part, batch_k_of(part), begin_k_of(part), scale, values);
+      write<typename Traits::KeyOrder>(to, part, batch_k_of(part), begin_k_of(part), scale, values);
     } else {
       attention_backward::masked_fallback<Traits, kWanted>(params, part);
     }

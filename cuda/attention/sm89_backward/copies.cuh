@@ -108,12 +108,12 @@ struct Copies {
 
   // Rows from `first_row` to before `end_row` of a sequence that begins at the tensor's row
   // `begin`.
-  template <class Layout, int kRows>
+  template <class Layout, int kRows, class Order = InOrder>
   static __device__ __forceinline__ void copy(uint32_t tile, const Rows& from, int batch, int head,
                                               int begin, int first_row, int end_row, int dim) {
     const uint16_t* const base = from.data + batch * from.strides.batch + head * from.strides.head +
                                  (begin + first_row) * from.strides.seq;
-    TileLoader<Layout, kRows, Traits::kThreads>(base, from.strides.seq, tile)
+    TileLoader<Layout, kRows, Traits::kThreads, Order>(base, from.strides.seq, tile)
         .load_next(0, from.strides.seq, end_row - first_row, dim);
   }
   // A number for each query of a step.
@@ -128,14 +128,14 @@ struct Copies {
   }
   template <class AnyItem>
   __device__ __forceinline__ void copy_k(const AnyItem& item) const {
-    copy<typename Traits::KLayout, Traits::kTileK>(
+    copy<typename Traits::KLayout, Traits::kTileK, typename Traits::KeyOrder>(
         k(), params.k_rows, batch_k_of(item), item.head_kv, begin_k_of(item),
         item.tile * Traits::kTileK, length_k_of(params, item), params.dim);
     ptx::cp_async_arrive(k_full());
   }
   template <class AnyItem>
   __device__ __forceinline__ void copy_v(const AnyItem& item) const {
-    copy<typename Traits::VLayout, Traits::kTileK>(
+    copy<typename Traits::VLayout, Traits::kTileK, typename Traits::KeyOrder>(
         v(), params.v_rows, batch_k_of(item), item.head_kv, begin_k_of(item),
         item.tile * Traits::kTileK, length_k_of(params, item), params.dim_v);
     ptx::cp_async_arrive(v_full());
