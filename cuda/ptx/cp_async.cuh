@@ -1,5 +1,5 @@
-// cp.async: 16 bytes from global to shared memory without passing through registers, past L1 where
-// nothing else is said. Both addresses are 16-byte aligned. sm_80 and newer.
+// cp.async: 16 bytes from global to shared memory without passing through registers, past L1.
+// Both addresses are 16-byte aligned. sm_80 and newer.
 #pragma once
 
 #include <cstdint>
@@ -39,15 +39,6 @@ __device__ __forceinline__ void cp_async_cached_16_or_zero(uint32_t destination,
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
                "l"(source), "r"(bytes)
-               : "memory");
-}
-
-// 4, 8 or 16 bytes through the L1, to and from a multiple of as many.
-template <int kBytes>
-__device__ __forceinline__ void cp_async_cached(uint32_t destination, const void* source) {
-  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(source),
-               "n"(kBytes)
                : "memory");
 }
 

@@ -67,20 +67,6 @@ __device__ __forceinline__ void load_or_zero(uint32_t (&chunk)[4], const void* a
       : "l"(address), "r"(static_cast<uint32_t>(valid)));
 }
 
-// 4, 8 or 16 bytes. Not by ld.global.nc, which promises that nothing is written from the kernel's
-// start on: the launch ahead may not have ended then. sm_70 and newer.
-__device__ __forceinline__ void load_words(uint32_t (&words)[1], const void* address) {
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(address));
-}
-__device__ __forceinline__ void load_words(uint32_t (&words)[2], const void* address) {
-  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(address));
-}
-__device__ __forceinline__ void load_words(uint32_t (&words)[4], const void* address) {
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "l"(address));
-}
-
 // 16 bytes, each word of which other blocks may be writing. sm_70 and newer.
 __device__ __forceinline__ uint4 load_relaxed(const uint32_t* address) {
   uint4 words;

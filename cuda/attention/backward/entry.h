@@ -18,6 +18,7 @@ struct Entry : AttentionKernel {
   int cluster = 1;      // blocks that share an item
   bool ragged = false;  // of ragged and padded batches, and of no others
   bool biased = false;  // of calls with a bias or a mask, and of no others
+  bool one_of_both = false;  // a bias of fp32 and a mask are not for it
 };
 
 }  // namespace flashmoe::attention_backward
