@@ -102,7 +102,8 @@ class TileLoader {
     const uint16_t* sources[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      sources[i] = copies(i) && in_row ? row_of(row() + i * kRowsPerPass) : nullptr;
+      const int own = Order::row_of(row()) + Order::row_of(i * kRowsPerPass);
+      sources[i] = copies(i) && in_row ? row_of(own) : nullptr;
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {

@@ -10,8 +10,7 @@
 
 #include <cstdint>
 
-#include "cuda/ptx/cp_async.cuh"
-#include "cuda/ptx/global.cuh"
+#include "cuda/ptx/words.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/score_pairs.h"
 

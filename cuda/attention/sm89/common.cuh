@@ -75,8 +75,10 @@ __device__ __forceinline__ int64_t offset_of_row(const Params& /*params*/, const
 
 // What kernels of ragged batches have in the places of these.
 template <class Traits>
-using ParamsOf = std::conditional_t<Traits::kRagged, RaggedParams,
-                                    std::conditional_t<Traits::kBiased, BiasedParams, Params>>;
+using ParamsOf =
+    std::conditional_t<Traits::kRagged,
+                       std::conditional_t<Traits::kBiased, RaggedBiasedParams, RaggedParams>,
+                       std::conditional_t<Traits::kBiased, BiasedParams, Params>>;
 template <class Traits>
 using TileOf = std::conditional_t<Traits::kRagged, RaggedTile, Tile>;
 template <class Traits>
@@ -439,6 +441,26 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   }
 }
 
+// Keys of a sequence with a bias or a mask, for the fallback.
+template <class Element>
+struct RaggedBiasedKeys {
+  RaggedKeys keys;
+  PairRow<Element> row;
+
+  __device__ __forceinline__ float bias_of(int key) const {
+    return row.bias_of(keys.tile.skipped + key);
+  }
+  __device__ __forceinline__ const uint16_t* k(int key) const {
+    return bias_of(key) == ScorePairs::kHidden ? nullptr : keys.k(key);
+  }
+  __device__ __forceinline__ const uint16_t* v(int key) const {
+    return bias_of(key) == ScorePairs::kHidden ? nullptr : keys.v(key);
+  }
+  __device__ __forceinline__ float logit(float score, int key) const {
+    return biased_logit(score, row.pairs.factor, bias_of(key));
+  }
+};
+
 // Rows of a tile by the fallback, one at a time. For whole warps; this one takes `first_row`,
 // `first_row + stride`, ... before `end_row`.
 template <class Traits>
@@ -452,10 +474,18 @@ __device__ __noinline__ void masked_rows_fallback(const ParamsOf<Traits>& params
     const KeyRange keys = {sequence.first_key(params.score, query),
                            sequence.end_key(params.score, query)};
     if constexpr (Traits::kRagged) {
-      masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-          params.tensors, params.score,
-          {tile.batch, head_of(params, tile, row), tile.head_kv, sequence.begin_q + query, keys},
-          [](int) { return true; }, RaggedKeys{params, tile});
+      const int head = head_of(params, tile, row);
+      const MaskedRow masked = {tile.batch, head, tile.head_kv, sequence.begin_q + query, keys};
+      if constexpr (Traits::kBiased) {
+        masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+            params.tensors, params.score, masked, [](int) { return true; },
+            RaggedBiasedKeys<typename Traits::Element>{
+                {params, tile}, {params.pairs, tile.number, head, query}});
+      } else {
+        masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+            params.tensors, params.score, masked, [](int) { return true; },
+            RaggedKeys{params, tile});
+      }
     } else if constexpr (Traits::kBiased) {
       const MaskedRow masked = {tile.batch, tile.head, tile.head_kv, query, keys};
       masked_row_fallback<typename Traits::Element, Traits::kDimV>(

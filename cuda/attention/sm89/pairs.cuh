@@ -12,8 +12,9 @@ namespace flashmoe::sm89 {
 template <class Traits>
 class StepPairs {
  public:
-  __device__ __forceinline__ StepPairs(const BiasedParams& params, const TileSteps<Traits>& steps,
-                                       unsigned char* shared, int step)
+  __device__ __forceinline__ StepPairs(const ParamsOf<Traits>& params,
+                                       const TileSteps<Traits>& steps, unsigned char* shared,
+                                       int step)
       : params_(params), steps_(steps), shared_(shared), step_(step) {}
 
   // Copies them by cp.async, where that can be done; else `load` loads them one by one.
@@ -30,7 +31,8 @@ class StepPairs {
   // of a key that a bias hides makes a NaN of its row where it is one or infinite: the row then
   // goes to the fallback.
   __device__ __forceinline__ bool apply(Scores<Traits>& scores, uint32_t& seen) const {
-    const bool bounded = step_ < steps_.left_steps || step_ >= steps_.right_steps;
+    const bool misses = misses_pages();
+    const bool bounded = misses || step_ < steps_.left_steps || step_ >= steps_.right_steps;
     const bool masked = params_.pairs.mask.data != nullptr;
     const bool looks = seen != kAllRows;  // for rows that have seen none
     uint32_t visible[kRows];
@@ -40,6 +42,11 @@ class StepPairs {
                        ? Keys::template visible<kCount>(
                              first_key_of_lane(), sequence().keys(params_.score, query_of_row(r)))
                        : kAllKeys;
+    }
+    if (misses) {
+      const uint32_t there = keys_of_pages();
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) visible[r] &= there;
     }
     if (params_.pairs.bias.data != nullptr) {
       if (params_.pairs.bias_is_fp32 == 0) {
@@ -78,7 +85,7 @@ class StepPairs {
   using Bias32 = PairWords<Element, Keys, 4, kCount>;
   static_assert(kRows * kCount * 2 * kThreadsPerWarp == Traits::kPairBytesOfWarp);
 
-  __device__ __forceinline__ Sequence sequence() const {
+  __device__ __forceinline__ SequenceIn<Traits> sequence() const {
     return sequence_of(params_, tile_in<Traits>(shared_));
   }
   __device__ __forceinline__ int first_key() const {
@@ -88,10 +95,34 @@ class StepPairs {
     return first_key() + Keys::first_of_lane(lane_index());
   }
   // Rows that are not there have the numbers of the last one, and nobody reads what they come to.
+  __device__ __forceinline__ int row_of(int r) const {
+    const TileIn<Traits> tile = tile_in<Traits>(shared_);
+    return min(
+        tile.first_row + warp_index() * Traits::kRowsPerWarp + lane_index() / 4 + 8 * r,
+        rows_of(tile, sequence()) - 1);
+  }
   __device__ __forceinline__ int query_of_row(int r) const {
-    return min(tile_in<Traits>(shared_).first_row + warp_index() * Traits::kRowsPerWarp +
-                   lane_index() / 4 + 8 * r,
-               params_.seq_q - 1);
+    return query_of(params_, row_of(r));
+  }
+  // Whether some page of the tile's keys is none, and of this lane's keys those that are there.
+  __device__ __forceinline__ bool misses_pages() const {
+    if constexpr (Traits::kRagged) {
+      return tile_in<Traits>(shared_).misses_pages != 0;
+    } else {
+      return false;
+    }
+  }
+  __device__ __forceinline__ uint32_t keys_of_pages() const {
+    uint32_t there = kAllKeys;
+    if constexpr (Traits::kRagged) {
+      const RaggedKeys keys = {params_, tile_in<Traits>(shared_)};
+#pragma unroll 1
+      for (int i = 0; i < kCount; ++i) {
+        const int key = first_key_of_lane() + Keys::key_of(i);
+        if (key < sequence().length_k && keys.is_hidden(key)) there &= ~(1u << i);
+      }
+    }
+    return there;
   }
   static __device__ __forceinline__ float& score_of(Scores<Traits>& scores, int r, int i) {
     return scores[r / 2][i / 2][r % 2 * 2 + i % 2];
@@ -106,17 +137,39 @@ class StepPairs {
     const PairNumbers& numbers;
 
     __device__ __forceinline__ bool can_copy(const StepPairs& step) const {
-      return Words::can_copy(numbers) && step.first_key() + Traits::kStepKeys <= step.params_.seq_k;
+      const int end = step.first_key() + Traits::kStepKeys;
+      if constexpr (Traits::kRagged) {
+        // There are numbers of keys behind the sequence's, too.
+        const int skipped = tile_in<Traits>(step.shared_).skipped;
+        return Words::can_copy(numbers) && skipped * Words::kBytes % Words::kCopyBytes == 0 &&
+               skipped + end <= step.params_.sequences.pair_keys;
+      } else {
+        return Words::can_copy(numbers) && end <= step.params_.seq_k;
+      }
     }
     // Key 0 of row r.
     __device__ __forceinline__ auto row_at(const StepPairs& step) const {
       const TileIn<Traits> tile = tile_in<Traits>(step.shared_);
-      const char* const head =
-          static_cast<const char*>(numbers.data) +
-          (tile.batch * numbers.batch_stride + tile.head * numbers.head_stride) * Words::kBytes;
-      return [&step, head, stride = numbers.query_stride](int r) {
-        return head + step.query_of_row(kFirst + r) * stride * Words::kBytes;
-      };
+      if constexpr (Traits::kRagged) {
+        const char* const first =
+            static_cast<const char*>(numbers.data) +
+            (tile.number * numbers.batch_stride + tile.skipped * numbers.key_stride) *
+                Words::kBytes;
+        return [&step, first, this](int r) {
+          const int row = step.row_of(kFirst + r);
+          return first +
+                 (head_of(step.params_, tile_in<Traits>(step.shared_), row) * numbers.head_stride +
+                  query_of(step.params_, row) * numbers.query_stride) *
+                     Words::kBytes;
+        };
+      } else {
+        const char* const head =
+            static_cast<const char*>(numbers.data) +
+            (tile.batch * numbers.batch_stride + tile.head * numbers.head_stride) * Words::kBytes;
+        return [&step, head, stride = numbers.query_stride](int r) {
+          return head + step.query_of_row(kFirst + r) * stride * Words::kBytes;
+        };
+      }
     }
     __device__ __forceinline__ void copy(const StepPairs& step) const {
       if (!can_copy(step)) return;
@@ -126,7 +179,7 @@ class StepPairs {
     __device__ __forceinline__ void load(const StepPairs& step) const {
       if (can_copy(step)) return;
       Words::template load<kCount_>(step.place(), lane_index(), numbers, step.first_key_of_lane(),
-                                    step.params_.seq_k, row_at(step));
+                                    step.sequence().length_k, row_at(step));
     }
   };
   // Those of which copies are ahead.
@@ -188,7 +241,7 @@ class StepPairs {
     return true;
   }
 
-  const BiasedParams& params_;
+  const ParamsOf<Traits>& params_;
   const TileSteps<Traits>& steps_;
   unsigned char* const shared_;
   const int step_;

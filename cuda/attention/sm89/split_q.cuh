@@ -232,7 +232,8 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   if constexpr (Traits::kBiased) {
     // Of the first step that this warp computes. Each next one's are copied when their place is
     // free, and loaded when registers are: one group a step.
-    const int first = (sequence.first_key(params.score, warp_row) - block.first) / kStep;
+    const int first =
+        (sequence.first_key(params.score, query_of(params, warp_row)) - block.first) / kStep;
     if (first < steps) {
       StepPairs<Traits>(params, block, shared, first).copy();
       StepPairs<Traits>(params, block, shared, first).load();

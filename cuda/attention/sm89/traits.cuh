@@ -63,6 +63,14 @@ struct BiasedTuning {
   static constexpr bool kBiased = true;
 };
 
+// For both.
+template <int kDim, int kDimV>
+struct RaggedBiasedTuning {
+  static constexpr Tuning value = tuning(kDim, kDimV);
+  static constexpr bool kRagged = true;
+  static constexpr bool kBiased = true;
+};
+
 // Where two blocks of the table's kernel do not fit the shared memory of a multiprocessor, as on
 // Ada with its 100 KiB: one block of eight warps.
 template <int kDim, int kDimV>

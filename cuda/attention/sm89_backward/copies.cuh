@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/attention/backward/tile.cuh"
+#include "cuda/attention/sm89_backward/pairs.cuh"
 #include "cuda/attention/sm89_backward/params.h"
 #include "cuda/attention/sm89_backward/traits.cuh"
 #include "cuda/ptx/cp_async.cuh"
@@ -13,13 +14,6 @@
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm89_backward {
-
-using attention_backward::batch_k_of;
-using attention_backward::batch_q_of;
-using attention_backward::begin_k_of;
-using attention_backward::begin_q_of;
-using attention_backward::length_k_of;
-using attention_backward::length_q_of;
 
 // A step of an item: its query tiles, of each the query heads of the KV head one after another.
 // Head by head, a short item that ascends would wait in each head for its longer neighbours, which
@@ -59,7 +53,7 @@ __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
 
 template <class Traits>
 struct Copies {
-  const Params& params;
+  const typename Traits::Params& params;
   const uint32_t address;  // of shared memory
 
   // ---- barriers -----------------------------------------------------------------------------
@@ -99,6 +93,13 @@ struct Copies {
   }
   __device__ __forceinline__ uint32_t dout(uint32_t step) const {
     return address + Traits::kDoutOffset + step % Traits::kDoutStages * Traits::kDoutBytes;
+  }
+  // Of P and dS.
+  __device__ __forceinline__ uint32_t p(uint32_t step) const {
+    return address + Traits::kPOffset + step % Traits::kBuffers * Traits::kScoreBytes;
+  }
+  __device__ __forceinline__ uint32_t ds(uint32_t step) const {
+    return address + Traits::kDsOffset + step % Traits::kBuffers * Traits::kScoreBytes;
   }
   __device__ __forceinline__ uint32_t delta(uint32_t step) const {
     return address + Traits::kDeltaOffset + step % Traits::kDoutStages * Traits::kRowBytes;
@@ -153,6 +154,9 @@ struct Copies {
         q(number), params.q_rows, batch_q_of(item), step.head(params, item), begin_q_of(item),
         step.tile_q * Traits::kTileQ, length_q_of(params, item), params.dim);
     copy_row_numbers(lse(number), params.row_lse, step.place(params, item));
+    if constexpr (Traits::kPairsAhead) {
+      Pairs<Traits>::copy(ds(number), p(number), params, item, step);
+    }
     ptx::cp_async_arrive(q_full(number));
   }
   template <class AnyItem>

@@ -97,6 +97,10 @@ struct BiasedTuning : BiasedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>> {};
 template <int kDim, int kDimV>
 struct BiasedAdaTuning : BiasedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>> {};
 
+// Both.
+template <int kDim, int kDimV>
+struct RaggedBiasedAdaTuning : BiasedTuningOf<kDim, kDimV, RaggedAdaTuning<kDim, kDimV>> {};
+
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
@@ -107,7 +111,9 @@ struct Traits {
   static constexpr bool kBiased = kTuning.biased;
   using DenseParams = std::conditional_t<kBiased, attention_backward::BiasedParams,
                                          attention_backward::CommonParams>;
-  using Params = std::conditional_t<kRagged, attention_backward::RaggedParams, DenseParams>;
+  using SequenceParams = std::conditional_t<kBiased, attention_backward::RaggedBiasedParams,
+                                            attention_backward::RaggedParams>;
+  using Params = std::conditional_t<kRagged, SequenceParams, DenseParams>;
   using Item =
       std::conditional_t<kRagged, attention_backward::RaggedItem, attention_backward::Item>;
   static constexpr int kWarps = kTuning.warps;
@@ -118,6 +124,7 @@ struct Traits {
   static constexpr int kStages = kTuning.stages;
   static constexpr int kDoutStages = kTuning.dout_stages;
   static constexpr int kBuffers = kTuning.buffers;
+  static constexpr bool kPairsAhead = kBiased && kBuffers == 2;  // pairs.cuh
 
   static constexpr Split kScores = kTuning.scores;
   static constexpr Split kKeys = kTuning.keys;
