@@ -110,9 +110,9 @@ def test_numbers_side_by_side(kind: str, dim: int, causal: Any) -> None:
     if kind != "mask":
         case.options["attn_bias"] = case.bias(kind.split()[-1], "")
     case.check()
-    if dim == 256:  # beside the kernel for GPUs of more shared memory
-        case.backward_kernel = "attention_backward_sm89_bf16_d256_dv256_biased_ada"
-        case.check()
+    # Beside the kernel for GPUs of more shared memory.
+    case.backward_kernel = f"attention_backward_sm89_bf16_d{dim}_dv{dim}_biased_ada"
+    case.check()
 
 
 @pytest.mark.parametrize("kind", ["mask", "q", "fp32"])
@@ -129,6 +129,8 @@ def test_rows_that_begin_anywhere(kind: str, begin: int, pitch: int) -> None:
     view = around[begin:].as_strided(case.full, (0, 70 * pitch, pitch, 1))
     view.copy_(given)
     case.options[name] = view
+    case.check()
+    case.backward_kernel = "attention_backward_sm89_fp16_d64_dv64_biased_ada"
     case.check()
 
 
