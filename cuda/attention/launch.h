@@ -85,8 +85,9 @@ inline flashmoe_status check_sequences_fit(const AttentionProblem& problem, cons
       (problem.seq_q > kMostOffsetRows || problem.seq_k > kMostOffsetRows ||
        wide(FLASHMOE_WINDOW_LEFT, mask.window_left) ||
        wide(FLASHMOE_WINDOW_RIGHT, mask.window_right))) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
-                         "q_offset beside more than 2^27 rows of a sequence or a window beyond 2^29");
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "%s",
+        "q_offset beside more than 2^27 rows of a sequence or a window beyond 2^29");
   }
   const int64_t pages = tables.paged ? tables.page_count : 1;
   if (problem.batch <= kMostTableRows && tables.rows_q <= kMostTableRows &&

@@ -1,5 +1,5 @@
-// Loads and copies of 4, 8 or 16 bytes of global memory, to and from a multiple of as many: for what
-// is aligned to no more.
+// Loads and copies of 4, 8 or 16 bytes of global memory, to and from a multiple of as many: for
+// what is aligned to no more.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ __device__ __forceinline__ void cp_async_cached(uint32_t destination, const void
                : "memory");
 }
 
-// Not by ld.global.nc, which promises that nothing is written from the kernel's start on: the launch
-// ahead may not have ended then. sm_70 and newer.
+// Not by ld.global.nc, which promises that nothing is written from the kernel's start on: the
+// launch ahead may not have ended then. sm_70 and newer.
 __device__ __forceinline__ void load_words(uint32_t (&words)[1], const void* address) {
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(address));
 }

@@ -479,8 +479,8 @@ __device__ __noinline__ void masked_rows_fallback(const ParamsOf<Traits>& params
       if constexpr (Traits::kBiased) {
         masked_row_fallback<typename Traits::Element, Traits::kDimV>(
             params.tensors, params.score, masked, [](int) { return true; },
-            RaggedBiasedKeys<typename Traits::Element>{
-                {params, tile}, {params.pairs, tile.number, head, query}});
+            RaggedBiasedKeys<typename Traits::Element>{{params, tile},
+                                                       {params.pairs, tile.number, head, query}});
       } else {
         masked_row_fallback<typename Traits::Element, Traits::kDimV>(
             params.tensors, params.score, masked, [](int) { return true; },

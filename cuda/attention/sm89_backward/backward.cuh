@@ -99,12 +99,8 @@ struct Block {
   __device__ __forceinline__ int steps_of(const volatile Item& item) const {
     return item.tile == kNoItem ? 0 : (item.end - item.begin) * params.heads_per_kv;
   }
-  __device__ __forceinline__ uint32_t p() const {
-    return copies.p(number);
-  }
-  __device__ __forceinline__ uint32_t ds() const {
-    return copies.ds(number);
-  }
+  __device__ __forceinline__ uint32_t p() const { return copies.p(number); }
+  __device__ __forceinline__ uint32_t ds() const { return copies.ds(number); }
 
   // ---- P and dS -----------------------------------------------------------------------------
 
@@ -164,7 +160,8 @@ struct Block {
   static __device__ __forceinline__ uint32_t first_pair(uint32_t tile) {
     const int lane = lane_index();
     return tile +
-           ScoreLayout::chunk_offset(score_row<Traits>() + lane / 4, score_column<Traits>() / kElementsPerChunk) +
+           ScoreLayout::chunk_offset(score_row<Traits>() + lane / 4,
+                                     score_column<Traits>() / kElementsPerChunk) +
            4 * (lane % 4);
   }
   static __device__ __forceinline__ uint32_t pair_at(uint32_t first, int a, int half, int n) {

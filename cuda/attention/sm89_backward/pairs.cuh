@@ -1,8 +1,8 @@
 // What a lane reads of a bias and a mask for its part of a step's scores, of its rows 2a + half.
 //
 // Where a block has two buffers of P and dS (Traits::kPairsAhead), numbers are copied by cp.async a
-// step ahead, beside Q, to where the step's dS will be, and what that has no room for to where its P
-// will be: the warp's own part of either, which its lanes read before the first of them writes.
+// step ahead, beside Q, to where the step's dS will be, and what that has no room for to where its
+// P will be: the warp's own part of either, which its lanes read before the first of them writes.
 // Else they are loaded to registers ahead of Q K^T.
 #pragma once
 
@@ -87,11 +87,10 @@ struct Pairs {
   static __device__ __forceinline__ void for_rows(int first, int end, const Params& params,
                                                   const PairNumbers& numbers, const AnyItem& item,
                                                   const Step& step, const Take& take) {
-    const char* const head =
-        static_cast<const char*>(numbers.data) +
-        (numbers.offset_of(batch_q_of(item), step.head(params, item), 0) +
-         skipped_of(item) * numbers.key_stride) *
-            Words::kBytes;
+    const char* const head = static_cast<const char*>(numbers.data) +
+                             (numbers.offset_of(batch_q_of(item), step.head(params, item), 0) +
+                              skipped_of(item) * numbers.key_stride) *
+                                 Words::kBytes;
     const int first_query = step.tile_q * Traits::kTileQ + first_row();
     const int last_query = length_q_of(params, item) - 1;
     // What is made of it is not to be kept across steps.
@@ -152,8 +151,9 @@ struct Pairs {
     // Of half a swizzle group rows side by side would be in the same banks.
     if (kRowsOfCopy == 8) row = row / 2 + row % 2 * 4;
     const uint32_t first =
-        tile + Layout::chunk_offset(score_row<Traits>() + row,
-                                    score_column<Traits>() / kElementsPerChunk + chunk % kChunks) +
+        tile +
+        Layout::chunk_offset(score_row<Traits>() + row,
+                             score_column<Traits>() / kElementsPerChunk + chunk % kChunks) +
         static_cast<uint32_t>(lane * Words::kCopyBytes % kBytesPerChunk);
     const int rows_before = (r * Words::kCopies + c) * kRowsOfCopy;
     return (first ^ static_cast<uint32_t>(rows_before % 8 * kBytesPerChunk)) +
@@ -185,9 +185,9 @@ struct Pairs {
           Words::load_each(words, numbers, row, key, length_k_of(params, item));
 #pragma unroll
           for (int w = 0; w < Words::kWords; ++w) {
-            ptx::store_shared(place_of<Words>(tile, r - first, w / Words::kCopyWords) +
-                                  w % Words::kCopyWords * 4,
-                              words[w]);
+            ptx::store_shared(
+                place_of<Words>(tile, r - first, w / Words::kCopyWords) + w % Words::kCopyWords * 4,
+                words[w]);
           }
         });
       }

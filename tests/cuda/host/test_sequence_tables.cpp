@@ -206,8 +206,9 @@ void check_offsets() {
     mask.window_left = windows[any_of(6)];
     mask.window_right = mask.causal != FLASHMOE_CAUSAL_NONE ? 0 : windows[any_of(6)];
     const int64_t length_k = places[any_of(5)] + any_of(2);
-    const int64_t far[] = {INT_MIN, -kMostOffsetRows, 0, kMostOffsetRows, INT_MAX,
-                           mask.window_left + kMostOffsetRows, -mask.window_right};
+    const int64_t far[] = {INT_MIN,           -kMostOffsetRows, 0,
+                           kMostOffsetRows,   INT_MAX,          mask.window_left + kMostOffsetRows,
+                           -mask.window_right};
     const int64_t offset = std::clamp<int64_t>(far[any_of(7)] + any_of(9) - 4, INT_MIN, INT_MAX);
     check_offset(static_cast<int32_t>(offset), mask, places[any_of(5)], length_k);
   }
