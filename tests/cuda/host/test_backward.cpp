@@ -1137,7 +1137,7 @@ void sequences_are_planned_by_what_the_host_knows() {
   CHECK(named.refusal().find("_ragged serves this call") != std::string::npos);
   // No kernel reads a mask beside sequences.
   int64_t one[] = {1, 1, 1, 1};
-  const flashmoe_tensor mask = {reinterpret_cast<void*>(int64_t{6} << 40),
+  const flashmoe_tensor mask = {reinterpret_cast<void*>(int64_t{60} << 40),
                                 {FLASHMOE_DEVICE_CUDA, 0},
                                 4,
                                 {FLASHMOE_DTYPE_UINT, 8, 1},
