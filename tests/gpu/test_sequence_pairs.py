@@ -67,6 +67,17 @@ def check_sequence(batch: Batch, b: int, got: ragged.Result, **given: Any) -> No
     assert_accurate(got.out[b], got.lse[b], *tensors, sinks=batch.sinks, **given)
 
 
+def assert_alike(got: ragged.Result, want: ragged.Result) -> None:
+    """Where kernels add in the same order, bit by bit."""
+    if got.kernel == want.kernel and "_ragged" in got.kernel:
+        ragged.assert_same_bits(got, want)
+        return
+    for name in ("out", "lse"):
+        for x, y in zip(getattr(got, name), getattr(want, name), strict=True):
+            allowed = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(x.dtype, 1e-3)
+            torch.testing.assert_close(x, y, atol=allowed, rtol=allowed)
+
+
 # ---- q_offset ------------------------------------------------------------------------------------
 
 
@@ -82,8 +93,9 @@ def test_queries_stand_where_they_are_said_to(
         for call in ragged.ways(batch).values():
             call = call._replace(tables=call.tables | {"q_offset": int32(OFFSETS)})
             got = ragged.run(call, DEVICE, sinks=batch.sinks, kernel=kernel, **options)
-            if made is not None and got.kernel == made.kernel and "_ragged" in got.kernel:
-                ragged.assert_same_bits(got, made)
+            if made is not None:
+                assert_alike(got, made)
+                continue
             made = got
             for b, offset in enumerate(OFFSETS):
                 seen = seen_at(LENGTHS_Q[b], LENGTHS_K[b], offset, options)
@@ -114,10 +126,15 @@ def test_one_query_stands_anywhere(group: int, kernel: str | None) -> None:
     offsets = (100, 69, 5, 0, -1, 600)
     for options in STANDING.values():
         batch = ragged.make((1,) * 6, lengths, dtype="bf16", dim=128, heads=(2 * group, 2))
+        made: ragged.Result | None = None
         for call in ragged.ways(batch).values():
             extra = {"q_offset": int32(offsets), "max_seqlen_q": 1}
             call = call._replace(tables=call.tables | extra)
             got = ragged.run(call, DEVICE, kernel=kernel, **options)
+            if made is not None:
+                assert_alike(got, made)
+                continue
+            made = got
             for b, offset in enumerate(offsets):
                 seen = seen_at(1, lengths[b], offset, options)
                 check_sequence(batch, b, got, attn_mask=seen[None, None])
@@ -157,11 +174,16 @@ def test_gradients_of_queries_that_stand_anywhere(
             x["q"], x["k"], x["v"], attn_mask=mask, return_lse=True
         )
     given.options = options
+    made: ragged_backward.Result | None = None
     for way in ragged_backward.ways(given).values():
         way = way._replace(tables=way.tables | {"q_offset": int32(OFFSETS)})
         got = ragged_backward.run(given, way, kernel=family)
         assert kernels.stem(family) in got.kernel
-        check_gradients(given, got, [{"attn_mask": mask} for mask in masks])
+        if made is None:
+            check_gradients(given, got, [{"attn_mask": mask} for mask in masks])
+        else:
+            ragged_backward.assert_same_bits(got, made.parts)
+        made = got
 
 
 def check_gradients(
@@ -228,14 +250,17 @@ class Numbers:
 KINDS = ("mask", "q", "fp32", "mask and q", "mask and fp32")
 
 
-def check_pairs(batch: Batch, call: Call, numbers: Numbers, **options: Any) -> ragged.Result:
-    """Right, and with the bits of dense calls."""
+def check_pairs(
+    batch: Batch, call: Call, numbers: Numbers, *, exact: bool = True, **options: Any
+) -> ragged.Result:
+    """With the bits of dense calls, and beside float64."""
     got = ragged.run(call, DEVICE, sinks=batch.sinks, **numbers.options, **options)
     assert got.kernel.endswith("_ragged_biased")
     assert fm.last_launches()[0].local_bytes == 0
     dense = []
     for b in range(len(batch.q)):
-        check_sequence(batch, b, got, **numbers.of(b), **options)
+        if exact:
+            check_sequence(batch, b, got, **numbers.of(b), **options)
         tensors = [x[b].to(DEVICE) for x in (batch.q, batch.k, batch.v)]
         dense.append(fm.flash_attention(
             *tensors, **numbers.of(b), **options, return_lse=True,
@@ -257,7 +282,7 @@ def test_biases_and_masks(kind: str, options: dict[str, Any], dim: int, dim_v: i
                         sinks=kind == "mask")  # fmt: skip
     for i, call in enumerate(ragged.ways(batch).values()):
         numbers = Numbers(kind, batch, call.tables, odd=i % 3, seed=i)
-        check_pairs(batch, call, numbers, **options)
+        check_pairs(batch, call, numbers, exact=i == 0, **options)
 
 
 @pytest.mark.parametrize("one", pairs.BROADCASTS)
@@ -265,7 +290,8 @@ def test_broadcasts(one: str) -> None:
     batch = ragged.make(LENGTHS_Q, LENGTHS_K, dtype="bf16")
     for name in ("left", "paged"):
         call = ragged.ways(batch)[name]
-        check_pairs(batch, call, Numbers("mask and q", batch, call.tables, one=one))
+        numbers = Numbers("mask and q", batch, call.tables, one=one)
+        check_pairs(batch, call, numbers, exact=name == "left")
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
@@ -330,7 +356,8 @@ def test_gradients(kind: str, options: dict[str, Any], dim: int) -> None:
         given.options = options | numbers.options
         got = ragged_backward.run(given, way)
         assert got.kernel.endswith("_ragged_biased_ada")
-        check_gradients(given, got, own)
+        if i == 0:
+            check_gradients(given, got, own)
         want = []
         for x, each in zip(given.tensors, own, strict=True):
             given.options = each
