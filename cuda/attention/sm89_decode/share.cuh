@@ -24,12 +24,12 @@ __device__ __forceinline__ void touch_tables(const SequenceParams& sequences, in
   const auto touch = [&](const TableNumbers& table, int i) {
     return table.given() ? table.at(i) : 0;
   };
-  const int together =
-      touch(sequences.cu_seqlens_q, index) ^ touch(sequences.cu_seqlens_q, index + 1) ^
-      touch(sequences.seqused_q, index) ^ touch(sequences.cu_seqlens_k, index) ^
-      touch(sequences.cu_seqlens_k, index + 1) ^ touch(sequences.seqused_k, index) ^
-      touch(sequences.k_begin, index) ^ touch(sequences.batch_index, index) ^
-      touch(sequences.q_offset, index);
+  const int together = touch(sequences.cu_seqlens_q, index) ^
+                       touch(sequences.cu_seqlens_q, index + 1) ^
+                       touch(sequences.seqused_q, index) ^ touch(sequences.cu_seqlens_k, index) ^
+                       touch(sequences.cu_seqlens_k, index + 1) ^
+                       touch(sequences.seqused_k, index) ^ touch(sequences.k_begin, index) ^
+                       touch(sequences.batch_index, index) ^ touch(sequences.q_offset, index);
   asm volatile("" ::"r"(together));
 }
 
