@@ -59,10 +59,12 @@ class StepPairs {
       if (masked) fetch(Rows<Mask, 0, kRows>{params_.pairs.mask});
     }
     if (masked) {
-      typename Mask::Row words[kRows];
-      read<Mask>(words, 0);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) visible[r] &= Mask::visible(words[r]);
+      for (int r = 0; r < kRows; ++r) {
+        typename Mask::Row words;
+        Mask::read(words, place(), lane_index(), r);
+        visible[r] &= Mask::visible(words);
+      }
     }
     if (looks) {
 #pragma unroll
@@ -197,41 +199,21 @@ class StepPairs {
     ptx::cp_async_wait<0>();
   }
 
-  // As many rows at a time as there are registers for: each time their latency is waited for.
-  template <int kWords, int kOf>
-  static constexpr int kRowsTogether =
-      smaller(larger((Traits::kDim > 64 ? 12 : 16) / kWords, 1), kOf);
   template <class Words, int kFirst, int kRowsToAdd>
   __device__ __forceinline__ void add(Scores<Traits>& scores, bool looks,
                                       uint32_t (&visible)[kRows]) const {
     const float factor = params_.pairs.factor;
-    constexpr int kTogether = kRowsTogether<Words::kWords, kRowsToAdd>;
-#pragma unroll
-    for (int first = 0; first < kRowsToAdd; first += kTogether) {
-      typename Words::Row words[kTogether];
-      read<Words>(words, first);
-#pragma unroll
-      for (int r = 0; r < kTogether; ++r) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          float& score = score_of(scores, kFirst + first + r, i);
-          score = fmaf(score, factor, Words::bias(words[r], i));
-        }
-      }
-    }
-    if (!looks) return;
 #pragma unroll
     for (int r = 0; r < kRowsToAdd; ++r) {
-      typename Words::Row words[1];
-      read<Words>(words, r);  // anew: few steps come here
-      visible[kFirst + r] &= Words::visible(words[0]);
-    }
-  }
-  template <class Words, int kRowsToRead>
-  __device__ __forceinline__ void read(typename Words::Row (&words)[kRowsToRead], int first) const {
-    const unsigned char* const from = place();
+      typename Words::Row words;
+      Words::read(words, place(), lane_index(), r);
+      if (looks) visible[kFirst + r] &= Words::visible(words);
 #pragma unroll
-    for (int r = 0; r < kRowsToRead; ++r) Words::read(words[r], from, lane_index(), first + r);
+      for (int i = 0; i < kCount; ++i) {
+        float& score = score_of(scores, kFirst + r, i);
+        score = fmaf(score, factor, Words::bias(words, i));
+      }
+    }
   }
 
   // False if there is none that is visible.
