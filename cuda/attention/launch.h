@@ -63,16 +63,6 @@ inline flashmoe_status refuse_bias_and_mask(const AttentionProblem& problem, con
                        problem.bias.data != nullptr ? "attn_bias" : "attn_mask");
 }
 
-// Of a family whose kernels know them of dense batches alone.
-inline flashmoe_status refuse_bias_and_mask_of_sequences(const AttentionProblem& problem,
-                                                         const Reason& reason) {
-  if (!problem.sequences.given || !has_bias_or_mask(problem)) return FLASHMOE_OK;
-  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                       "%s beside lengths, offsets, pages or scales, accepted is one of a dense "
-                       "batch",
-                       problem.bias.data != nullptr ? "attn_bias" : "attn_mask");
-}
-
 // Of a family whose kernels read tables: extents that these do not count.
 inline flashmoe_status check_sequences_fit(const AttentionProblem& problem, const Reason& reason) {
   const SequenceTables& tables = problem.sequences;
