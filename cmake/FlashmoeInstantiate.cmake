@@ -9,7 +9,9 @@ set(FLASHMOE_ATTENTION_SM89_KERNELS
   "32,32" "64,64" "96,96" "128,128" "128,128,EightWarpTuning,_w8" "192,128" "192,192" "256,256"
   "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged" "192,128,RaggedTuning,_ragged"
   "256,256,RaggedTuning,_ragged"
-  "64,64,BiasedTuning,_biased" "128,128,BiasedTuning,_biased" "256,256,BiasedTuning,_biased")
+  "64,64,BiasedTuning,_biased" "128,128,BiasedTuning,_biased" "256,256,BiasedTuning,_biased"
+  "64,64,RaggedBiasedTuning,_ragged_biased" "128,128,RaggedBiasedTuning,_ragged_biased"
+  "256,256,RaggedBiasedTuning,_ragged_biased")
 # Of these the third is the number of query rows of a tile.
 set(FLASHMOE_ATTENTION_SM89_FEW_ROWS_KERNELS
   "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
@@ -38,8 +40,11 @@ set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
   "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada"
   "64,64,RaggedAdaTuning,_ragged_ada" "128,128,RaggedAdaTuning,_ragged_ada"
   "256,256,RaggedAdaTuning,_ragged_ada"
+  "64,64,BiasedTuning,_biased" "128,128,BiasedTuning,_biased" "256,256,BiasedTuning,_biased"
   "64,64,BiasedAdaTuning,_biased_ada" "128,128,BiasedAdaTuning,_biased_ada"
-  "256,256,BiasedAdaTuning,_biased_ada")
+  "256,256,BiasedAdaTuning,_biased_ada"
+  "64,64,RaggedBiasedAdaTuning,_ragged_biased_ada" "128,128,RaggedBiasedAdaTuning,_ragged_biased_ada"
+  "256,256,RaggedBiasedAdaTuning,_ragged_biased_ada")
 set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
   "64,64" "128,128" "192,128" "192,192" "256,256"
   "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap" "192,128,CappedTuning,_softcap"

@@ -67,7 +67,8 @@ class Kernel(NamedTuple):
             return f"{name}_r{self.tuning}"
         if self.family == "sm90_mla":
             return f"{name}_pair" if self.tuning == "Blocks::kPaired" else name
-        name = f"{name}_ragged" if self.ragged else f"{name}_biased" if self.biased else name
+        name = f"{name}_ragged" if self.ragged else name
+        name = f"{name}_biased" if self.biased else name
         return f"{name}_softcap" if self.capped else name
 
 

@@ -63,24 +63,21 @@ inline flashmoe_status refuse_bias_and_mask(const AttentionProblem& problem, con
                        problem.bias.data != nullptr ? "attn_bias" : "attn_mask");
 }
 
-// Of a family whose kernels know them of dense batches alone.
-inline flashmoe_status refuse_bias_and_mask_of_sequences(const AttentionProblem& problem,
-                                                         const Reason& reason) {
-  if (!problem.sequences.given || !has_bias_or_mask(problem)) return FLASHMOE_OK;
-  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                       "%s beside lengths, offsets, pages or scales, accepted is one of a dense "
-                       "batch",
-                       problem.bias.data != nullptr ? "attn_bias" : "attn_mask");
-}
-
-// Of a family whose kernels read tables: q_offset, which they do not, and extents that these do not
-// count.
+// Of a family whose kernels read tables: extents that these do not count.
 inline flashmoe_status check_sequences_fit(const AttentionProblem& problem, const Reason& reason) {
   const SequenceTables& tables = problem.sequences;
   if (!tables.given) return FLASHMOE_OK;
-  if (tables.q_offset.data != nullptr) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
-                         "q_offset, which its kernels do not read");
+  const AttentionMask& mask = tables.mask;
+  const auto wide = [&](uint32_t side, int64_t window) {
+    return (mask.window & side) != 0 && window > kMostOffsetWindow;
+  };
+  if (tables.q_offset.data != nullptr &&
+      (problem.seq_q > kMostOffsetRows || problem.seq_k > kMostOffsetRows ||
+       wide(FLASHMOE_WINDOW_LEFT, mask.window_left) ||
+       wide(FLASHMOE_WINDOW_RIGHT, mask.window_right))) {
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "%s",
+        "q_offset beside more than 2^27 rows of a sequence or a window beyond 2^29");
   }
   const int64_t pages = tables.paged ? tables.page_count : 1;
   if (problem.batch <= kMostTableRows && tables.rows_q <= kMostTableRows &&

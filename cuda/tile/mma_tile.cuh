@@ -44,15 +44,21 @@ struct TileLayout {
   }
 };
 
+// Which of the matrix's rows a row of a tile is: the same. Others permute the bits of its index,
+// all within a tile.
+struct InOrder {
+  static constexpr __host__ __device__ int row_of(int row) { return row; }
+};
+
 // Copies kRows consecutive rows of a [rows, dim] matrix into a tile, all threads of the block
 // taking part, and moves on to the next kRows. Rows past the end and columns from `dim` on become
 // zero.
-template <class Layout, int kRows, int kThreads>
+template <class Layout, int kRows, int kThreads, class Order = InOrder>
 class TileLoader {
  public:
   // `base` is the first row to copy; `tile` the address in shared memory that offsets count from.
   __device__ __forceinline__ TileLoader(const uint16_t* base, int64_t row_stride, uint32_t tile)
-      : source_(base + row() * row_stride + chunk() * kElementsPerChunk),
+      : source_(base + Order::row_of(row()) * row_stride + chunk() * kElementsPerChunk),
         address_(tile + Layout::chunk_offset(row(), chunk())) {
     pin(address_);
   }
@@ -60,7 +66,7 @@ class TileLoader {
   // share a register.
   __device__ __forceinline__ TileLoader(const uint16_t* base, int64_t row_stride,
                                         const TileLoader& other, uint32_t offset)
-      : source_(base + row() * row_stride + chunk() * kElementsPerChunk),
+      : source_(base + Order::row_of(row()) * row_stride + chunk() * kElementsPerChunk),
         address_(other.address_ + offset) {}
 
   // `rows` of the matrix are left from the first one of this tile on.
@@ -72,15 +78,16 @@ class TileLoader {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
         if (copies(i)) ptx::cp_async_16(pass_address(tile, i), source_);
-        source_ += pass_stride;
+        source_ += stride_to_next_pass(i, pass_stride, row_stride);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
         // An address past the end is not touched when there is nothing to copy.
-        const bool valid = row() + i * kRowsPerPass < rows && chunk() * kElementsPerChunk < dim;
+        const bool valid = Order::row_of(row()) + Order::row_of(i * kRowsPerPass) < rows &&
+                           chunk() * kElementsPerChunk < dim;
         if (copies(i)) ptx::cp_async_16_or_zero(pass_address(tile, i), source_, valid);
-        source_ += pass_stride;
+        source_ += stride_to_next_pass(i, pass_stride, row_stride);
       }
     }
   }
@@ -95,7 +102,8 @@ class TileLoader {
     const uint16_t* sources[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      sources[i] = copies(i) && in_row ? row_of(row() + i * kRowsPerPass) : nullptr;
+      const int own = Order::row_of(row()) + Order::row_of(i * kRowsPerPass);
+      sources[i] = copies(i) && in_row ? row_of(own) : nullptr;
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
@@ -122,6 +130,12 @@ class TileLoader {
       kRowsPerPass % 8 == 0 ? 0 : Layout::kSwizzleChunks / 2 * kBytesPerChunk;
   static_assert(kRowsPerPass % 8 == 0 || kRowsPerPass == 4);
 
+  // A pass has whole bits of the index.
+  static __device__ __forceinline__ int64_t stride_to_next_pass(int pass, int64_t pass_stride,
+                                                                int64_t row_stride) {
+    const int rows = Order::row_of((pass + 1) * kRowsPerPass) - Order::row_of(pass * kRowsPerPass);
+    return rows == kRowsPerPass ? pass_stride : rows * row_stride;
+  }
   static __device__ __forceinline__ uint32_t pass_address(uint32_t first, int pass) {
     return (first ^ (pass % 2 == 1 ? kOddPassBit : 0)) + static_cast<uint32_t>(pass) * kPassBytes;
   }

@@ -113,13 +113,13 @@ inline ScoreOptions score_options(const AttentionProblem& p) {
                          : 0;
   score.scale_log2 =
       static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
+  if (p.sequences.given) set_offsets_of_sequences(p.sequences.mask, &score);
   if (p.bias.data != nullptr || p.mask.data != nullptr) {
     // Kernels that take them make logits of scores (score_pairs.h), and any row may see no key.
     score.masked = 1;
     score.blind_rows = 1;
     score.scale_log2 = static_cast<float>(kLog2E);
   }
-  if (p.sequences.given) set_offsets_of_sequences(p.sequences.mask, &score);
   score.cap_ratio = p.cap_ratio;
   score.sinks = p.sinks.data;
   score.sink_stride = p.sinks.stride;

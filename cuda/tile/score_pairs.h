@@ -20,6 +20,9 @@ struct PairNumbers {
   int64_t head_stride;
   int64_t query_stride;
   int64_t key_stride;
+  // Numbers of a row lie side by side, and rows begin at multiples of so many bytes, 16 at most;
+  // 0 where they do not.
+  int32_t alignment;
 
 #ifdef __CUDACC__
   __device__ __forceinline__ int64_t offset_of(int batch, int head, int query) const {
@@ -42,11 +45,17 @@ struct ScorePairs {
 };
 
 inline ScorePairs score_pairs(const AttentionProblem& p) {
-  const auto numbers = [](const PairsView& view) {
-    return PairNumbers{view.data, view.batch_stride, view.head_stride, view.query_stride,
-                       view.key_stride};
+  const auto numbers = [](const PairsView& view, int64_t bytes) {
+    const auto reach =
+        reinterpret_cast<uintptr_t>(view.data) |
+        static_cast<uintptr_t>(
+            (view.batch_stride | view.head_stride | view.query_stride | 16 / bytes) * bytes);
+    const auto alignment = static_cast<int32_t>(reach & (~reach + 1));
+    return PairNumbers{view.data,         view.batch_stride, view.head_stride,
+                       view.query_stride, view.key_stride,   view.key_stride == 1 ? alignment : 0};
   };
-  return {numbers(p.bias), numbers(p.mask), p.bias.dtype == Dtype::kFloat32 ? 1 : 0,
+  const bool fp32 = p.bias.dtype == Dtype::kFloat32;
+  return {numbers(p.bias, fp32 ? 4 : 2), numbers(p.mask, 1), fp32 ? 1 : 0,
           p.softcap != 0.0f ? p.softcap : p.scale};
 }
 
@@ -77,41 +86,6 @@ struct PairRow {
     return numeric::ElementTraits<Element>::to_float(reinterpret_cast<const uint16_t*>(bias)[at]);
   }
 };
-
-// The same of a lane's keys of a fragment of scores, i of which is first + 8 (i / 2) + i % 2; those
-// outside of `keys` are hidden, and not read. Loads do not wait for one another.
-template <class Element, int kCount>
-__device__ __forceinline__ void load_biases(const PairRow<Element>& row, int first,
-                                            const KeyRange& keys, float (&biases)[kCount]) {
-  const ScorePairs& pairs = row.pairs;
-  const auto key_of = [first](int i) { return first + 8 * (i / 2) + i % 2; };
-  const auto exists = [&](int i) { return key_of(i) >= keys.first && key_of(i) < keys.end; };
-  if (row.bias == nullptr) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) biases[i] = exists(i) ? 0.0f : ScorePairs::kHidden;
-  } else if (pairs.bias_is_fp32 != 0) {
-    const auto* const bias = reinterpret_cast<const float*>(row.bias);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      biases[i] = exists(i) ? bias[key_of(i) * pairs.bias.key_stride] : ScorePairs::kHidden;
-    }
-  } else {
-    const auto* const bias = reinterpret_cast<const uint16_t*>(row.bias);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      biases[i] =
-          exists(i)
-              ? numeric::ElementTraits<Element>::to_float(bias[key_of(i) * pairs.bias.key_stride])
-              : ScorePairs::kHidden;
-    }
-  }
-  if (row.mask == nullptr) return;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const char seen = exists(i) ? row.mask[key_of(i) * pairs.mask.key_stride] : char{0};
-    if (seen == 0) biases[i] = ScorePairs::kHidden;
-  }
-}
 
 // Of a hidden key whatever its score.
 __device__ __forceinline__ float biased_logit(float score, float factor, float bias) {

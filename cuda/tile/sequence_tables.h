@@ -26,6 +26,12 @@ namespace flashmoe {
 // an offset and a tile fit in int32.
 inline constexpr int64_t kMostTableRows = int64_t{1} << 29;
 
+// The same of sequences that say where their queries stand (q_offset), where some do not see every
+// key, and how wide a window may be then: a query, its diagonal, an absent bound and 1 fit in
+// int32.
+inline constexpr int64_t kMostOffsetRows = int64_t{1} << 27;
+inline constexpr int64_t kMostOffsetWindow = int64_t{1} << 29;
+
 // int32 numbers; data is nullptr: absent.
 struct TableNumbers {
   const int32_t* data;
@@ -41,6 +47,7 @@ struct SequenceRows {
   int batch;
   int begin;
   int length;
+  int skipped = 0;  // of keys, by k_begin
 };
 
 struct KeyTables {
@@ -80,14 +87,19 @@ struct SequenceParams {
   TableNumbers seqused_k;
   TableNumbers k_begin;
   TableNumbers batch_index;
+  TableNumbers q_offset;  // where it matters
   KeyTables keys;
   int32_t count;      // of sequences
   int32_t rows_q;     // of a row of q's batch
   int32_t room_k;     // rows of a row of k's batch; with a page table those of a sequence's pages
   int32_t most_q;     // queries of a sequence
   int32_t most_k;     // keys
+  int32_t pair_keys;  // rows of keys, skipped ones too, that a bias or a mask has numbers of
   int32_t paged;      // there is a page table
   int32_t from_ends;  // masks count from the last query and key, else from the first
+  // What an offset is cut to, which no query can tell from the offset itself.
+  int32_t least_offset;
+  int32_t most_offset;
 
   FLASHMOE_IN_KERNEL SequenceRows queries_of(int sequence) const {
     SequenceRows rows = {sequence, 0, rows_q};
@@ -105,18 +117,20 @@ struct SequenceParams {
       rows.batch = batch_index.at(sequence);
       if (rows.batch < 0 || rows.batch >= keys.batch_k) return {0, 0, 0};
     }
+    rows.length = smaller_of(rows.length, pair_keys);
     if (seqused_k.given()) rows.length = cut(seqused_k.at(sequence), 0, rows.length);
     if (k_begin.given()) {
-      const int skipped = cut(k_begin.at(sequence), 0, rows.length);
-      rows.begin += skipped;
-      rows.length -= skipped;
+      rows.skipped = cut(k_begin.at(sequence), 0, rows.length);
+      rows.begin += rows.skipped;
+      rows.length -= rows.skipped;
     }
     rows.length = smaller_of(rows.length, most_k);
     return rows;
   }
 
   // How much further the keys of a query lie than the score options of such a batch say.
-  FLASHMOE_IN_KERNEL int diagonal_of(int length_q, int length_k) const {
+  FLASHMOE_IN_KERNEL int diagonal_of(int sequence, int length_q, int length_k) const {
+    if (q_offset.given()) return cut(q_offset.at(sequence), least_offset, most_offset);
     return from_ends != 0 ? length_k - length_q : 0;
   }
 
@@ -209,6 +223,17 @@ inline SequenceParams sequence_params(const AttentionProblem& p) {
   params.seqused_k = table_numbers(tables.seqused_k);
   params.k_begin = table_numbers(tables.k_begin);
   params.batch_index = table_numbers(tables.batch_index);
+  const AttentionMask& mask = tables.mask;
+  const bool left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0;
+  const bool right =
+      mask.causal != FLASHMOE_CAUSAL_NONE || (mask.window & FLASHMOE_WINDOW_RIGHT) != 0;
+  if (left || right) params.q_offset = table_numbers(tables.q_offset);
+  const auto beyond = [](bool bounded, int64_t window) {
+    const int64_t wide = bounded ? std::min(window, kMostOffsetWindow) : 0;
+    return static_cast<int32_t>(kMostOffsetRows + wide);
+  };
+  params.least_offset = -beyond(right, mask.window_right);
+  params.most_offset = beyond(left, mask.window_left);
   params.keys.page_table = table_numbers(tables.page_table);
   params.keys.page_step = tables.page_step;
   params.keys.batch_k = static_cast<int32_t>(std::min<int64_t>(tables.batch_k, INT32_MAX));
@@ -220,6 +245,7 @@ inline SequenceParams sequence_params(const AttentionProblem& p) {
   params.room_k = static_cast<int32_t>(room_k);
   params.most_q = static_cast<int32_t>(p.seq_q);
   params.most_k = static_cast<int32_t>(p.seq_k);
+  params.pair_keys = static_cast<int32_t>(std::min<int64_t>(tables.pair_keys, INT32_MAX));
   params.paged = tables.paged ? 1 : 0;
   params.from_ends = tables.mask.causal != FLASHMOE_CAUSAL_TOP_LEFT ? 1 : 0;
   return params;

@@ -399,9 +399,9 @@ typedef enum flashmoe_window {
  * With n queries and m keys, counted from 0, query i of a sequence stands at its key i + A, where A
  * is 0 for FLASHMOE_CAUSAL_TOP_LEFT and m - n otherwise, or with q_offset, whatever causal is, the
  * number q_offset[b]: of drafts behind which there are keys of others, and of the chunks of queries
- * and keys that ranks of context parallelism have. It may be negative or beyond the keys. No kernel
- * for GPUs takes it in this version. Each sequence has the bits of a dense call
- * of its queries and keys alone; on a GPU, of one by the same schedule.
+ * and keys that ranks of context parallelism have. It may be negative or beyond the keys. On GPUs
+ * sequences then have at most 2^27 rows. Each sequence has the bits of a dense call of its queries
+ * and keys alone; on a GPU, of one by the same schedule.
  *
  * attn_mask and attn_bias are [sequences, heads_q, queries, keys]. Query i is counted from the
  * first of its sequence, and key j from the first row that its sequence has before k_begin counts:

@@ -192,8 +192,7 @@ def flash_attention(
             strides; every extent may be 1, which stands for all. It is added to the logits, behind
             scale and softcap; -inf hides the key, as attn_mask does. It has no gradient: that of
             one that requires it is refused. None is none. Beside sequences, below, queries count
-            from the first of each and keys from its first one, before k_begin; on the CPU alone in
-            this version.
+            from the first of each and keys from its first one, before k_begin.
         attn_mask: The same of bool or uint8: where it is not 0 a query may see a key, beside causal
             and window. What it hides is not read: a NaN there reaches nothing.
         layout: "bshd" or "bhsd".
@@ -211,8 +210,7 @@ def flash_attention(
             padded and paged batches; the last two have no gradients. int32, of the library and on
             the device of q, any strides; what they say is described below.
         q_offset: [batch], int32: the key of each sequence at which its query 0 stands, any number,
-            for causal and window, whatever alignment is asked for. On the CPU alone in this
-            version.
+            for causal and window, whatever alignment is asked for.
         k_scale, v_scale: fp32 factors, by which numbers of k and v stand for themselves times
             these: one of all ([] or [1]), of each KV head ([heads_kv]), or of each row of k's
             batch, or page, and head ([k.shape[0] or 1, heads_kv or 1]), any strides. They multiply

@@ -35,6 +35,7 @@ class Case:
         self.full = (batch, heads[0], seq[0], seq[1])
         self.options = options
         self.sinks: torch.Tensor | None = None
+        self.backward_kernel: str | None = None
 
     def normal(self, *shape: int) -> torch.Tensor:
         x = torch.randn(shape, generator=self.generator, device="cuda", dtype=torch.float32)
@@ -72,8 +73,9 @@ class Case:
         assert fm.last_launches()[0].local_bytes == 0
         made = {f"d{name}": torch.full_like(x, torch.nan)
                 for name, x in zip("qkv", (self.q, self.k, self.v), strict=True)}  # fmt: skip
-        fm.flash_attention_backward(self.dout, self.q, self.k, self.v, out, lse, **given, **made)
-        assert fm.last_launches()[1].kernel.endswith("_biased_ada")
+        made_by = given | {"kernel": self.backward_kernel}
+        fm.flash_attention_backward(self.dout, self.q, self.k, self.v, out, lse, **made_by, **made)
+        assert "_biased" in fm.last_launches()[1].kernel
         assert fm.last_launches()[1].local_bytes == 0
         return out, lse, (*made.values(), None)
 
@@ -96,10 +98,59 @@ def test_bias_and_mask(dtype: str, dims: tuple[int, int], causal: Any) -> None:
     case.check()
 
 
+@pytest.mark.parametrize("kind", ["mask", "q", "fp32", "mask and q", "mask and fp32"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_numbers_side_by_side(kind: str, dim: int, causal: Any) -> None:
+    """Rows that begin at multiples of 16 bytes are copied so many numbers at a time."""
+    softcap = 3.0 if causal else None
+    case = Case("bf16", seq=(150, 352), dims=(dim, dim), causal=causal, softcap=softcap)
+    if "mask" in kind:
+        case.options["attn_mask"] = case.mask("h")
+    if kind != "mask":
+        case.options["attn_bias"] = case.bias(kind.split()[-1], "")
+    case.check()
+    # Beside the kernel for GPUs of more shared memory.
+    case.backward_kernel = f"attention_backward_sm89_bf16_d{dim}_dv{dim}_biased_ada"
+    case.check()
+
+
+@pytest.mark.parametrize("kind", ["mask", "q", "fp32"])
+@pytest.mark.parametrize("begin", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("pitch", [320, 328, 331])
+def test_rows_that_begin_anywhere(kind: str, begin: int, pitch: int) -> None:
+    """Behind and ahead of each row of a view are numbers that hide nothing and make a NaN."""
+    case = Case("fp16", batch=1, seq=(70, 312), heads=(2, 1))
+    name, given = (
+        ("attn_mask", case.mask("b")) if kind == "mask" else ("attn_bias", case.bias(kind, "b"))
+    )
+    fill = True if kind == "mask" else torch.nan
+    around = torch.full((71 * 2 * pitch,), fill, dtype=given.dtype, device="cuda")
+    view = around[begin:].as_strided(case.full, (0, 70 * pitch, pitch, 1))
+    view.copy_(given)
+    case.options[name] = view
+    case.check()
+    case.backward_kernel = "attention_backward_sm89_fp16_d64_dv64_biased_ada"
+    case.check()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_steps_that_a_mask_hides(dim: int) -> None:
+    """Whole tiles are hidden, of some warps and of all, and whole tiles are not."""
+    case = Case("bf16", seq=(256, 512), dims=(dim, dim), window=(300, None))
+    mask = torch.ones(case.full, dtype=torch.bool, device="cuda")
+    mask[0, :, :, 128:384] = False
+    mask[1, :, :32, 64:320] = False
+    mask[1, :, 64:80] = False
+    case.options["attn_mask"] = mask
+    case.check()
+
+
 @pytest.mark.parametrize("one", pairs.BROADCASTS)
 @pytest.mark.parametrize("how", ["ones", "strides", "gaps"])
-def test_broadcasts(one: str, how: str) -> None:
-    case = Case("bf16", seq=(70, 150))
+@pytest.mark.parametrize("keys", [150, 160])
+def test_broadcasts(one: str, how: str, keys: int) -> None:
+    case = Case("bf16", seq=(70, keys))
     case.options["attn_bias"] = case.bias("q", one, how)
     case.options["attn_mask"] = case.mask(one[::-1][:1], how, np.uint8)
     case.check()

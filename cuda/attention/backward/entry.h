@@ -13,11 +13,12 @@ struct Entry : AttentionKernel {
   int prologue_threads;
   Kernel behind;  // dsinks, and the repair of families that have one
   int behind_threads;
-  int split_floats;     // dV and dK of a split of an item; 0: the kernel splits none
-  int repair_blocks;    // of a call with bounds that adds to nothing; 0: there is no repair
-  int cluster = 1;      // blocks that share an item
-  bool ragged = false;  // of ragged and padded batches, and of no others
-  bool biased = false;  // of calls with a bias or a mask, and of no others
+  int split_floats;          // dV and dK of a split of an item; 0: the kernel splits none
+  int repair_blocks;         // of a call with bounds that adds to nothing; 0: there is no repair
+  int cluster = 1;           // blocks that share an item
+  bool ragged = false;       // of ragged and padded batches, and of no others
+  bool biased = false;       // of calls with a bias or a mask, and of no others
+  bool one_of_both = false;  // a bias of fp32 and a mask are not for it
 };
 
 }  // namespace flashmoe::attention_backward

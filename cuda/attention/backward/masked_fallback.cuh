@@ -84,8 +84,13 @@ template <class Traits, class AnyPart>
 __device__ __forceinline__ float bias_of(const CommonParams& params, const AnyPart& part, int head,
                                          int query, int key) {
   if constexpr (kIsBiased<Traits>) {
-    const auto& pairs = static_cast<const BiasedParams&>(params).pairs;
-    return PairRow<typename Traits::Element>(pairs, part.batch, head, query).bias_of(key);
+    const auto& biased = static_cast<const typename Traits::Params&>(params);
+    const PairRow<typename Traits::Element> row(biased.pairs, batch_q_of(part), head, query);
+    if constexpr (AnyPart::kRagged) {
+      return row.bias_of(biased.sequences.keys_of(part.batch_q).skipped + key);
+    } else {
+      return row.bias_of(key);
+    }
   } else {
     return 0.0f;
   }
@@ -110,7 +115,7 @@ __device__ __forceinline__ float weight_of(const CommonParams& params, const Any
     slope = fmaf(-score, score, 1.0f);
   }
   if constexpr (kIsBiased<Traits>) {
-    score = biased_logit(score, static_cast<const BiasedParams&>(params).pairs.factor,
+    score = biased_logit(score, static_cast<const typename Traits::Params&>(params).pairs.factor,
                          bias_of<Traits>(params, part, head, query, key));
   }
   const float power = kIsBiased<Traits>

@@ -58,6 +58,7 @@ __device__ __forceinline__ RaggedItem item_of(const RaggedParams& params, int ti
   const int rank = head / params.heads_kv;
   static_cast<SequencePlace&>(item) = params.places[of_class.first_rank + rank];
   item.head_kv = head - rank * params.heads_kv;
+  if constexpr (kIsBiased<Traits>) item.skipped = params.sequences.keys_of(item.batch_q).skipped;
   find_queries<Traits>(params, item);
   return item;
 }

@@ -159,6 +159,14 @@ void fill_ragged_params(const AttentionBackwardProblem& p, const Entry& entry,
   params->chunks_q = static_cast<int32_t>(bounds.chunks_q);
   params->chunks_k = static_cast<int32_t>(bounds.chunks_k);
   params->prologue_blocks = static_cast<int32_t>(bounds.prologue_blocks);
+  params->numbers_sequences = has_bias_or_mask(p) ? 1 : 0;
+  if (params->numbers_sequences != 0 && p.sequences.cu_seqlens_q.data != nullptr) {
+    for (RowStrides* strides :
+         {&params->q_rows.strides, &params->out_rows.strides, &params->dout_rows.strides,
+          &params->lse_strides, &params->dlse_strides, &params->dq_rows.strides}) {
+      strides->batch = 0;
+    }
+  }
 }
 
 void* unwanted_row(const AttentionBackwardProblem& p, const Entry& entry, char* workspace) {

@@ -37,7 +37,8 @@ struct alignas(16) RaggedItem : SequencePlace {
   int begin;  // query tiles: from `begin` to the one before `end`
   int end;
   int ascends;  // 0 or 1
-  int gaps[3];
+  int skipped;  // of a call with a bias or a mask: SequenceRows
+  int gaps[2];
 };
 static_assert(sizeof(RaggedItem) == 64, "it is copied by 16 bytes");
 
@@ -65,6 +66,9 @@ struct RaggedParams : CommonParams {
   int32_t chunks_q;
   int32_t chunks_k;
   int32_t prologue_blocks;  // before those of chunks, behind which those of items come
+  // Of calls with a bias or a mask batch_q is the sequence's number, whichever row of the batch its
+  // queries are in: where that is one row for all, strides along the batch are 0.
+  int32_t numbers_sequences;
 
   // The workspace. A sequence's rank is its place among all: those with the most tiles of keys come
   // first.
@@ -74,6 +78,11 @@ struct RaggedParams : CommonParams {
   int32_t* first_items;    // [count + 1]: of the classes, and behind the last
   SequenceTotals* totals;
   RaggedItem* items;  // by ticket
+};
+
+// With a bias or a mask.
+struct RaggedBiasedParams : RaggedParams {
+  ScorePairs pairs;
 };
 
 inline constexpr int kChunkRows = 256;

@@ -43,13 +43,13 @@ __device__ __forceinline__ SequencePlace place_of(const RaggedParams& params, in
     keys = sequences.keys_of(sequence);
     if (!sequences.cu_seqlens_k.given()) keys.batch = sequence;
   }
-  return {queries.batch,
+  return {params.numbers_sequences != 0 ? sequence : queries.batch,
           queries.begin,
           queries.length,
           keys.batch,
           keys.begin,
           keys.length,
-          sequences.diagonal_of(queries.length, keys.length),
+          sequences.diagonal_of(sequence, queries.length, keys.length),
           0};
 }
 

@@ -75,8 +75,10 @@ __device__ __forceinline__ int64_t offset_of_row(const Params& /*params*/, const
 
 // What kernels of ragged batches have in the places of these.
 template <class Traits>
-using ParamsOf = std::conditional_t<Traits::kRagged, RaggedParams,
-                                    std::conditional_t<Traits::kBiased, BiasedParams, Params>>;
+using ParamsOf =
+    std::conditional_t<Traits::kRagged,
+                       std::conditional_t<Traits::kBiased, RaggedBiasedParams, RaggedParams>,
+                       std::conditional_t<Traits::kBiased, BiasedParams, Params>>;
 template <class Traits>
 using TileOf = std::conditional_t<Traits::kRagged, RaggedTile, Tile>;
 template <class Traits>
@@ -124,9 +126,11 @@ struct TileSteps {
 
 // The loaders of K and V.
 template <class Traits>
-using KLoader = TileLoader<typename Traits::KLayout, Traits::kStepKeys, Traits::kThreads>;
+using KLoader = TileLoader<typename Traits::KLayout, Traits::kStepKeys, Traits::kThreads,
+                           typename Traits::KeyOrder>;
 template <class Traits>
-using VLoader = TileLoader<typename Traits::VLayout, Traits::kStepKeys, Traits::kThreads>;
+using VLoader = TileLoader<typename Traits::VLayout, Traits::kStepKeys, Traits::kThreads,
+                           typename Traits::KeyOrder>;
 
 template <class Traits>
 __device__ __forceinline__ VLoader<Traits> make_v_loader(const uint16_t* v,
@@ -323,48 +327,9 @@ __device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params
   }
 }
 
-// Makes logits of the scores of a step, and hides the keys that a row does not see by its bounds,
-// its mask or its bias. Bit 2 a + half of `seen` is set where this lane's part of a row has a key.
-template <class Traits>
-__device__ __forceinline__ void bias_scores(Scores<Traits>& scores, const BiasedParams& params,
-                                            const TileSteps<Traits>& steps,
-                                            const unsigned char* shared, int step, uint32_t& seen) {
-  const int lane = lane_index();
-  const Tile tile = tile_in<Traits>(shared);
-  const Sequence sequence = sequence_of(params, tile);
-  const int first_row = tile.first_row + warp_index() * Traits::kRowsPerWarp + lane / 4;
-  const int first_key = steps.first + step * Traits::kStepKeys + 2 * (lane % 4);
-  const float factor = params.pairs.factor;
-  // Numbers whose latency is waited for together: as many as there are registers for.
-  constexpr int kAtOnce = Traits::kScheme == Scheme::kSplitQ ? Traits::kStepKeys / 4 : 8;
-#pragma unroll
-  for (int a = 0; a < Traits::kRowAtoms; ++a) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = first_row + 16 * a + 8 * half;
-      KeyRange keys = sequence.keys(params.score, query);
-      if (query >= sequence.length_q) keys = {0, 0};
-      const PairRow<typename Traits::Element> row(params.pairs, tile.batch, tile.head, query);
-      bool any = false;
-#pragma unroll
-      for (int begin = 0; begin < Traits::kStepKeys / 4; begin += kAtOnce) {
-        float biases[kAtOnce];
-        load_biases(row, first_key + 4 * begin, keys, biases);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          float& score = scores[a][(begin + i) / 2][2 * half + i % 2];
-          score = biased_logit(score, factor, biases[i]);
-          any = any || biases[i] != ScorePairs::kHidden;
-        }
-      }
-      if (any) seen |= 1u << (2 * a + half);
-    }
-  }
-}
-
 inline constexpr float kNeedsFallback = INFINITY;  // which no sum of other rows explains
 
-// Which of the rows of a warp have seen a key: see bias_scores.
+// Which of the rows of a warp have seen a key: see pairs.cuh.
 struct SeenRows {
   uint32_t seen;
 };
@@ -439,7 +404,9 @@ struct RowStatistics : std::conditional_t<Traits::kBiased, SeenRows, NoSeenRows>
     const int query = query_of(params, row);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
     bool sees_keys = row < rows_of(tile, sequence) && sequence.sees_keys(params.score, query);
-    if constexpr (Traits::kBiased) sees_keys = any_of_quad(this->seen >> (2 * a + half) & 1u);
+    if constexpr (Traits::kBiased) {
+      sees_keys = any_of_quad(this->seen >> (2 * a + half) & 1u) && row < rows_of(tile, sequence);
+    }
     const RowEnd end = add_sink_and_end_row<typename Traits::Element, RowEndBy::kExact>(
         params.score, head_of(params, tile, row), sees_keys, {row_max[a][half], total});
     if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < rows_of(tile, sequence)) {
@@ -474,6 +441,26 @@ __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, cons
   }
 }
 
+// Keys of a sequence with a bias or a mask, for the fallback.
+template <class Element>
+struct RaggedBiasedKeys {
+  RaggedKeys keys;
+  PairRow<Element> row;
+
+  __device__ __forceinline__ float bias_of(int key) const {
+    return row.bias_of(keys.tile.skipped + key);
+  }
+  __device__ __forceinline__ const uint16_t* k(int key) const {
+    return bias_of(key) == ScorePairs::kHidden ? nullptr : keys.k(key);
+  }
+  __device__ __forceinline__ const uint16_t* v(int key) const {
+    return bias_of(key) == ScorePairs::kHidden ? nullptr : keys.v(key);
+  }
+  __device__ __forceinline__ float logit(float score, int key) const {
+    return biased_logit(score, row.pairs.factor, bias_of(key));
+  }
+};
+
 // Rows of a tile by the fallback, one at a time. For whole warps; this one takes `first_row`,
 // `first_row + stride`, ... before `end_row`.
 template <class Traits>
@@ -487,10 +474,18 @@ __device__ __noinline__ void masked_rows_fallback(const ParamsOf<Traits>& params
     const KeyRange keys = {sequence.first_key(params.score, query),
                            sequence.end_key(params.score, query)};
     if constexpr (Traits::kRagged) {
-      masked_row_fallback<typename Traits::Element, Traits::kDimV>(
-          params.tensors, params.score,
-          {tile.batch, head_of(params, tile, row), tile.head_kv, sequence.begin_q + query, keys},
-          [](int) { return true; }, RaggedKeys{params, tile});
+      const int head = head_of(params, tile, row);
+      const MaskedRow masked = {tile.batch, head, tile.head_kv, sequence.begin_q + query, keys};
+      if constexpr (Traits::kBiased) {
+        masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+            params.tensors, params.score, masked, [](int) { return true; },
+            RaggedBiasedKeys<typename Traits::Element>{{params, tile},
+                                                       {params.pairs, tile.number, head, query}});
+      } else {
+        masked_row_fallback<typename Traits::Element, Traits::kDimV>(
+            params.tensors, params.score, masked, [](int) { return true; },
+            RaggedKeys{params, tile});
+      }
     } else if constexpr (Traits::kBiased) {
       const MaskedRow masked = {tile.batch, tile.head, tile.head_kv, query, keys};
       masked_row_fallback<typename Traits::Element, Traits::kDimV>(

@@ -1,5 +1,7 @@
 // The sm_89 family: which kernel serves a problem, and with what parameters it is launched.
+#include <algorithm>
 #include <climits>
+#include <limits>
 
 #include "core/backends.h"
 #include "core/status.h"
@@ -67,7 +69,6 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
   FLASHMOE_TRY(refuse_split_size(problem, reason));
-  FLASHMOE_TRY(refuse_bias_and_mask_of_sequences(problem, reason));
   const bool ragged = problem.sequences.given;
   const bool biased = has_bias_or_mask(problem);
   const Entry* entry = find_entry(
@@ -92,10 +93,21 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   return FLASHMOE_OK;
 }
 
+template <class Params>
+void fill_pairs(const AttentionProblem& p, Params* params) {
+  params->pairs = score_pairs(p);
+  if (p.mask.data == nullptr || p.bias.data != nullptr) return;
+  // A mask alone is applied to scores as they are.
+  params->score.scale_log2 =
+      static_cast<float>(std::min(double{params->pairs.factor} * double{params->score.scale_log2},
+                                  double{std::numeric_limits<float>::max()}));
+  params->pairs.factor = 1.0f;
+}
+
 BiasedParams make_params(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
   BiasedParams params;
-  params.pairs = score_pairs(p);
   fill_common(p, &params);
+  fill_pairs(p, &params);
   params.seq_q = static_cast<int32_t>(p.seq_q);
   params.longest_tiles_first = p.bounded_right && !p.bounded_left ? 1 : 0;
   fill_swizzle(p, (p.seq_q + entry.tile_q - 1) / entry.tile_q, heads_per_swizzle(p, facts.l2_bytes),
@@ -103,9 +115,10 @@ BiasedParams make_params(const AttentionProblem& p, const Entry& entry, const De
   return params;
 }
 
-RaggedParams make_ragged_params(const AttentionProblem& p, const Entry& entry) {
-  RaggedParams params;
+RaggedBiasedParams make_ragged_params(const AttentionProblem& p, const Entry& entry) {
+  RaggedBiasedParams params;
   fill_tensors_and_score(p, &params);
+  fill_pairs(p, &params);
   params.sequences = sequence_params(p);
   params.slots = tile_slots(p, entry.tile_q);
   params.last_slots_first =
@@ -122,13 +135,13 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*,
   const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
   const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
+  // A kernel without pairs takes what is before them.
   if (entry.ragged) {
-    const RaggedParams params = make_ragged_params(problem, entry);
+    const RaggedBiasedParams params = make_ragged_params(problem, entry);
     return launch_planned(plan, 0, &params, stream);
   }
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
-  // A kernel without pairs takes what is before them.
   const BiasedParams params = make_params(problem, entry, *facts);
   return launch_planned(plan, 0, &params, stream);
 }

@@ -20,7 +20,8 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
 
 // A tile, if any; more than one where offsets make no sense.
 template <class Traits>
-__device__ __forceinline__ void compute_slot(const RaggedParams& params, unsigned char* shared) {
+__device__ __forceinline__ void compute_slot(const ParamsOf<Traits>& params,
+                                             unsigned char* shared) {
   int after = -1;
   while (find_tile<Traits>(params, after, shared)) {
     compute_tile<Traits>(params, shared);

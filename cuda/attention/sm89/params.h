@@ -50,4 +50,9 @@ struct RaggedParams {
   Divisor by_slots;
 };
 
+// Of these with a bias or a mask.
+struct RaggedBiasedParams : RaggedParams {
+  ScorePairs pairs;
+};
+
 }  // namespace flashmoe::sm89

@@ -28,6 +28,8 @@ struct RaggedTile {
   int more_owners;    // sequences that have a tile in this slot, too
   int first_owner;    // INT32_MAX: no sequence has one
   int owners;
+  int number;   // of the sequence
+  int skipped;  // its keys before the first that there is, of which a bias or a mask has numbers
   const int32_t* pages;
   const uint16_t* k;
   const uint16_t* v;
@@ -130,13 +132,14 @@ __device__ __forceinline__ void decode_tile(const RaggedParams& params, int sequ
   const SequenceParams& sequences = params.sequences;
   const SequenceRows queries = sequences.queries_of(sequence);
   tile->first_row = rank * Traits::kTileQ;
+  tile->number = sequence;
   tile->batch = queries.batch;
   tile->sequence.begin_q = queries.begin;
   tile->sequence.length_q = queries.length;
   tile->rows = params.heads_per_tile > 1 ? params.heads_per_tile : queries.length;
   if (tile->first_row >= queries.length) return;
   const SequenceRows keys = sequences.keys_of(sequence);
-  const int diagonal = sequences.diagonal_of(queries.length, keys.length);
+  const int diagonal = sequences.diagonal_of(sequence, queries.length, keys.length);
   const bool paged = sequences.paged != 0;
   const auto first_row_of = [&](const uint16_t* data, const RowStrides& strides) {
     const uint16_t* const head = data + tile->head_kv * strides.head;
@@ -147,11 +150,12 @@ __device__ __forceinline__ void decode_tile(const RaggedParams& params, int sequ
   tile->k = first_row_of(params.tensors.k, params.tensors.k_strides);
   tile->v = first_row_of(params.tensors.v, params.tensors.v_strides);
   tile->pages = paged ? sequences.keys.pages_of(sequence) : nullptr;
+  tile->skipped = keys.skipped;
   tile->sequence.begin_k = paged ? keys.begin : 0;
   tile->sequence.length_k = keys.length;
   tile->sequence.diagonal = diagonal;
   // As the core says of a dense batch of these lengths: set_bounds.
-  tile->masked = params.score.right_offset + diagonal < keys.length - 1 ||
+  tile->masked = Traits::kBiased || params.score.right_offset + diagonal < keys.length - 1 ||
                  params.score.left_offset + diagonal > 1 - queries.length;
   tile->misses_pages = 0;
 }

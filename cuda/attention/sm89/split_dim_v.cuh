@@ -19,6 +19,7 @@
 #pragma once
 
 #include "cuda/attention/sm89/common.cuh"
+#include "cuda/attention/sm89/pairs.cuh"
 
 namespace flashmoe::sm89::split_dim_v {
 
@@ -226,10 +227,24 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   __syncthreads();  // Q has been read, K is there
   for (int step = 0; step < steps.count; ++step) {
     Scores<Traits> scores;
+    if constexpr (Traits::kBiased) {
+      StepPairs<Traits>(params, steps, shared, step).copy();
+      StepPairs<Traits>(params, steps, shared, step).load();
+      ptx::cp_async_commit();
+    }
     multiply_scores<Traits>(scores, q_registers, q_lane, k_lane);
     if (params.score.capped()) params.score.cap(scores);
     if constexpr (Traits::kBiased) {
-      bias_scores<Traits>(scores, params, steps, shared, step, statistics.seen);
+      ptx::cp_async_wait<0>();
+      if (!StepPairs<Traits>(params, steps, shared, step).apply(scores, statistics.seen)) {
+        // Other warps' rows see keys of this step, and all take part in its products.
+#pragma unroll
+        for (int n = 0; n < kStep / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) scores[0][n][e] = -INFINITY;
+        }
+      }
+      __syncwarp();  // numbers give way to P
     } else {
       mask_scores<Traits>(scores, params, steps, shared, step);
     }

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cuda/attention/sm89/common.cuh"
+#include "cuda/attention/sm89/pairs.cuh"
 
 namespace flashmoe::sm89::split_q {
 
@@ -216,9 +217,32 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     }
   }
 
+  const auto add_values = [&](const Scores<Traits>& scores, uint32_t stage) {
+    statistics.rescale(scores, params.score.scale_log2, [&](int a, int half, float factor) {
+#pragma unroll
+      for (int n = 0; n < Traits::kDimV / 8; ++n) {
+        accumulators[a][n][2 * half] *= factor;
+        accumulators[a][n][2 * half + 1] *= factor;
+      }
+    });
+    multiply_values<Traits>(accumulators, statistics, scores, v_lane + stage,
+                            params.score.scale_log2);
+  };
+
+  if constexpr (Traits::kBiased) {
+    // Of the first step that this warp computes. Each next one's are copied when their place is
+    // free, and loaded when registers are: one group a step.
+    const int first =
+        (sequence.first_key(params.score, query_of(params, warp_row)) - block.first) / kStep;
+    if (first < steps) {
+      StepPairs<Traits>(params, block, shared, first).copy();
+      StepPairs<Traits>(params, block, shared, first).load();
+    }
+    ptx::cp_async_commit();
+  }
   for (int step = 0; step < block.count; ++step) {
     const uint32_t stage = stage_of<Traits>(step);
-    ptx::cp_async_wait<kStages - 2>();
+    ptx::cp_async_wait<kStages - 2 + (Traits::kBiased ? 1 : 0)>();
     __syncthreads();  // the step is there; the one before has been read
     load_step(step + kStages - 1);
     if (step < steps && !lies_left<Traits>(params, block, shared, step)) {
@@ -226,19 +250,20 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
       multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
       if (params.score.capped()) params.score.cap(scores);
       if constexpr (Traits::kBiased) {
-        bias_scores<Traits>(scores, params, block, shared, step, statistics.seen);
+        ptx::cp_async_wait<1>();  // its pairs are there
+        const bool sees =
+            StepPairs<Traits>(params, block, shared, step).apply(scores, statistics.seen);
+        const StepPairs<Traits> next(params, block, shared, step + 1);
+        if (step + 1 < steps) next.copy();
+        ptx::cp_async_commit();
+        if (sees) add_values(scores, stage);
+        if (step + 1 < steps) next.load();
       } else {
         mask_scores<Traits>(scores, params, block, shared, step);
+        add_values(scores, stage);
       }
-      statistics.rescale(scores, params.score.scale_log2, [&](int a, int half, float factor) {
-#pragma unroll
-        for (int n = 0; n < Traits::kDimV / 8; ++n) {
-          accumulators[a][n][2 * half] *= factor;
-          accumulators[a][n][2 * half + 1] *= factor;
-        }
-      });
-      multiply_values<Traits>(accumulators, statistics, scores, v_lane + stage,
-                              params.score.scale_log2);
+    } else if constexpr (Traits::kBiased) {
+      ptx::cp_async_commit();
     }
   }
 

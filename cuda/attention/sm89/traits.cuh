@@ -1,9 +1,12 @@
 // Compile-time description of one sm_89 attention kernel: tile, warps, stages, shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/mma_tile.cuh"
+#include "cuda/tile/pair_words.cuh"
 
 namespace flashmoe::sm89 {
 
@@ -60,6 +63,14 @@ struct BiasedTuning {
   static constexpr bool kBiased = true;
 };
 
+// For both.
+template <int kDim, int kDimV>
+struct RaggedBiasedTuning {
+  static constexpr Tuning value = tuning(kDim, kDimV);
+  static constexpr bool kRagged = true;
+  static constexpr bool kBiased = true;
+};
+
 // Where two blocks of the table's kernel do not fit the shared memory of a multiprocessor, as on
 // Ada with its 100 KiB: one block of eight warps.
 template <int kDim, int kDimV>
@@ -96,6 +107,8 @@ struct CommonTraits {
   // Q in two tiles: what moves to registers, and what stays. An absent one has a nominal layout.
   using QRegisterLayout = TileLayout<larger(kQRegisterDims, 32)>;
   using QSharedLayout = TileLayout<larger(kQSharedDims, 32)>;
+  // Of a tile of keys and values.
+  using KeyOrder = std::conditional_t<kBiased, SideBySide<kStepKeys % 32 == 0 ? 8 : 4>, InOrder>;
   using KLayout = TileLayout<kDim>;
   using VLayout = TileLayout<kDimV>;
   using OLayout = TileLayout<kDimV>;
@@ -104,6 +117,8 @@ struct CommonTraits {
   static constexpr int kKBytes = kStepKeys * KLayout::kRowBytes;
   static constexpr int kVBytes = kStepKeys * VLayout::kRowBytes;
   static constexpr int kOBytes = kTileQ * OLayout::kRowBytes;
+  // What a warp reads of a bias or a mask for a step: pairs.cuh.
+  static constexpr int kPairBytesOfWarp = kRowsPerWarp * kStepKeys * 2;
 
   static_assert(kStepKeys % 16 == 0 && kRowAtoms >= 1 && kThreads <= 1024);
 };
@@ -123,20 +138,23 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitQ>
   using Common::kStages;
   using Common::kVBytes;
 
-  // Stages of [K][V], then the Q that stays. The Q that moves to registers lies over the last
-  // stages, and the output over the first.
+  // Stages of [K][V], then the Q that stays, and numbers of pairs. The Q that moves to registers
+  // lies over the last stages, and the output over the first.
   static constexpr int kStageBytes = kKBytes + kVBytes;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kTileBytes = larger(kRingBytes, kQRegisterBytes);
   static constexpr int kQRegisterOffset = kTileBytes - kQRegisterBytes;
   static constexpr int kQSharedOffset = kTileBytes;
-  static constexpr int kTileInfoOffset = larger(kTileBytes + kQSharedBytes, kOBytes);
+  static constexpr int kPairsOffset = kTileBytes + kQSharedBytes;
+  static constexpr int kPairBytes = Common::kBiased ? Common::kWarps * Common::kPairBytesOfWarp : 0;
+  static constexpr int kTileInfoOffset = larger(kPairsOffset + kPairBytes, kOBytes);
   static constexpr int kSharedBytes = kTileInfoOffset + Common::kInfoBytes;
   // Steps that may be loaded while Q is still read, because their stages do not lie under it.
   static constexpr int kEarlySteps = smaller(kQRegisterOffset / kStageBytes, kStages - 1);
 
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
   static_assert(kStages >= 2, "one stage is filled while another is read");
+  static_assert(kStages == 2 || !Common::kBiased, "pairs of a step are waited for ahead of it");
 };
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf>
@@ -155,10 +173,11 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitDimV>
   static constexpr int kPBytes = kTileQ * PLayout::kRowBytes;
 
   // [K][V][P][Q that stays][factors]. The Q that moves to registers lies over P, the output over K
-  // and V.
+  // and V, and numbers of pairs where the same warp's P will.
   static constexpr int kKOffset = 0;
   static constexpr int kVOffset = kKBytes;
   static constexpr int kPOffset = kVOffset + kVBytes;
+  static constexpr int kPairsOffset = kPOffset;
   static constexpr int kQRegisterOffset = kPOffset;
   static constexpr int kQSharedOffset = kPOffset + kPBytes;
   static constexpr int kFactorsOffset = kQSharedOffset + kQSharedBytes;
@@ -169,6 +188,7 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitDimV>
   static_assert(kOBytes <= kFactorsOffset, "the factors outlive the tiles");
   static_assert(Common::kRowAtoms == 1 && Common::kStages == 1);
   static_assert(kQRegisterBytes <= kPBytes, "Q gives way to the first probabilities");
+  static_assert(Common::kPairBytesOfWarp == Common::kRowsPerWarp * PLayout::kRowBytes);
   static_assert(kDimV_ % (16 * Common::kWarps) == 0, "a fragment of V has 16 columns");
   static_assert(2 * Common::kWarps == Common::VLayout::kSwizzleChunks,
                 "a warp's fragments of V are whole swizzle groups apart");

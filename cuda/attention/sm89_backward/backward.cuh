@@ -29,9 +29,12 @@
 // backward/ragged.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/backward/masked_fallback.cuh"
 #include "cuda/attention/backward/ragged.cuh"
 #include "cuda/attention/sm89_backward/copies.cuh"
+#include "cuda/attention/sm89_backward/pairs.cuh"
 #include "cuda/attention/sm89_backward/params.h"
 #include "cuda/attention/sm89_backward/product.cuh"
 #include "cuda/attention/sm89_backward/traits.cuh"
@@ -45,12 +48,6 @@
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm89_backward {
-
-using reread::lane_index;
-using reread::thread_index;
-
-// Without a shuffle: what a warp has in common need not be known to be so.
-__device__ __forceinline__ int warp_index() { return thread_index() / kThreadsPerWarp; }
 
 using attention_backward::diagonal_of;
 using attention_backward::end_key_of;
@@ -81,6 +78,7 @@ struct Block {
       Traits::kKeyRows * (Traits::kKColumns + Traits::kVColumns) / 32;
   static constexpr int kHeldByScores = Traits::kScoreRows * Traits::kScoreColumns / 32;
   static constexpr int kHeldByDq = Traits::kQueryRows * Traits::kQColumns / 32;
+  static constexpr int kHeldByPairs = Traits::kPairsAhead ? 24 : 0;  // and what is made of them
 
   const typename Traits::Params& params;
   unsigned char* const shared;
@@ -92,6 +90,7 @@ struct Block {
 
   // Read anew where it is needed: kept across the main loop it would cost registers.
   __device__ __forceinline__ volatile Item& item_at(uint32_t index) const {
+    if constexpr (Traits::kPairsAhead) pin(index);  // nor is its address to be kept
     return reinterpret_cast<volatile Item*>(shared + Traits::kItemOffset)[index % Traits::kItems];
   }
   __device__ __forceinline__ const volatile Item& item() const { return item_at(items); }
@@ -100,29 +99,17 @@ struct Block {
   __device__ __forceinline__ int steps_of(const volatile Item& item) const {
     return item.tile == kNoItem ? 0 : (item.end - item.begin) * params.heads_per_kv;
   }
-  __device__ __forceinline__ uint32_t p() const {
-    return copies.address + Traits::kPOffset + number % Traits::kBuffers * Traits::kScoreBytes;
-  }
-  __device__ __forceinline__ uint32_t ds() const {
-    return copies.address + Traits::kDsOffset + number % Traits::kBuffers * Traits::kScoreBytes;
-  }
+  __device__ __forceinline__ uint32_t p() const { return copies.p(number); }
+  __device__ __forceinline__ uint32_t ds() const { return copies.ds(number); }
 
   // ---- P and dS -----------------------------------------------------------------------------
-
-  // This warp's part of the products of a step.
-  static __device__ __forceinline__ int score_row() {
-    return warp_index() / Traits::kScores.columns * Traits::kScoreRows;
-  }
-  static __device__ __forceinline__ int score_column() {
-    return warp_index() % Traits::kScores.columns * Traits::kScoreColumns;
-  }
 
   // scores += A B^T, of rows of queries and rows of keys.
   template <class Layout, int kHeld>
   static __device__ __forceinline__ void multiply_rows(Scores& scores, uint32_t queries,
                                                        uint32_t keys) {
-    const uint32_t a_lane = a_rows<Layout>(queries, score_row());
-    const uint32_t b_lane = b_rows<Layout>(keys, score_column());
+    const uint32_t a_lane = a_rows<Layout>(queries, score_row<Traits>());
+    const uint32_t b_lane = b_rows<Layout>(keys, score_column<Traits>());
     multiply<Element, Layout::kDim / 16, kHeld>(
         scores,
         [&](uint32_t (&a)[4], int atom, int slice) {
@@ -135,8 +122,8 @@ struct Block {
 
   // Hides the keys that a query does not see.
   __device__ __forceinline__ void mask(Scores& scores) const {
-    const int first_key = item().tile * Traits::kTileK + score_column();
-    const int first_query = step.tile_q * Traits::kTileQ + score_row();
+    const int first_key = item().tile * Traits::kTileK + score_column<Traits>();
+    const int first_query = step.tile_q * Traits::kTileQ + score_row<Traits>();
     const int length_k = length_k_of(params, item());
     const int lane = lane_index();
 #pragma unroll
@@ -173,7 +160,8 @@ struct Block {
   static __device__ __forceinline__ uint32_t first_pair(uint32_t tile) {
     const int lane = lane_index();
     return tile +
-           ScoreLayout::chunk_offset(score_row() + lane / 4, score_column() / kElementsPerChunk) +
+           ScoreLayout::chunk_offset(score_row<Traits>() + lane / 4,
+                                     score_column<Traits>() / kElementsPerChunk) +
            4 * (lane % 4);
   }
   static __device__ __forceinline__ uint32_t pair_at(uint32_t first, int a, int half, int n) {
@@ -188,7 +176,7 @@ struct Block {
   template <bool kCapped>
   __device__ __forceinline__ void exponentiate(Scores& scores) const {
     const float scale_log2 = params.score.scale_log2;
-    const uint32_t lse = copies.lse(number) + 4 * (score_row() + lane_index() / 4);
+    const uint32_t lse = copies.lse(number) + 4 * (score_row<Traits>() + lane_index() / 4);
     const uint32_t first = first_pair(p());
 #pragma unroll
     for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
@@ -211,42 +199,92 @@ struct Block {
     }
   }
 
-  // The same with a bias or a mask, which hide what bounds hide, too.
-  template <bool kCapped>
-  __device__ __forceinline__ void bias_and_exponentiate(Scores& scores) const {
-    constexpr int kCount = Traits::kScoreColumns / 4;
+  // The same with a bias or a mask, of which `given` has the numbers. A score of a key that a bias
+  // hides, which is 0 times NaN where it is one or infinite, is left to the fallback.
+  template <bool kCapped, class Given>
+  __device__ __forceinline__ void bias_and_exponentiate(Scores& scores, const Given& given,
+                                                        bool bounded) const {
+    using Bias16 = typename Pairs<Traits>::Bias16;
+    using Bias32 = typename Pairs<Traits>::Bias32;
+    constexpr int kRows = Pairs<Traits>::kRows;
+    constexpr int kCount = Pairs<Traits>::kCount;
+    constexpr uint32_t kAllKeys = static_cast<uint32_t>((uint64_t{1} << kCount) - 1);
+    // Rows whose P is stored at a time. Numbers that lie where P will are read ahead of it: masks,
+    // and of biases of fp32 those of the last half of the rows, which come first.
+    constexpr int kTogether = Traits::kPairsAhead ? kRows / 2 : 1;
     const ScorePairs& pairs = params.pairs;
-    const int batch = item().batch;
-    const int head = step.head(params, item());
-    const int first_query = step.tile_q * Traits::kTileQ;
-    const int first_key = item().tile * Traits::kTileK + score_column() + 2 * (lane_index() % 4);
+    const float factor = pairs.factor;
     const float scale_log2 = params.score.scale_log2;
-    const int first_row = score_row() + lane_index() / 4;
-    const uint32_t lse = copies.lse(number) + 4 * first_row;
+    const uint32_t lse = copies.lse(number) + 4 * Pairs<Traits>::first_row();
     const uint32_t first = first_pair(p());
+    uint32_t visible[kRows];
 #pragma unroll
-    for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
+    for (int r = 0; r < kRows; ++r) {
+      visible[r] = kAllKeys;
+      if (bounded) {
+        const int query = step.tile_q * Traits::kTileQ + Pairs<Traits>::first_row() + 8 * r;
+        visible[r] = Pairs<Traits>::Keys::template visible<kCount>(
+            Pairs<Traits>::first_key(item()),
+            params.score.keys(query + diagonal_of(item()), length_k_of(params, item())));
+      }
+      if (pairs.mask.data != nullptr) {
+        visible[r] &= Pairs<Traits>::visible(given, r, params);
+      }
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int query = first_query + first_row + 16 * a + 8 * half;
-        KeyRange keys = params.score.keys(query, params.seq_k);
-        if (query >= params.seq_q) keys = {0, 0};
-        float biases[kCount];
-        load_biases(PairRow<Element>(pairs, batch, head, query), first_key, keys, biases);
-        const float row_lse = ptx::load_shared_float(lse + 4 * (16 * a + 8 * half));
+    for (int group = 0; group < kRows / kTogether; ++group) {
+      const int begin = kRows - (group + 1) * kTogether;
+      uint32_t packed[kTogether][kCount / 2];
+#pragma unroll
+      for (int r = begin; r < begin + kTogether; ++r) {
+        float logits[kCount];
+        const auto score_at = [&](int i) -> float& {
+          return scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+        };
+        if (pairs.bias.data == nullptr) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) logits[i] = score_at(i) * factor;
+        } else if (pairs.bias_is_fp32 != 0) {
+          typename Bias32::Row words;
+          Pairs<Traits>::bias32(words, given, r);
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) {
+            logits[i] = fmaf(score_at(i), factor, Bias32::bias(words, i));
+          }
+        } else {
+          typename Bias16::Row words;
+          Pairs<Traits>::bias16(words, given, r);
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) {
+            logits[i] = fmaf(score_at(i), factor, Bias16::bias(words, i));
+          }
+        }
+        const float row_lse = ptx::load_shared_float(lse + 4 * (8 * r));
         float p[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          float& score = scores[a][i / 2][2 * half + i % 2];
-          const float logit = biased_logit(score, pairs.factor, biases[i]);
-          p[i] = biases[i] == ScorePairs::kHidden
-                     ? 0.0f
-                     : numeric::exp2_approx((logit - row_lse) * scale_log2);
+          p[i] = numeric::exp2_approx((logits[i] - row_lse) * scale_log2);
+        }
+        if (visible[r] != kAllKeys) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) p[i] = (visible[r] >> i & 1) != 0 ? p[i] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          float& score = score_at(i);
           score = !kCapped ? p[i] : p[i] == 0.0f ? 0.0f : p[i] * fmaf(-score, score, 1.0f);
         }
 #pragma unroll
-        for (int n = 0; n < Traits::kScoreColumns / 8; ++n) {
-          ptx::store_shared(pair_at(first, a, half, n), Numeric::pack(p[2 * n], p[2 * n + 1]));
+        for (int n = 0; n < kCount / 2; ++n) {
+          packed[r - begin][n] = Numeric::pack(p[2 * n], p[2 * n + 1]);
+        }
+      }
+      if (Traits::kPairsAhead) __syncwarp();
+#pragma unroll
+      for (int r = begin; r < begin + kTogether; ++r) {
+#pragma unroll
+        for (int n = 0; n < kCount / 2; ++n) {
+          ptx::store_shared(pair_at(first, r / 2, r % 2, n), packed[r - begin][n]);
         }
       }
     }
@@ -254,7 +292,7 @@ struct Block {
 
   // dP begins with -delta of its rows.
   __device__ __forceinline__ void begin_dp(Scores& dp) const {
-    const uint32_t first = copies.delta(number) + 4 * (score_row() + lane_index() / 4);
+    const uint32_t first = copies.delta(number) + 4 * (score_row<Traits>() + lane_index() / 4);
 #pragma unroll
     for (int a = 0; a < Traits::kScoreRows / 16; ++a) {
 #pragma unroll
@@ -285,31 +323,52 @@ struct Block {
     }
   }
 
+  struct NoPairs {};
+  template <class Of, bool kGiven = Of::kBiased>
+  struct GivenPairsOf {
+    using Type = NoPairs;
+  };
+  template <class Of>
+  struct GivenPairsOf<Of, true> {
+    using Type = std::conditional_t<Of::kPairsAhead, typename Pairs<Of>::Tiles,
+                                    typename Pairs<Of>::InRegisters>;
+  };
+  using GivenPairs = typename GivenPairsOf<Traits>::Type;
+
   // P and dS of a step.
-  __device__ __forceinline__ void make_scores(bool begins) const {
+  template <class Begins>
+  __device__ __forceinline__ void make_scores(const Begins& begins) const {
     Scores scores;
     clear(scores);
     const bool masked = is_masked();
+    GivenPairs pairs;
+    if constexpr (Traits::kPairsAhead) {
+      pairs = {ds(), p()};
+    } else if constexpr (Traits::kBiased) {
+      Pairs<Traits>::load(pairs, params, item(), step);
+    }
     copies.wait_for_q(number);
-    if (begins) wait_for(copies.k_full(), items % 2);
+    if (begins()) wait_for(copies.k_full(), items % 2);
     multiply_rows<QLayout, kHeldByItem + kHeldByScores>(scores, copies.q(number), copies.k());
     const bool capped = params.score.capped();
     if (capped) params.score.cap(scores);
     if (!Traits::kBiased && masked) mask(scores);
     if (Traits::kBuffers == 1) __syncthreads();  // those of the step before have been read
     if constexpr (Traits::kBiased) {
-      capped ? bias_and_exponentiate<true>(scores) : bias_and_exponentiate<false>(scores);
+      capped ? bias_and_exponentiate<true>(scores, pairs, masked)
+             : bias_and_exponentiate<false>(scores, pairs, masked);
     } else if (capped) {
       exponentiate<true>(scores);
     } else {
       exponentiate<false>(scores);
     }
     copies.wait_for_dout(number);
-    if (begins) wait_for(copies.v_full(), items % 2);
+    if (begins()) wait_for(copies.v_full(), items % 2);
     if (params.dq_rows.rows == nullptr && params.dk_rows.rows == nullptr) return;
     Scores dp;
     begin_dp(dp);
-    multiply_rows<DoutLayout, kHeldByItem + 2 * kHeldByScores>(dp, copies.dout(number), copies.v());
+    multiply_rows<DoutLayout, kHeldByItem + 2 * kHeldByScores + kHeldByPairs>(
+        dp, copies.dout(number), copies.v());
     store_ds(scores, dp);
   }
 
@@ -458,7 +517,7 @@ struct Block {
   }
 
   // Writes a warp's part of a gradient times `scale`, whose row 0 is the tensor's row `begin`.
-  template <int kAtoms, int kTiles, class AnyPart>
+  template <class Order, int kAtoms, int kTiles, class AnyPart>
   __device__ __forceinline__ void write(const Gradient& to, const AnyPart& part, int batch,
                                         int begin, float scale,
                                         const float (&values)[kAtoms][kTiles][4]) const {
@@ -467,7 +526,7 @@ struct Block {
     for (int a = 0; a < kAtoms; ++a) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = part.first_row + 16 * a + lane / 4 + 8 * half;
+        const int row = part.first_row + Order::row_of(16 * a + lane / 4 + 8 * half);
         if (row >= part.end_row) continue;
         const int64_t row_at =
             batch * to.strides.batch + part.head * to.strides.head + (begin + row) * to.strides.seq;
@@ -488,7 +547,7 @@ struct Block {
                               min(first_row + Traits::kQueryRows, length_q_of(params, item())),
                               query_column(), min(query_column() + Traits::kQColumns, params.dim));
     if (is_clean(dq)) {
-      write(params.dq_rows, part, batch_q_of(part), begin_q_of(part), params.scale, dq);
+      write<InOrder>(params.dq_rows, part, batch_q_of(part), begin_q_of(part), params.scale, dq);
     } else {
       attention_backward::masked_fallback<Traits, Wanted::kDq>(params, part);
     }
@@ -507,7 +566,7 @@ struct Block {
                               min(first_row + Traits::kKeyRows, length_k_of(params, item)),
                               first_column, min(first_column + 8 * kTiles, columns));
     if (is_clean(values)) {
-      write(to, part, batch_k_of(part), begin_k_of(part), scale, values);
+      write<typename Traits::KeyOrder>(to, part, batch_k_of(part), begin_k_of(part), scale, values);
     } else {
       attention_backward::masked_fallback<Traits, kWanted>(params, part);
     }
@@ -534,16 +593,23 @@ struct Block {
   }
 
   // One step; `left` are behind it in the item.
-  __device__ __forceinline__ void run_step(int left, bool begins, KeySums& dk,
+  __device__ __forceinline__ void run_step(int left, bool is_first, KeySums& dk,
                                            ValueSums& dv) const {
+    const auto begins = [&] {
+      // Worked out where a register is short.
+      if constexpr (Traits::kPairsAhead) {
+        return left + 1 == steps_of(item());
+      } else {
+        return is_first;
+      }
+    };
     // Taken earlier, the next item would keep other blocks waiting for its parts of dQ.
     int ticket = 0;
-    const bool takes = left == 0 && thread_index() == 0;
-    if (takes) ticket = take_ticket();
+    if (left == 0 && thread_index() == 0) ticket = take_ticket();
     make_scores(begins);
-    if (takes) keep(ticket);
+    if (left == 0 && thread_index() == 0) keep(ticket);
     __syncthreads();  // P and dS are there; of the step before all has been read and added
-    if (!begins) release_turn(previous());
+    if (!begins()) release_turn(previous());
     const volatile Item& item_of_next = left > 0 ? item() : next_item();
     const bool copies_more = left > 0 || steps_of(item_of_next) > 0;
     if (copies_more) {

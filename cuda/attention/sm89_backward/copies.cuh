@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/attention/backward/tile.cuh"
+#include "cuda/attention/sm89_backward/pairs.cuh"
 #include "cuda/attention/sm89_backward/params.h"
 #include "cuda/attention/sm89_backward/traits.cuh"
 #include "cuda/ptx/cp_async.cuh"
@@ -13,13 +14,6 @@
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm89_backward {
-
-using attention_backward::batch_k_of;
-using attention_backward::batch_q_of;
-using attention_backward::begin_k_of;
-using attention_backward::begin_q_of;
-using attention_backward::length_k_of;
-using attention_backward::length_q_of;
 
 // A step of an item: its query tiles, of each the query heads of the KV head one after another.
 // Head by head, a short item that ascends would wait in each head for its longer neighbours, which
@@ -59,7 +53,7 @@ __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
 
 template <class Traits>
 struct Copies {
-  const Params& params;
+  const typename Traits::Params& params;
   const uint32_t address;  // of shared memory
 
   // ---- barriers -----------------------------------------------------------------------------
@@ -100,6 +94,13 @@ struct Copies {
   __device__ __forceinline__ uint32_t dout(uint32_t step) const {
     return address + Traits::kDoutOffset + step % Traits::kDoutStages * Traits::kDoutBytes;
   }
+  // Of P and dS.
+  __device__ __forceinline__ uint32_t p(uint32_t step) const {
+    return address + Traits::kPOffset + step % Traits::kBuffers * Traits::kScoreBytes;
+  }
+  __device__ __forceinline__ uint32_t ds(uint32_t step) const {
+    return address + Traits::kDsOffset + step % Traits::kBuffers * Traits::kScoreBytes;
+  }
   __device__ __forceinline__ uint32_t delta(uint32_t step) const {
     return address + Traits::kDeltaOffset + step % Traits::kDoutStages * Traits::kRowBytes;
   }
@@ -108,12 +109,12 @@ struct Copies {
 
   // Rows from `first_row` to before `end_row` of a sequence that begins at the tensor's row
   // `begin`.
-  template <class Layout, int kRows>
+  template <class Layout, int kRows, class Order = InOrder>
   static __device__ __forceinline__ void copy(uint32_t tile, const Rows& from, int batch, int head,
                                               int begin, int first_row, int end_row, int dim) {
     const uint16_t* const base = from.data + batch * from.strides.batch + head * from.strides.head +
                                  (begin + first_row) * from.strides.seq;
-    TileLoader<Layout, kRows, Traits::kThreads>(base, from.strides.seq, tile)
+    TileLoader<Layout, kRows, Traits::kThreads, Order>(base, from.strides.seq, tile)
         .load_next(0, from.strides.seq, end_row - first_row, dim);
   }
   // A number for each query of a step.
@@ -128,14 +129,14 @@ struct Copies {
   }
   template <class AnyItem>
   __device__ __forceinline__ void copy_k(const AnyItem& item) const {
-    copy<typename Traits::KLayout, Traits::kTileK>(
+    copy<typename Traits::KLayout, Traits::kTileK, typename Traits::KeyOrder>(
         k(), params.k_rows, batch_k_of(item), item.head_kv, begin_k_of(item),
         item.tile * Traits::kTileK, length_k_of(params, item), params.dim);
     ptx::cp_async_arrive(k_full());
   }
   template <class AnyItem>
   __device__ __forceinline__ void copy_v(const AnyItem& item) const {
-    copy<typename Traits::VLayout, Traits::kTileK>(
+    copy<typename Traits::VLayout, Traits::kTileK, typename Traits::KeyOrder>(
         v(), params.v_rows, batch_k_of(item), item.head_kv, begin_k_of(item),
         item.tile * Traits::kTileK, length_k_of(params, item), params.dim_v);
     ptx::cp_async_arrive(v_full());
@@ -153,6 +154,9 @@ struct Copies {
         q(number), params.q_rows, batch_q_of(item), step.head(params, item), begin_q_of(item),
         step.tile_q * Traits::kTileQ, length_q_of(params, item), params.dim);
     copy_row_numbers(lse(number), params.row_lse, step.place(params, item));
+    if constexpr (Traits::kPairsAhead) {
+      Pairs<Traits>::copy(ds(number), p(number), params, item, step);
+    }
     ptx::cp_async_arrive(q_full(number));
   }
   template <class AnyItem>

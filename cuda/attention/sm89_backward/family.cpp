@@ -42,12 +42,15 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
                          facts->compute_capability % 10);
   }
   FLASHMOE_TRY(attention_backward::check_lengths(problem, reason));
-  FLASHMOE_TRY(refuse_bias_and_mask_of_sequences(problem, reason));
   const bool ragged = problem.sequences.given;
   const bool biased = has_bias_or_mask(problem);
+  const bool both = problem.mask.data != nullptr && problem.bias.data != nullptr &&
+                    problem.bias.dtype == Dtype::kFloat32;
   const Entry* const entry = find_entry(
       kEntries, problem,
-      [&](const Entry& each) { return each.ragged == ragged && each.biased == biased; },
+      [&](const Entry& each) {
+        return each.ragged == ragged && each.biased == biased && !(both && each.one_of_both);
+      },
       [&](const Entry& each) { return fits(each, *facts); });
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
@@ -69,12 +72,13 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
 
 flashmoe_status launch_ragged(const AttentionBackwardProblem& problem, const Plan& plan,
                               const Entry& entry, char* workspace, void* stream) {
-  Prepared<RaggedParams> kept(plan.detail);
+  Prepared<RaggedBiasedParams> kept(plan.detail);
   if (!kept.ready()) {
     attention_backward::fill_ragged_params(problem, entry, &*kept);
     kept.set_ready(true);
   }
   attention_backward::fill_ragged_addresses(problem, entry, workspace, &*kept);
+  kept->pairs = score_pairs(problem);
   return launch_all(plan, &*kept, stream);
 }
 

@@ -10,7 +10,8 @@ using attention_backward::Rows;
 using Params = attention_backward::CommonParams;
 using BiasedParams = attention_backward::BiasedParams;
 using RaggedParams = attention_backward::RaggedParams;
+using RaggedBiasedParams = attention_backward::RaggedBiasedParams;
 
-static_assert(sizeof(RaggedParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");
+static_assert(sizeof(RaggedBiasedParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");
 
 }  // namespace flashmoe::sm89_backward

@@ -29,8 +29,9 @@ __device__ __forceinline__ void clear(float (&sums)[kAtoms][kTiles][4]) {
 template <int kHeld, int kAtoms, int kPairs>
 struct Rings {
   static constexpr bool kRoomy = kHeld <= 176;
+  static constexpr bool kTight = kHeld > 208;
   static constexpr int kA = kRoomy || kAtoms == 1 || kPairs == 1 ? 2 * kAtoms : kAtoms;
-  static constexpr int kB = kPairs == 1 ? 2 : kRoomy ? 4 : 3;
+  static constexpr int kB = kPairs == 1 || kTight ? 2 : kRoomy ? 4 : 3;
   static constexpr int kMost = kA > kB ? kA : kB;
 };
 

@@ -9,6 +9,7 @@
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 #include "cuda/tile/mma_tile.cuh"
+#include "cuda/tile/pair_words.cuh"
 
 namespace flashmoe::sm89_backward {
 
@@ -82,15 +83,23 @@ struct RaggedTuning : RaggedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>> {};
 template <int kDim, int kDimV>
 struct RaggedAdaTuning : RaggedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>> {};
 
-// The same of calls with a bias or a mask: one of each head dimension, for every GPU.
-template <int kDim, int kDimV>
-struct BiasedAdaTuning {
+// The same of calls with a bias or a mask.
+template <int kDim, int kDimV, class TuningOf>
+struct BiasedTuningOf {
   static constexpr Tuning value = [] {
-    Tuning tuning = AdaTuning<kDim, kDimV>::value;
+    Tuning tuning = TuningOf::value;
     tuning.biased = true;
     return tuning;
   }();
 };
+template <int kDim, int kDimV>
+struct BiasedTuning : BiasedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>> {};
+template <int kDim, int kDimV>
+struct BiasedAdaTuning : BiasedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>> {};
+
+// Both.
+template <int kDim, int kDimV>
+struct RaggedBiasedAdaTuning : BiasedTuningOf<kDim, kDimV, RaggedAdaTuning<kDim, kDimV>> {};
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
@@ -102,7 +111,9 @@ struct Traits {
   static constexpr bool kBiased = kTuning.biased;
   using DenseParams = std::conditional_t<kBiased, attention_backward::BiasedParams,
                                          attention_backward::CommonParams>;
-  using Params = std::conditional_t<kRagged, attention_backward::RaggedParams, DenseParams>;
+  using SequenceParams = std::conditional_t<kBiased, attention_backward::RaggedBiasedParams,
+                                            attention_backward::RaggedParams>;
+  using Params = std::conditional_t<kRagged, SequenceParams, DenseParams>;
   using Item =
       std::conditional_t<kRagged, attention_backward::RaggedItem, attention_backward::Item>;
   static constexpr int kWarps = kTuning.warps;
@@ -113,6 +124,7 @@ struct Traits {
   static constexpr int kStages = kTuning.stages;
   static constexpr int kDoutStages = kTuning.dout_stages;
   static constexpr int kBuffers = kTuning.buffers;
+  static constexpr bool kPairsAhead = kBiased && kBuffers == 2;  // pairs.cuh
 
   static constexpr Split kScores = kTuning.scores;
   static constexpr Split kKeys = kTuning.keys;
@@ -126,6 +138,10 @@ struct Traits {
   static constexpr int kVColumns = kDimV / kKeys.columns;
   static constexpr int kQueryRows = kTileQ / kQueries.rows;
   static constexpr int kQColumns = kDim / kQueries.columns;
+
+  // Of a tile of keys and values, and of the gradients of these.
+  using KeyOrder =
+      std::conditional_t<kBiased, SideBySide<kScoreColumns % 32 == 0 ? 8 : 4>, InOrder>;
 
   using QLayout = TileLayout<kDim>;
   using KLayout = TileLayout<kDim>;

@@ -24,11 +24,12 @@ __device__ __forceinline__ void touch_tables(const SequenceParams& sequences, in
   const auto touch = [&](const TableNumbers& table, int i) {
     return table.given() ? table.at(i) : 0;
   };
-  const int together =
-      touch(sequences.cu_seqlens_q, index) ^ touch(sequences.cu_seqlens_q, index + 1) ^
-      touch(sequences.seqused_q, index) ^ touch(sequences.cu_seqlens_k, index) ^
-      touch(sequences.cu_seqlens_k, index + 1) ^ touch(sequences.seqused_k, index) ^
-      touch(sequences.k_begin, index) ^ touch(sequences.batch_index, index);
+  const int together = touch(sequences.cu_seqlens_q, index) ^
+                       touch(sequences.cu_seqlens_q, index + 1) ^
+                       touch(sequences.seqused_q, index) ^ touch(sequences.cu_seqlens_k, index) ^
+                       touch(sequences.cu_seqlens_k, index + 1) ^
+                       touch(sequences.seqused_k, index) ^ touch(sequences.k_begin, index) ^
+                       touch(sequences.batch_index, index) ^ touch(sequences.q_offset, index);
   asm volatile("" ::"r"(together));
 }
 
@@ -40,7 +41,7 @@ __device__ __forceinline__ Described describe(const Params& params, int index) {
   const SequenceRows keys = sequences.keys_of(index);
   const int group = params.group.number();
   const Sequence sequence = {0, 0, queries.length, keys.length,
-                             sequences.diagonal_of(queries.length, keys.length)};
+                             sequences.diagonal_of(index, queries.length, keys.length)};
   Described known;
   known.batch_q = queries.batch;
   known.begin_q = queries.begin;

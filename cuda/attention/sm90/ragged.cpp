@@ -47,7 +47,8 @@ int64_t heads_per_tile(const AttentionProblem& p, const Entry& entry) {
     return strides.head > 0 && group * strides.head * dtype_bytes(p.q.dtype) < kMaxStrideBytes;
   };
   const bool alike =
-      !left && (!right || mask.causal != FLASHMOE_CAUSAL_TOP_LEFT) && p.sinks.data == nullptr;
+      !left && p.sinks.data == nullptr &&
+      (!right || (mask.causal != FLASHMOE_CAUSAL_TOP_LEFT && p.sequences.q_offset.data == nullptr));
   const bool packs = p.seq_q == 1 && group > 1 && group <= entry.tile_q;
   return packs && alike && walkable(p.q.strides) && walkable(p.out.strides) ? group : 1;
 }

@@ -167,7 +167,7 @@ class RaggedScheduler {
     // Rows that are heads see what the one query sees: the diagonal of later ones hides no more.
     const int rows = queries.length * params_.heads_per_tile;
     return {{queries.begin, keys.begin, rows, keys.length,
-             sequences.diagonal_of(queries.length, keys.length)},
+             sequences.diagonal_of(number, queries.length, keys.length)},
             queries.batch,
             keys.batch,
             ceil_div<Traits::kTileQ>(rows)};

@@ -43,7 +43,7 @@ __device__ __forceinline__ Described describe(const Params& params, int row_tile
   const SequenceRows queries = sequences.queries_of(index);
   const SequenceRows keys = sequences.keys_of(index);
   const Sequence sequence = {0, 0, queries.length, keys.length,
-                             sequences.diagonal_of(queries.length, keys.length)};
+                             sequences.diagonal_of(index, queries.length, keys.length)};
   Described known;
   known.batch_q = queries.batch;
   known.begin_q = queries.begin;

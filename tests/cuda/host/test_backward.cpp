@@ -147,7 +147,8 @@ template <int kKernel>
 static LoadedKernel loaded[3][kMaxDevices];
 template <int kKernel>
 static Entry entry_of(const char* name, const char* prologue, const char* sinks, Dtype dtype,
-                      int dim, int tile_q, int tile_k, int shared_bytes, bool ragged = false) {
+                      int dim, int tile_q, int tile_k, int shared_bytes, bool ragged = false,
+                      bool biased = false) {
   const auto function = reinterpret_cast<const void*>(0x89 + kKernel * 0x1000);
   return {
       {{name, function, shared_bytes, loaded<kKernel>[0]}, dtype, dim, dim, tile_q, tile_k, 3, 224},
@@ -160,7 +161,8 @@ static Entry entry_of(const char* name, const char* prologue, const char* sinks,
       0,
       0,
       1,
-      ragged};
+      ragged,
+      biased};
 }
 #define ENTRY(index, name, dtype, dim, tile_q, tile_k, ...)                        \
   extern const Entry entry_##name;                                                 \
@@ -175,6 +177,7 @@ ENTRY(3, bf16_d128_dv128, kBFloat16, 128, 64, 128, 220000)
 ENTRY(4, bf16_d256_dv256, kBFloat16, 256, 64, 64, 210000)
 ENTRY(5, bf16_d256_dv256_ada, kBFloat16, 256, 32, 32, 90000)
 ENTRY(6, fp16_d64_dv64_ragged, kFloat16, 64, 48, 96, 98000, true)
+ENTRY(7, fp16_d64_dv64_ragged_biased, kFloat16, 64, 48, 96, 98000, true, true)
 #undef ENTRY
 
 }  // namespace flashmoe::sm89_backward
@@ -1134,7 +1137,7 @@ void sequences_are_planned_by_what_the_host_knows() {
   CHECK(named.refusal().find("_ragged serves this call") != std::string::npos);
   // No kernel reads a mask beside sequences.
   int64_t one[] = {1, 1, 1, 1};
-  const flashmoe_tensor mask = {reinterpret_cast<void*>(int64_t{6} << 40),
+  const flashmoe_tensor mask = {reinterpret_cast<void*>(int64_t{60} << 40),
                                 {FLASHMOE_DEVICE_CUDA, 0},
                                 4,
                                 {FLASHMOE_DTYPE_UINT, 8, 1},
@@ -1143,7 +1146,14 @@ void sequences_are_planned_by_what_the_host_knows() {
                                 0};
   RaggedCall masked("sm89");
   masked.params.attn_mask = &mask;
-  CHECK(masked.refusal().find("attn_mask beside lengths, offsets") != std::string::npos);
+  using attention_backward::RaggedBiasedParams;
+  watch_ragged<RaggedBiasedParams>();
+  CHECK(masked.run() == FLASHMOE_OK && seen_ragged<RaggedBiasedParams>.size() == 3);
+  CHECK(std::strcmp(masked.plan().launches[2].kernel,
+                    "attention_backward_sm89_fp16_d64_dv64_ragged_biased") == 0);
+  const RaggedBiasedParams& p = seen_ragged<RaggedBiasedParams>[2];
+  CHECK(p.pairs.mask.data == mask.data && p.score.masked == 1 && p.numbers_sequences == 1);
+  CHECK(p.q_rows.strides.batch == 0 && p.dq_rows.strides.batch == 0 && p.lse_strides.batch == 0);
   masked.params.kernel = "sm90";
   CHECK(masked.refusal().find("attn_mask, which its kernels do not read") != std::string::npos);
   // Calls with bounds have a repair by the family that has one.

@@ -173,6 +173,22 @@ const Entry entry_fp16_d64_dv64_ragged = {
     2,
     true,
 };
+static LoadedKernel loaded_ragged_biased[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_ragged_biased;
+const Entry entry_fp16_d64_dv64_ragged_biased = {
+    {{"attention_forward_sm89_fp16_d64_dv64_ragged_biased", reinterpret_cast<const void*>(0x8e),
+      49248, loaded_ragged_biased},
+     Dtype::kFloat16,
+     64,
+     64,
+     128,
+     64,
+     2,
+     128},
+    2,
+    true,
+    true,
+};
 }  // namespace flashmoe::sm89
 
 namespace flashmoe::sm90 {
@@ -739,8 +755,8 @@ void values_in_keys_are_read_with_them() {
   }
 }
 
-// Of a mask beside sequences no kernel here knows, nor of queries that stand elsewhere.
-void masks_and_offsets_of_sequences_are_refused() {
+// Queries may stand elsewhere for all families, within what int32 counts; of a mask one knows.
+void masks_and_offsets_of_sequences() {
   int64_t one[] = {1, 1, 1, 1};
   const flashmoe_tensor mask = {reinterpret_cast<void*>(int64_t{6} << 40),
                                 {FLASHMOE_DEVICE_CUDA, 0},
@@ -752,7 +768,7 @@ void masks_and_offsets_of_sequences_are_refused() {
   const struct {
     const char* family;
     const char* sentence;
-  } families[] = {{"sm89", "attn_mask beside lengths, offsets, pages or scales"},
+  } families[] = {{"sm89", nullptr},
                   {"sm90", "attn_mask, which its kernels do not read"},
                   {"sm89_decode", "attn_mask, which its kernels do not read"},
                   {"mixed", "attn_mask"}};
@@ -762,17 +778,28 @@ void masks_and_offsets_of_sequences_are_refused() {
     PagedCall call(family, 4, 500, 6, 2);
     CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
     call.sequences.q_offset = &offsets.tensor;
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+    call.params.window = FLASHMOE_WINDOW_LEFT;
+    call.params.window_left = kMostOffsetWindow;
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+    call.params.window_left = kMostOffsetWindow + 1;
     CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
-    CHECK(std::strstr(flashmoe_last_error(), "q_offset, which its kernels do not read") != nullptr);
+    CHECK(std::strstr(flashmoe_last_error(), "q_offset beside more than 2^27 rows") != nullptr);
     call.sequences.q_offset = nullptr;
+    CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
     call.params.attn_mask = &mask;
+    if (sentence == nullptr) {
+      CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+      CHECK(std::strstr(plan.launches[0].kernel, "_ragged_biased") != nullptr);
+      continue;
+    }
     CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
     CHECK(std::strstr(flashmoe_last_error(), sentence) != nullptr);
   }
   PagedCall call(nullptr, 4, 500, 6, 2);
-  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
   call.params.attn_mask = &mask;
-  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_OK);
+  CHECK(std::strcmp(plan.family, "sm89") == 0);
 }
 
 struct SeenMixed {
@@ -1923,7 +1950,7 @@ int main(int argc, char** argv) {
   ragged_batches_have_kernels_of_their_own();
   few_queries_share_their_keys();
   values_in_keys_are_read_with_them();
-  masks_and_offsets_of_sequences_are_refused();
+  masks_and_offsets_of_sequences();
   prompts_beside_decoding_are_two_parts();
   sm90_cuts_boxes_at_sequences();
   loose_bounds_cost_little();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/tile/score_options.h"
 
 namespace flashmoe {
 namespace {
@@ -95,6 +96,7 @@ void check_random_tables() {
   tables.batch_k = any_of(9);
   tables.rows_k = any_of(14);
   tables.mask.causal = any_of(3);
+  tables.pair_keys = any_of(2) == 0 ? INT64_MAX : any_of(30);
   const int keys_by = any_of(4);  // in their own row, cu_seqlens_k, batch_index, pages
   const int pages_each = any_of(6);
   if (keys_by == 0) tables.batch_k = p.batch;
@@ -136,14 +138,17 @@ void check_random_tables() {
     if (keys_by == 1) keys = between(cu_k, b, tables.rows_k);
     if (keys_by == 2) batch = index.at(b);
     if (keys_by == 2 && (batch < 0 || batch >= tables.batch_k)) keys.end = 0;
+    cut(&keys, tables.pair_keys);
     if (tables.seqused_k.data != nullptr) cut(&keys, used_k.at(b));
+    const int64_t first = keys.begin;
     if (tables.k_begin.data != nullptr) {
       keys.begin += std::clamp<int64_t>(begin_k.at(b), 0, keys.end - keys.begin);
     }
     cut(&keys, p.seq_k);
     const SequenceRows got = params.keys_of(b);
     check_rows(got, batch, keys);
-    CHECK(params.diagonal_of(5, 9) == (tables.mask.causal == FLASHMOE_CAUSAL_TOP_LEFT ? 0 : 4));
+    if (got.length > 0) CHECK(got.skipped == keys.begin - first);
+    CHECK(params.diagonal_of(b, 5, 9) == (tables.mask.causal == FLASHMOE_CAUSAL_TOP_LEFT ? 0 : 4));
     if (!tables.paged) continue;
     for (int64_t key = keys.begin; key < keys.end; ++key) {
       const int64_t page = pages.at(b * pages_each + key / tables.rows_k);
@@ -156,6 +161,59 @@ void check_random_tables() {
   check_slots(p, params);
 }
 
+// A query sees the same keys from the offset that kernels have in its place, and no sum on the way
+// overflows.
+void check_offset(int32_t offset, const AttentionMask& mask, int64_t query, int64_t length_k) {
+  AttentionProblem p = {};
+  p.batch = 1;
+  p.seq_q = p.seq_k = kMostOffsetRows;
+  p.sequences.pair_keys = INT64_MAX;
+  p.sequences.mask = mask;
+  p.sequences.q_offset = {&offset, 1};
+  const SequenceParams params = sequence_params(p);
+  ScoreOptions score = {};
+  set_offsets_of_sequences(mask, &score);
+  if (score.masked == 0) {
+    CHECK(!params.q_offset.given());
+    return;
+  }
+  const int64_t diagonal = params.diagonal_of(0, 5, 9);
+  const auto fits = [](int64_t number) {
+    CHECK(number >= INT32_MIN && number <= INT32_MAX);
+    return number;
+  };
+  const bool left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0;
+  const bool right = score.bounded_right != 0;
+  const int64_t stands = int64_t{offset} + query;
+  const int64_t first = std::max<int64_t>(0, fits(query + diagonal + score.left_offset));
+  const int64_t end = std::min(length_k, fits(query + diagonal + score.right_offset + 1));
+  const int64_t want = left ? std::max<int64_t>(0, stands - mask.window_left) : 0;
+  const int64_t want_end = right ? std::min(length_k, stands + mask.window_right + 1) : length_k;
+  CHECK((first < end) == (want < want_end));
+  if (first < end) CHECK(first == want && end == want_end);
+  // As gradients ask, of a key.
+  fits(length_k - diagonal - score.right_offset);
+  fits(length_k - diagonal - score.left_offset + 1);
+}
+
+void check_offsets() {
+  const int64_t windows[] = {0, 1, 3, 100, kMostOffsetRows, kMostOffsetWindow};
+  const int64_t places[] = {0, 1, 2, 50, kMostOffsetRows - 1};
+  for (int i = 0; i < 200000; ++i) {
+    AttentionMask mask = {};
+    mask.causal = any_of(3);
+    mask.window = static_cast<uint32_t>(any_of(4));
+    mask.window_left = windows[any_of(6)];
+    mask.window_right = mask.causal != FLASHMOE_CAUSAL_NONE ? 0 : windows[any_of(6)];
+    const int64_t length_k = places[any_of(5)] + any_of(2);
+    const int64_t far[] = {INT_MIN,           -kMostOffsetRows, 0,
+                           kMostOffsetRows,   INT_MAX,          mask.window_left + kMostOffsetRows,
+                           -mask.window_right};
+    const int64_t offset = std::clamp<int64_t>(far[any_of(7)] + any_of(9) - 4, INT_MIN, INT_MAX);
+    check_offset(static_cast<int32_t>(offset), mask, places[any_of(5)], length_k);
+  }
+}
+
 // Whose last tiles are the last that there are: no offset goes beyond the tensor's rows.
 void check_largest() {
   AttentionProblem p = {};
@@ -163,6 +221,7 @@ void check_largest() {
   p.batch = 2;
   p.seq_q = p.seq_k = p.sequences.rows_q = p.sequences.rows_k = kMostTableRows;
   p.sequences.batch_k = 1;
+  p.sequences.pair_keys = INT64_MAX;
   p.sequences.cu_seqlens_q = p.sequences.cu_seqlens_k = {starts, 1};
   const SequenceParams params = sequence_params(p);
   const TileSlots slots = tile_slots(p, 128);
@@ -180,6 +239,7 @@ void check_largest() {
 
 int main() {
   for (int i = 0; i < 20000; ++i) flashmoe::check_random_tables();
+  flashmoe::check_offsets();
   flashmoe::check_largest();
   return 0;
 }
