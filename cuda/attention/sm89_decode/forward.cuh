@@ -30,7 +30,7 @@ struct Ahead {
   CachedV<Traits> v;
   uint32_t valid;
   Factors factors;
-  // Of the step behind that one its page, if `asked`: where loads are sent for early.
+  // Of the step behind that one its page, if `asked`.
   int page;
   bool asked;
   bool loaded;
@@ -38,39 +38,44 @@ struct Ahead {
 
 // This warp's first step of a segment.
 template <class Traits>
-__device__ __forceinline__ int first_step(const Segment& segment) {
-  return segment.key + (warp_index() - segment.first_warp + kWarps) % kWarps * Traits::kStepKeys;
+__device__ __forceinline__ int first_step(const SegmentKeys& keys) {
+  return keys.key + (warp_index() - keys.first_warp + kWarps) % kWarps * Traits::kStepKeys;
 }
 
-// Loads this warp's first step of a segment, if it has one.
-template <class Traits>
-__device__ __forceinline__ void load_first(const Params& params, const Segment& segment,
-                                           Ahead<Traits>& ahead) {
-  const int key = first_step<Traits>(segment);
-  ahead.loaded = segment.exists != 0 && key < segment.end;
-  ahead.asked = false;
-  if (!ahead.loaded) return;
-  const int page = ask_page<Traits>(params, segment, key);
-  const Step step = find_rows<Traits>(params, segment, key, page);
-  load_k<Traits>(ahead.k, params, step);
-  load_v<Traits>(ahead.v, params, step);
-  ahead.valid = step.valid;
-  ahead.factors = step.factors;
-}
-
-// Asks for the page of the step behind `next`, which is of the same segment or of the next one.
+// Asks for the page of the step behind `next`, which is of `of`: of the same segment, or of the
+// next one where `of` is this one.
 template <class Traits>
 __device__ __forceinline__ void ask_behind(const Params& params, const Segment& segment,
                                            const Segment& next_segment, const Segment& of, int next,
                                            Ahead<Traits>& ahead) {
   int behind = next + Traits::kRoundKeys;
   const Segment* whose = &of;
-  if (&of == &segment && behind >= segment.end) {
+  SegmentKeys keys = of.keys;
+  if (&of == &segment && behind >= keys.end) {
     whose = &next_segment;
-    behind = first_step<Traits>(next_segment);
+    keys = next_segment.keys;
+    behind = first_step<Traits>(keys);
   }
-  ahead.asked = whose->exists != 0 && behind < whose->end;
-  if (ahead.asked) ahead.page = ask_page<Traits>(params, *whose, behind);
+  ahead.asked = behind < keys.end;
+  ahead.page = ask_page<Traits>(params, *whose, keys, behind);
+}
+
+// Loads this warp's first step of a segment, if it has one, and asks for the page of its second.
+template <class Traits>
+__device__ __forceinline__ void load_first(const Params& params, const Segment& segment,
+                                           Ahead<Traits>& ahead) {
+  const SegmentKeys keys = segment.keys;
+  const int key = first_step<Traits>(keys);
+  ahead.loaded = key < keys.end;
+  ahead.asked = key + Traits::kRoundKeys < keys.end;
+  if (!ahead.loaded) return;
+  const int page = ask_page<Traits>(params, segment, keys, key);
+  ahead.page = ask_page<Traits>(params, segment, keys, key + Traits::kRoundKeys);
+  const Step step = find_rows<Traits>(params, segment, key, page);
+  load_k<Traits>(ahead.k, params, step);
+  load_v<Traits>(ahead.v, params, step);
+  ahead.valid = step.valid;
+  ahead.factors = step.factors;
 }
 
 // This warp's steps of a segment, and the loads of its first one of the next.
@@ -97,20 +102,20 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
   }
   if (!ahead.loaded) load_first(params, segment, ahead);
-  int key = first_step<Traits>(segment);
-  if (key >= segment.end) load_first(params, next_segment, ahead);
-  while (key < segment.end) {
+  const int end = segment.keys.end;
+  int key = first_step<Traits>(segment.keys);
+  if (key >= end) load_first(params, next_segment, ahead);
+  while (key < end) {
     // The next step, of this segment or of the one behind it.
     int next = key + Traits::kRoundKeys;
     const Segment* of = &segment;
-    if (next >= segment.end) {
+    if (next >= end) {
       of = &next_segment;
-      next = first_step<Traits>(next_segment);
+      next = first_step<Traits>(next_segment.keys);
     }
-    const bool loads = of == &segment || (next_segment.exists != 0 && next < next_segment.end);
-    int page = -1;
-    if (loads) page = ahead.asked ? ahead.page : ask_page<Traits>(params, *of, next);
-    ahead.asked = false;
+    const bool loads = of == &segment || next < next_segment.keys.end;
+    // Of the first step behind a segment of one step a warp.
+    if (loads && !ahead.asked) ahead.page = ask_page<Traits>(params, *of, of->keys, next);
 
     few::Scores<Traits> scores;
     Step step = {};
@@ -118,21 +123,22 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     const uint32_t valid = ahead.valid;
     CachedV<Traits> v;
     if constexpr (Traits::kFp8) {
+      if (loads) step = find_rows<Traits>(params, *of, next, ahead.page);
       CachedK<Traits> k;
       order_k<Traits>(k, ahead.k, params.tensors.dim);
-      if constexpr (Traits::kValuesEarly) order_v<Traits>(v, ahead.v, valid);
+      if (loads) load_k<Traits>(ahead.k, params, step);
+      order_v<Traits>(v, ahead.v, valid);
       if (loads) {
-        step = find_rows<Traits>(params, *of, next, page);
-        load_k<Traits>(ahead.k, params, step);
-        if constexpr (Traits::kValuesEarly) load_v<Traits>(ahead.v, params, step);
+        load_v<Traits>(ahead.v, params, step);
         ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
       }
       multiply_fp8_k<Traits>(scores, k, q, shared_queries);
     } else {
       few::multiply_k<Traits>(scores, ahead.k, q, shared_queries);
       if (loads) {
-        step = find_rows<Traits>(params, *of, next, page);
+        step = find_rows<Traits>(params, *of, next, ahead.page);
         load_k<Traits>(ahead.k, params, step);
+        ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
       }
     }
     scale_scores<Traits>(scores, params, factors);
@@ -144,22 +150,19 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
     statistics.rescale(scores, params.score.scale_log2, out);
     few::Probabilities<Traits> p;
-    value_scales.next(params, factors, out);
+    value_scales.next(params, factors, valid, out);
     statistics.exponentiate(p, scores, params.score.scale_log2,
                             [&](int i, float weight) { return value_scales.weighted(i, weight); });
     if constexpr (Traits::kFp8) {
-      if constexpr (!Traits::kValuesEarly) order_v<Traits>(v, ahead.v, valid);
       multiply_fp8_v<Traits>(out, v, p);
     } else {
       few::multiply_v<Traits>(out, ahead.v, p);
-    }
-    if constexpr (!Traits::kValuesEarly) {
       if (loads) load_v<Traits>(ahead.v, params, step);
     }
     ahead.valid = step.valid;
     ahead.factors = step.factors;
     ahead.loaded = loads;
-    key = of == &segment ? next : segment.end;
+    key = of == &segment ? next : end;
   }
   value_scales.finish(params, out);
   few::store_part<Traits>(out, statistics, shared, warp_index(), unit_of<Traits>);
@@ -200,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Segment& next_one = state.segments[next];
     const bool more = next_one.exists != 0;
     // While keys are on their way, by the warp that has the fewest.
-    if (more && warp_index() == next_one.first_warp) {
+    if (more && warp_index() == next_one.keys.first_warp) {
       next_segment<Traits>(params, state, (slot + 2) % kSegments);
     }
     if (more && next_one.new_tile != 0) send_for_q(params, next_one.tile, queries_of(next_one));

@@ -190,6 +190,7 @@ __device__ __forceinline__ void take_segment(const Params& params, BlockState& s
     cursor.left -= passed;
   }
   segment.exists = cursor.left > 0 ? 1 : 0;
+  segment.keys.end = kNoKeys;
   if (segment.exists == 0) return;
   const bool starts = cursor.unit == 0;
   const bool chunks = params.split_keys > 0;
@@ -219,22 +220,22 @@ __device__ __forceinline__ void take_segment(const Params& params, BlockState& s
   const Sequence sequence = {0, 0, known.length_q, known.length_k, known.diagonal};
   const int first_query = params.group.quotient(tile.first_row);
   const int last_query = params.group.quotient(tile.first_row + tile.rows - 1);
-  segment.first = sequence.first_key(params.score, first_query);
+  segment.keys.first = sequence.first_key(params.score, first_query);
   segment.all_first = sequence.first_key(params.score, last_query);
   segment.all_end = sequence.end_key(params.score, first_query);
   const int end = sequence.end_key(params.score, last_query);
-  tile.masked = segment.first < segment.all_first || segment.all_end < end ? 1 : 0;
+  tile.masked = segment.keys.first < segment.all_first || segment.all_end < end ? 1 : 0;
 
-  segment.key = known.origin + cursor.unit * known.unit_keys;
-  segment.end = min(end, segment.key + taken * known.unit_keys);
+  segment.keys.key = known.origin + cursor.unit * known.unit_keys;
+  segment.keys.end = min(end, segment.keys.key + taken * known.unit_keys);
   // Rounds of which no row sees a key; warps keep their places.
-  const int ahead = segment.first - segment.key;
-  if (ahead > 0) segment.key += ahead / Traits::kRoundKeys * Traits::kRoundKeys;
+  const int ahead = segment.keys.first - segment.keys.key;
+  if (ahead > 0) segment.keys.key += ahead / Traits::kRoundKeys * Traits::kRoundKeys;
 
-  segment.pages =
+  segment.keys.pages =
       params.sequences.paged != 0 ? params.sequences.keys.pages_of(cursor.sequence) : nullptr;
-  segment.batch_k = known.batch_k;
-  segment.begin_k = known.begin_k;
+  segment.keys.batch_k = known.batch_k;
+  segment.keys.begin_k = known.begin_k;
   segment.new_tile = first_of_share || starts ? 1 : 0;
   segment.last = cursor.unit + taken == known.units ? 1 : 0;
   segment.only = known.units == taken ? 1 : 0;
@@ -260,8 +261,8 @@ __device__ __forceinline__ void take_segment(const Params& params, BlockState& s
     cursor.unit = -lead;
     ++cursor.tile;
   }
-  segment.first_warp = cursor.steps % kWarps;
-  cursor.steps += max(0, segment.end - segment.key + Traits::kStepKeys - 1) / Traits::kStepKeys;
+  segment.keys.first_warp = cursor.steps % kWarps;
+  cursor.steps += max(0, segment.keys.end - segment.keys.key + Traits::kStepKeys - 1) / Traits::kStepKeys;
   cursor.tiles += segment.new_tile;
   segment.query_buffer = cursor.tiles % 2;
 }
@@ -272,7 +273,7 @@ __device__ __forceinline__ void next_segment(const Params& params, BlockState& s
   Segment& segment = state.segments[slot];
   Cursor& cursor = state.cursor;
   if (cursor.left == 0) {
-    if (lane_index() == 0) segment.exists = 0;
+    if (lane_index() == 0) segment.exists = 0, segment.keys.end = kNoKeys;
     __syncwarp();
     return;
   }

@@ -24,15 +24,24 @@ struct Described {
   int32_t row_tiles;  // of a KV head; 0: no queries
 };
 
-// Keys of a tile that the block takes at a time: all that it has, or a chunk.
-struct Segment {
-  TileRows tile;
+// What warps look up at every step: read from shared memory in one go.
+struct alignas(16) SegmentKeys {
   const int32_t* pages;  // nullptr: keys are in rows of batch_k
   int32_t batch_k;
   int32_t begin_k;
-  int32_t key;        // where steps begin
-  int32_t end;        // behind the last key that some row sees
-  int32_t first;      // the first of these
+  int32_t key;         // where steps begin
+  int32_t end;         // behind the last key that some row sees; of a segment that is none: kNoKeys
+  int32_t first;       // the first of these
+  int32_t first_warp;  // that takes the first step
+};
+
+// An end that no step is in front of.
+inline constexpr int32_t kNoKeys = -0x7fffffff - 1;
+
+// Keys of a tile that the block takes at a time: all that it has, or a chunk.
+struct Segment {
+  SegmentKeys keys;
+  TileRows tile;
   int32_t all_first;  // keys that all rows see
   int32_t all_end;
   int32_t exists;
@@ -41,7 +50,6 @@ struct Segment {
   int32_t only;          // the tile is this segment
   int32_t last;          // it is the tile's last one
   int32_t place;         // of its part, where the tile is shared
-  int32_t first_warp;    // that takes its first step
   int32_t query_buffer;  // of the tile
 };
 
@@ -82,8 +90,6 @@ struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
   using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
 
   static constexpr bool kFp8 = kFp8_;
-  // Values of fp8 are loaded with their keys, where they leave the registers for it.
-  static constexpr bool kValuesEarly = kFp8 && kDim + kDimV <= 256;
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
   static constexpr int kStepBytes = Base::kStepKeys * (Base::kDim + Base::kDimV) * 2;
