@@ -28,12 +28,11 @@ template <class Traits>
 struct Ahead {
   CachedK<Traits> k;
   CachedV<Traits> v;
-  uint32_t valid;
+  uint32_t valid;  // 0: there is no such step, or none of its keys
   Factors factors;
   // Of the step behind that one its page, if `asked`.
   int page;
   bool asked;
-  bool loaded;
 };
 
 // This warp's first step of a segment.
@@ -66,9 +65,9 @@ __device__ __forceinline__ void load_first(const Params& params, const Segment& 
                                            Ahead<Traits>& ahead) {
   const SegmentKeys keys = segment.keys;
   const int key = first_step<Traits>(keys);
-  ahead.loaded = key < keys.end;
+  ahead.valid = 0;
   ahead.asked = key + Traits::kRoundKeys < keys.end;
-  if (!ahead.loaded) return;
+  if (key >= keys.end) return;
   const int page = ask_page<Traits>(params, segment, keys, key);
   ahead.page = ask_page<Traits>(params, segment, keys, key + Traits::kRoundKeys);
   const Step step = find_rows<Traits>(params, segment, key, page);
@@ -101,7 +100,7 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
       for (int e = 0; e < 4; ++e) out[n][j][e] = 0.0f;
     }
   }
-  if (!ahead.loaded) load_first(params, segment, ahead);
+  if (ahead.valid == 0) load_first(params, segment, ahead);
   const int end = segment.keys.end;
   int key = first_step<Traits>(segment.keys);
   if (key >= end) load_first(params, next_segment, ahead);
@@ -113,33 +112,35 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
       of = &next_segment;
       next = first_step<Traits>(next_segment.keys);
     }
-    const bool loads = of == &segment || next < next_segment.keys.end;
-    // Of the first step behind a segment of one step a warp.
-    if (loads && !ahead.asked) ahead.page = ask_page<Traits>(params, *of, of->keys, next);
+    // The first step behind a segment of one step a warp.
+    if (!ahead.asked) ahead.page = ask_page<Traits>(params, *of, of->keys, next);
 
+    // Where there is no next step, none of its keys is there. It is looked up all the same: what
+    // loads leave in registers is waited for before these are anything else's, on whatever path.
+    Step step;
     few::Scores<Traits> scores;
-    Step step = {};
     const Factors factors = ahead.factors;
     const uint32_t valid = ahead.valid;
     CachedV<Traits> v;
     if constexpr (Traits::kFp8) {
-      if (loads) step = find_rows<Traits>(params, *of, next, ahead.page);
+      constexpr bool kFindsFirst = Traits::kFindsFirst;
       CachedK<Traits> k;
+      if constexpr (kFindsFirst) step = find_rows<Traits>(params, *of, next, ahead.page);
       order_k<Traits>(k, ahead.k, params.tensors.dim);
-      if (loads) load_k<Traits>(ahead.k, params, step);
+      if constexpr (kFindsFirst) load_k<Traits>(ahead.k, params, step);
       order_v<Traits>(v, ahead.v, valid);
-      if (loads) {
-        load_v<Traits>(ahead.v, params, step);
-        ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
+      if constexpr (!kFindsFirst) {
+        step = find_rows<Traits>(params, *of, next, ahead.page);
+        load_k<Traits>(ahead.k, params, step);
       }
+      load_v<Traits>(ahead.v, params, step);
+      ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
       multiply_fp8_k<Traits>(scores, k, q, shared_queries);
     } else {
       few::multiply_k<Traits>(scores, ahead.k, q, shared_queries);
-      if (loads) {
-        step = find_rows<Traits>(params, *of, next, ahead.page);
-        load_k<Traits>(ahead.k, params, step);
-        ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
-      }
+      step = find_rows<Traits>(params, *of, next, ahead.page);
+      load_k<Traits>(ahead.k, params, step);
+      ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
     }
     scale_scores<Traits>(scores, params, factors);
     if (params.score.capped()) params.score.cap(scores);
@@ -157,11 +158,10 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
       multiply_fp8_v<Traits>(out, v, p);
     } else {
       few::multiply_v<Traits>(out, ahead.v, p);
-      if (loads) load_v<Traits>(ahead.v, params, step);
+      load_v<Traits>(ahead.v, params, step);
     }
     ahead.valid = step.valid;
     ahead.factors = step.factors;
-    ahead.loaded = loads;
     key = of == &segment ? next : end;
   }
   value_scales.finish(params, out);
