@@ -61,7 +61,8 @@ struct Cursor {
   int32_t sequence;
   int32_t tile;    // of the sequence
   int32_t unit;    // of the tile; below 0 in its lead
-  int32_t blocks;  // that have a share
+  int32_t blocks;   // that have a share
+  int32_t aligned;  // tiles begin where shares do
   int32_t window;  // the first sequence that is described; -1: none
   int32_t owner;   // the block in which the tile begins
   int32_t steps;   // of the segments so far
@@ -77,9 +78,17 @@ inline constexpr int kWindow = 32;  // sequences that are described at a time: o
 // it.
 inline constexpr int kSegments = 4;
 
+// Tiles of a sequence, one behind the other.
+struct SequenceTiles {
+  int64_t before;  // units in front of them
+  int32_t units;   // of each, with its lead
+  int32_t count;
+};
+
 struct BlockState {
   Cursor cursor;
   int64_t warp_units[kWarps];
+  SequenceTiles tiles[kThreads];  // of what a thread describes
   Described window[kWindow];
   Segment segments[kSegments];
 };
