@@ -99,9 +99,13 @@ struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
   using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
 
   static constexpr bool kFp8 = kFp8_;
+  // Whether the L2 reads a step ahead of what registers load: where these have the room to know its
+  // page, and a step is not so large that those of all warps keep memory busy.
+  static constexpr bool kPrefetches = kDim + kDimV <= (kFp8 ? 256 : 128);
   // Of fp8, whether the rows of the next step are found before this one's numbers are brought into
   // order: loads of keys go sooner, and registers are held for longer.
   static constexpr bool kFindsFirst = kFp8 && kDim + kDimV <= 320;
+  static_assert(kFindsFirst || !kFp8 || !kPrefetches);
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
   static constexpr int kStepBytes = Base::kStepKeys * (Base::kDim + Base::kDimV) * 2;
