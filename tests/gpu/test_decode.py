@@ -95,8 +95,10 @@ def test_whole_tiles_where_sequences_are_alike(tiles: int, compiled: kernels.Ker
     """As many tiles as blocks, or twice as many: a block has whole ones, whose bits are those that
     they have in other batches of which that is true."""
     count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    batch = ragged.make([1] * (tiles * count), [700] * (tiles * count), dtype=compiled.dtype,
-                        dim=compiled.dim, dim_v=compiled.dim_v, heads=(int(compiled.tuning), 1))  # fmt: skip
+    dims = {"dtype": compiled.dtype, "dim": compiled.dim, "dim_v": compiled.dim_v}
+    batch = ragged.make(
+        [1] * (tiles * count), [700] * (tiles * count), heads=(compiled.rows, 1), **dims
+    )
     some = Batch(*(x[:count] for x in (batch.q, batch.k, batch.v)), batch.sinks)
     whole, alone = (
         ragged.check(x, ragged.paginate(x, 16), DEVICE, kernel=compiled.table_name,

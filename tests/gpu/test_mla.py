@@ -110,8 +110,8 @@ def test_whole_tiles_where_sequences_are_alike(tiles: int, heads: tuple[int, int
 @pytest.mark.parametrize("heads", [(128, 1), (16, 1)], ids=str)
 @pytest.mark.parametrize("count", [1, 3, 33, 65, 67, 100, 140, 390])
 def test_shares_that_begin_with_sequences(count: int, heads: tuple[int, int]) -> None:
-    """Several shares of a sequence, several sequences of a share, cuts where neither is about equal,
-    and sequences without queries or keys between them."""
+    """Several shares of a sequence, several sequences of a share, cuts where neither is about
+    equal, and sequences without queries or keys between them."""
     for lengths in ([400] * count, [(1500 if b % 5 == 0 else 70 * (b % 3)) for b in range(count)]):
         queries = [0 if b % 7 == 3 else 1 for b in range(count)]
         batch = make(queries, lengths, dtype="bf16", heads=heads, seed=count)

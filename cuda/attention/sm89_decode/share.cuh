@@ -104,8 +104,8 @@ struct ShareBegin {
 __device__ __forceinline__ ShareBegin aligned_begin(const BlockState& state, int count,
                                                     const Shares& shares, int number) {
   // The last tile whose nearest share is no later: about so many units are in front.
-  const auto about = static_cast<int64_t>(
-      (number + 0.5) * static_cast<double>(shares.total) / static_cast<double>(shares.blocks));
+  const auto about = static_cast<int64_t>((number + 0.5) * static_cast<double>(shares.total) /
+                                          static_cast<double>(shares.blocks));
   const auto begins = [&](int64_t units) {
     return number == 0 ? units == 0 : shares.nearest(units) <= number;
   };
@@ -370,7 +370,8 @@ __device__ __forceinline__ void take_segment(const Params& params, BlockState& s
     ++cursor.tile;
   }
   segment.keys.first_warp = cursor.steps % kWarps;
-  cursor.steps += max(0, segment.keys.end - segment.keys.key + Traits::kStepKeys - 1) / Traits::kStepKeys;
+  cursor.steps +=
+      max(0, segment.keys.end - segment.keys.key + Traits::kStepKeys - 1) / Traits::kStepKeys;
   cursor.tiles += segment.new_tile;
   segment.query_buffer = cursor.tiles % 2;
 }

@@ -59,14 +59,14 @@ struct Cursor {
   int64_t end;    // of the share, units of all blocks
   int64_t total;  // of all shares
   int32_t sequence;
-  int32_t tile;    // of the sequence
-  int32_t unit;    // of the tile; below 0 in its lead
+  int32_t tile;     // of the sequence
+  int32_t unit;     // of the tile; below 0 in its lead
   int32_t blocks;   // that have a share
   int32_t aligned;  // tiles begin where shares do
-  int32_t window;  // the first sequence that is described; -1: none
-  int32_t owner;   // the block in which the tile begins
-  int32_t steps;   // of the segments so far
-  int32_t tiles;   // so far
+  int32_t window;   // the first sequence that is described; -1: none
+  int32_t owner;    // the block in which the tile begins
+  int32_t steps;    // of the segments so far
+  int32_t tiles;    // so far
 };
 
 // What a block takes to end a tile and begin the next, in bytes of keys and values that it would

@@ -338,8 +338,7 @@ struct Consumer {
     const bool odd = lane_index() % 2 != 0;
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const uint32_t got =
-          __shfl_xor_sync(kFullWarp, odd ? pairs[i] : pairs[i + 1], 1);
+      const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? pairs[i] : pairs[i + 1], 1);
       half[i] = odd ? got : pairs[i];
       half[i + 1] = odd ? pairs[i + 1] : got;
     }
