@@ -150,11 +150,19 @@ struct ValueScales {
     }
   }
 
-  // Of the next step; accumulators are brought to a larger magnitude.
-  __device__ __forceinline__ void next(const Params& params, const Factors& factors,
+  // Of the next step, whose keys there are is in `valid`; accumulators are brought to a larger
+  // magnitude.
+  __device__ __forceinline__ void next(const Params& params, const Factors& factors, uint32_t valid,
                                        sm89_few_rows::Accumulators<Traits>& out) {
     if constexpr (Traits::kFp8) {
       if (params.v_scale.data == nullptr) return;
+      // As a rule all have the same: nothing is to be divided. A NaN is not the same as itself.
+      const bool has_key = (valid >> reread::lane_index() & 1) != 0;
+      if (__all_sync(kFullWarp, !has_key || factors.v == most)) {
+#pragma unroll
+        for (float& weight : weights) weight = 1.0f;
+        return;
+      }
       // Magnitudes are in the order of their bits, and a NaN is above them.
       const uint32_t here = __reduce_max_sync(kFullWarp, __float_as_uint(factors.v) & 0x7fffffffu);
       if (here > __float_as_uint(most)) {

@@ -1,9 +1,9 @@
 // The second kernel: rows of tiles whose keys several blocks have.
 //
-// A block takes some rows of the tile that a block of the first kernel has shared, if any: of each
-// unit of four columns of each row some threads; each of these adds up every so many-th part, and
-// then their sums are added up. The parts of chunks are added up by one thread in their order, as
-// the first kernel does.
+// A block takes some rows of a tile that blocks of the first kernel have shared, if they have: of
+// each unit of four columns of each row some threads; each of these adds up every so many-th part,
+// and then their sums are added up. The parts of chunks are added up by one thread in their order,
+// as the first kernel does.
 #pragma once
 
 #include "cuda/attention/sm89_decode/results.cuh"
@@ -40,22 +40,14 @@ __device__ __forceinline__ void for_parts(const Params& params, const CutTile& c
 
 static_assert(kCombineThreads == kThreadsPerWarp << kMostCombineRowsLog2);
 
-// Grid: blocks of the first kernel, and the rows of a tile, some for each block.
-// kDimV: of v at most.
+// Rows of a cut tile from `first_row` on.
 template <class Element, int kDimV>
-__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
-    attention_combine_kernel(const __grid_constant__ Params params) {
+__device__ __forceinline__ void combine_rows(const Params& params, const CutTile& cut,
+                                             int first_row) {
   __shared__ float4 outs[kCombineThreads];
   __shared__ float2 statistics[kCombineThreads];
   __shared__ int again[1 << kMostCombineRowsLog2];
   const int thread = thread_index();
-#if __CUDA_ARCH__ >= 900
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
-#endif
-  const CutTile& cut = params.cut_tiles[blockIdx.x];
-  const int first_row = static_cast<int>(blockIdx.y) << params.combine_rows_log2;
-  if (cut.parts == 0 || first_row >= cut.tile.rows) return;
   const int unit = thread & ((1 << params.part_units_log2) - 1);
   const int index = thread >> params.part_units_log2;
   const int row_of_block = index & ((1 << params.combine_rows_log2) - 1);
@@ -86,15 +78,33 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   }
   if (!__syncthreads_or(suspect)) return;
   const int again_row = reread::warp_index();
-  if (again[again_row] == 0) return;
-  const SequenceParams& sequences = params.sequences;
-  const SequenceRows rows = sequences.keys_of(cut.tile.sequence);
-  const KeysOfRow<Element> keys = {
-      params, sequences.paged != 0 ? sequences.keys.pages_of(cut.tile.sequence) : nullptr,
-      rows.batch, rows.begin, cut.tile.head_kv};
-  compute_row_again<Element, kDimV>(
-      params, cut.tile, keys,
-      (static_cast<int>(blockIdx.y) << params.combine_rows_log2) + again_row);
+  if (again[again_row] != 0) {
+    const SequenceParams& sequences = params.sequences;
+    const SequenceRows rows = sequences.keys_of(cut.tile.sequence);
+    const KeysOfRow<Element> keys = {
+        params, sequences.paged != 0 ? sequences.keys.pages_of(cut.tile.sequence) : nullptr,
+        rows.batch, rows.begin, cut.tile.head_kv};
+    compute_row_again<Element, kDimV>(params, cut.tile, keys, first_row + again_row);
+  }
+  __syncthreads();
+}
+
+// Grid: cut tiles, and blocks for the rows of each.
+// kDimV: of v at most.
+template <class Element, int kDimV>
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
+    attention_combine_kernel(const __grid_constant__ Params params) {
+#if __CUDA_ARCH__ >= 900
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+#endif
+  const CutTile& cut = params.cut_tiles[blockIdx.x];
+  if (cut.parts == 0) return;
+  const int step = static_cast<int>(gridDim.y) << params.combine_rows_log2;
+  for (int row = static_cast<int>(blockIdx.y) << params.combine_rows_log2; row < cut.tile.rows;
+       row += step) {
+    combine_rows<Element, kDimV>(params, cut, row);
+  }
 }
 
 }  // namespace flashmoe::sm89_decode

@@ -28,49 +28,93 @@ template <class Traits>
 struct Ahead {
   CachedK<Traits> k;
   CachedV<Traits> v;
-  uint32_t valid;
+  uint32_t valid;  // 0: there is no such step, or none of its keys
   Factors factors;
-  // Of the step behind that one its page, if `asked`: where loads are sent for early.
+  // Of the step behind that one its page, and of the one behind that, if they are asked for.
   int page;
+  int page_behind;
   bool asked;
-  bool loaded;
+  bool asked_behind;
 };
 
 // This warp's first step of a segment.
 template <class Traits>
-__device__ __forceinline__ int first_step(const Segment& segment) {
-  return segment.key + (warp_index() - segment.first_warp + kWarps) % kWarps * Traits::kStepKeys;
+__device__ __forceinline__ int first_step(const SegmentKeys& keys) {
+  return keys.key + (warp_index() - keys.first_warp + kWarps) % kWarps * Traits::kStepKeys;
 }
 
-// Loads this warp's first step of a segment, if it has one.
+// A step of a segment or of the one behind it.
+struct WhichStep {
+  bool of_next;
+  int step;
+};
+
+// This warp's step behind another one; none behind those of the next segment.
+template <class Traits>
+__device__ __forceinline__ WhichStep behind(const Segment& segment, const Segment& next_segment,
+                                            const WhichStep& which) {
+  const int step = which.step + Traits::kRoundKeys;
+  if (!which.of_next && step >= segment.keys.end) {
+    return {true, first_step<Traits>(next_segment.keys)};
+  }
+  return {which.of_next, step};
+}
+
+// Has the L2 read the step behind `next`. Before loads are sent for: what is looked at behind them
+// is waited for as long as they are.
+template <class Traits>
+__device__ __forceinline__ void prefetch_behind(const Params& params, const Segment& segment,
+                                                const Segment& next_segment, const WhichStep& next,
+                                                Ahead<Traits>& ahead) {
+  if constexpr (Traits::kPrefetches) {
+    const WhichStep which = behind<Traits>(segment, next_segment, next);
+    const Segment& of = which.of_next ? next_segment : segment;
+    if (ahead.asked_behind) prefetch_rows<Traits>(params, of, which.step, ahead.page_behind);
+    ahead.page = ahead.page_behind;
+    ahead.asked = ahead.asked_behind;
+  }
+}
+
+// Asks for the page of the step behind `next`, or of the one behind that. Behind loads.
+template <class Traits>
+__device__ __forceinline__ void ask_behind(const Params& params, const Segment& segment,
+                                           const Segment& next_segment, const WhichStep& next,
+                                           Ahead<Traits>& ahead) {
+  WhichStep which = behind<Traits>(segment, next_segment, next);
+  if constexpr (Traits::kPrefetches) which = behind<Traits>(segment, next_segment, which);
+  const Segment& of = which.of_next ? next_segment : segment;
+  const SegmentKeys keys = of.keys;
+  const bool exists = which.step < keys.end;
+  const int page = ask_page<Traits>(params, of, keys, which.step);
+  if constexpr (Traits::kPrefetches) {
+    ahead.asked_behind = exists;
+    ahead.page_behind = page;
+  } else {
+    ahead.asked = exists;
+    ahead.page = page;
+  }
+}
+
+// Loads this warp's first step of a segment, if it has one, and asks for the page of its second.
 template <class Traits>
 __device__ __forceinline__ void load_first(const Params& params, const Segment& segment,
                                            Ahead<Traits>& ahead) {
-  const int key = first_step<Traits>(segment);
-  ahead.loaded = segment.exists != 0 && key < segment.end;
-  ahead.asked = false;
-  if (!ahead.loaded) return;
-  const int page = ask_page<Traits>(params, segment, key);
+  const SegmentKeys keys = segment.keys;
+  const int key = first_step<Traits>(keys);
+  ahead.valid = 0;
+  ahead.asked = key + Traits::kRoundKeys < keys.end;
+  ahead.asked_behind = key + 2 * Traits::kRoundKeys < keys.end;
+  if (key >= keys.end) return;
+  const int page = ask_page<Traits>(params, segment, keys, key);
+  ahead.page = ask_page<Traits>(params, segment, keys, key + Traits::kRoundKeys);
+  if constexpr (Traits::kPrefetches) {
+    ahead.page_behind = ask_page<Traits>(params, segment, keys, key + 2 * Traits::kRoundKeys);
+  }
   const Step step = find_rows<Traits>(params, segment, key, page);
   load_k<Traits>(ahead.k, params, step);
   load_v<Traits>(ahead.v, params, step);
   ahead.valid = step.valid;
   ahead.factors = step.factors;
-}
-
-// Asks for the page of the step behind `next`, which is of the same segment or of the next one.
-template <class Traits>
-__device__ __forceinline__ void ask_behind(const Params& params, const Segment& segment,
-                                           const Segment& next_segment, const Segment& of, int next,
-                                           Ahead<Traits>& ahead) {
-  int behind = next + Traits::kRoundKeys;
-  const Segment* whose = &of;
-  if (&of == &segment && behind >= segment.end) {
-    whose = &next_segment;
-    behind = first_step<Traits>(next_segment);
-  }
-  ahead.asked = whose->exists != 0 && behind < whose->end;
-  if (ahead.asked) ahead.page = ask_page<Traits>(params, *whose, behind);
 }
 
 // This warp's steps of a segment, and the loads of its first one of the next.
@@ -96,44 +140,45 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
       for (int e = 0; e < 4; ++e) out[n][j][e] = 0.0f;
     }
   }
-  if (!ahead.loaded) load_first(params, segment, ahead);
-  int key = first_step<Traits>(segment);
-  if (key >= segment.end) load_first(params, next_segment, ahead);
-  while (key < segment.end) {
-    // The next step, of this segment or of the one behind it.
-    int next = key + Traits::kRoundKeys;
-    const Segment* of = &segment;
-    if (next >= segment.end) {
-      of = &next_segment;
-      next = first_step<Traits>(next_segment);
-    }
-    const bool loads = of == &segment || (next_segment.exists != 0 && next < next_segment.end);
-    int page = -1;
-    if (loads) page = ahead.asked ? ahead.page : ask_page<Traits>(params, *of, next);
-    ahead.asked = false;
+  if (ahead.valid == 0) load_first(params, segment, ahead);
+  int key = first_step<Traits>(segment.keys);
+  if (key >= segment.keys.end) load_first(params, next_segment, ahead);
+  while (key < segment.keys.end) {
+    const WhichStep next = behind<Traits>(segment, next_segment, {false, key});
+    const Segment& of = next.of_next ? next_segment : segment;
+    // The first step behind a segment of one step a warp.
+    if (!ahead.asked) ahead.page = ask_page<Traits>(params, of, of.keys, next.step);
 
+    // Where there is no next step, none of its keys is there. It is looked up all the same: what
+    // loads leave in registers is waited for before these are anything else's, on whatever path.
+    Step step;
     few::Scores<Traits> scores;
-    Step step = {};
     const Factors factors = ahead.factors;
     const uint32_t valid = ahead.valid;
     CachedV<Traits> v;
     if constexpr (Traits::kFp8) {
+      constexpr bool kFindsFirst = Traits::kFindsFirst;
       CachedK<Traits> k;
-      order_k<Traits>(k, ahead.k, params.tensors.dim);
-      if constexpr (Traits::kValuesEarly) order_v<Traits>(v, ahead.v, valid);
-      if (loads) {
-        step = find_rows<Traits>(params, *of, next, page);
-        load_k<Traits>(ahead.k, params, step);
-        if constexpr (Traits::kValuesEarly) load_v<Traits>(ahead.v, params, step);
-        ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
+      if constexpr (kFindsFirst) {
+        step = find_rows<Traits>(params, of, next.step, ahead.page);
+        prefetch_behind<Traits>(params, segment, next_segment, next, ahead);
       }
+      order_k<Traits>(k, ahead.k, params.tensors.dim);
+      if constexpr (kFindsFirst) load_k<Traits>(ahead.k, params, step);
+      order_v<Traits>(v, ahead.v, valid);
+      if constexpr (!kFindsFirst) {
+        step = find_rows<Traits>(params, of, next.step, ahead.page);
+        load_k<Traits>(ahead.k, params, step);
+      }
+      load_v<Traits>(ahead.v, params, step);
+      ask_behind<Traits>(params, segment, next_segment, next, ahead);
       multiply_fp8_k<Traits>(scores, k, q, shared_queries);
     } else {
       few::multiply_k<Traits>(scores, ahead.k, q, shared_queries);
-      if (loads) {
-        step = find_rows<Traits>(params, *of, next, page);
-        load_k<Traits>(ahead.k, params, step);
-      }
+      step = find_rows<Traits>(params, of, next.step, ahead.page);
+      prefetch_behind<Traits>(params, segment, next_segment, next, ahead);
+      load_k<Traits>(ahead.k, params, step);
+      ask_behind<Traits>(params, segment, next_segment, next, ahead);
     }
     scale_scores<Traits>(scores, params, factors);
     if (params.score.capped()) params.score.cap(scores);
@@ -144,22 +189,18 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
     statistics.rescale(scores, params.score.scale_log2, out);
     few::Probabilities<Traits> p;
-    value_scales.next(params, factors, out);
+    value_scales.next(params, factors, valid, out);
     statistics.exponentiate(p, scores, params.score.scale_log2,
                             [&](int i, float weight) { return value_scales.weighted(i, weight); });
     if constexpr (Traits::kFp8) {
-      if constexpr (!Traits::kValuesEarly) order_v<Traits>(v, ahead.v, valid);
       multiply_fp8_v<Traits>(out, v, p);
     } else {
       few::multiply_v<Traits>(out, ahead.v, p);
-    }
-    if constexpr (!Traits::kValuesEarly) {
-      if (loads) load_v<Traits>(ahead.v, params, step);
+      load_v<Traits>(ahead.v, params, step);
     }
     ahead.valid = step.valid;
     ahead.factors = step.factors;
-    ahead.loaded = loads;
-    key = of == &segment ? next : segment.end;
+    key = next.of_next ? segment.keys.end : next.step;
   }
   value_scales.finish(params, out);
   few::store_part<Traits>(out, statistics, shared, warp_index(), unit_of<Traits>);
@@ -200,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Segment& next_one = state.segments[next];
     const bool more = next_one.exists != 0;
     // While keys are on their way, by the warp that has the fewest.
-    if (more && warp_index() == next_one.first_warp) {
+    if (more && warp_index() == next_one.keys.first_warp) {
       next_segment<Traits>(params, state, (slot + 2) % kSegments);
     }
     if (more && next_one.new_tile != 0) send_for_q(params, next_one.tile, queries_of(next_one));

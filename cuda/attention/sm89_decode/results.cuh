@@ -112,7 +112,7 @@ __device__ __forceinline__ Sum add_warps(const sm89_few_rows::Shared<Traits>& sh
   const float2* const statistics = shared.warp_statistics() + row;
   const float4* const parts =
       shared.warp_parts() + row * Traits::kUnitsPerRow + sm89_few_rows::swizzle(row, unit);
-  const int first = segment.first_warp;
+  const int first = segment.keys.first_warp;
   return add_parts(
       kWarps, [&](int i) { return statistics[(first + i) % kWarps * Traits::kRows]; },
       [&](int i) { return parts[(first + i) % kWarps * Traits::kUnits]; });
@@ -158,8 +158,8 @@ __device__ __forceinline__ bool finish_segment(const Params& params, const Segme
 
 template <class Traits>
 __device__ __forceinline__ void compute_rows_again(const Params& params, const Segment& segment) {
-  const KeysOfRow<typename Traits::Element> keys = {params, segment.pages, segment.batch_k,
-                                                    segment.begin_k, segment.tile.head_kv};
+  const KeysOfRow<typename Traits::Element> keys = {
+      params, segment.keys.pages, segment.keys.batch_k, segment.keys.begin_k, segment.tile.head_kv};
   for (int row = warp_index(); row < segment.tile.rows; row += kWarps) {
     compute_row_again<typename Traits::Element, Traits::kDimV>(params, segment.tile, keys, row);
   }

@@ -24,15 +24,24 @@ struct Described {
   int32_t row_tiles;  // of a KV head; 0: no queries
 };
 
-// Keys of a tile that the block takes at a time: all that it has, or a chunk.
-struct Segment {
-  TileRows tile;
+// What warps look up at every step: read from shared memory in one go.
+struct alignas(16) SegmentKeys {
   const int32_t* pages;  // nullptr: keys are in rows of batch_k
   int32_t batch_k;
   int32_t begin_k;
-  int32_t key;        // where steps begin
-  int32_t end;        // behind the last key that some row sees
-  int32_t first;      // the first of these
+  int32_t key;         // where steps begin
+  int32_t end;         // behind the last key that some row sees; of a segment that is none: kNoKeys
+  int32_t first;       // the first of these
+  int32_t first_warp;  // that takes the first step
+};
+
+// An end that no step is in front of.
+inline constexpr int32_t kNoKeys = -0x7fffffff - 1;
+
+// Keys of a tile that the block takes at a time: all that it has, or a chunk.
+struct Segment {
+  SegmentKeys keys;
+  TileRows tile;
   int32_t all_first;  // keys that all rows see
   int32_t all_end;
   int32_t exists;
@@ -41,7 +50,6 @@ struct Segment {
   int32_t only;          // the tile is this segment
   int32_t last;          // it is the tile's last one
   int32_t place;         // of its part, where the tile is shared
-  int32_t first_warp;    // that takes its first step
   int32_t query_buffer;  // of the tile
 };
 
@@ -51,13 +59,14 @@ struct Cursor {
   int64_t end;    // of the share, units of all blocks
   int64_t total;  // of all shares
   int32_t sequence;
-  int32_t tile;    // of the sequence
-  int32_t unit;    // of the tile; below 0 in its lead
-  int32_t blocks;  // that have a share
-  int32_t window;  // the first sequence that is described; -1: none
-  int32_t owner;   // the block in which the tile begins
-  int32_t steps;   // of the segments so far
-  int32_t tiles;   // so far
+  int32_t tile;     // of the sequence
+  int32_t unit;     // of the tile; below 0 in its lead
+  int32_t blocks;   // that have a share
+  int32_t aligned;  // tiles begin where shares do
+  int32_t window;   // the first sequence that is described; -1: none
+  int32_t owner;    // the block in which the tile begins
+  int32_t steps;    // of the segments so far
+  int32_t tiles;    // so far
 };
 
 // What a block takes to end a tile and begin the next, in bytes of keys and values that it would
@@ -69,9 +78,17 @@ inline constexpr int kWindow = 32;  // sequences that are described at a time: o
 // it.
 inline constexpr int kSegments = 4;
 
+// Tiles of a sequence, one behind the other.
+struct SequenceTiles {
+  int64_t before;  // units in front of them
+  int32_t units;   // of each, with its lead
+  int32_t count;
+};
+
 struct BlockState {
   Cursor cursor;
   int64_t warp_units[kWarps];
+  SequenceTiles tiles[kThreads];  // of what a thread describes
   Described window[kWindow];
   Segment segments[kSegments];
 };
@@ -82,8 +99,13 @@ struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
   using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
 
   static constexpr bool kFp8 = kFp8_;
-  // Values of fp8 are loaded with their keys, where they leave the registers for it.
-  static constexpr bool kValuesEarly = kFp8 && kDim + kDimV <= 256;
+  // Whether the L2 reads a step ahead of what registers load: where these have the room to know its
+  // page, and a step is not so large that those of all warps keep memory busy.
+  static constexpr bool kPrefetches = kDim + kDimV <= (kFp8 ? 256 : 128);
+  // Of fp8, whether the rows of the next step are found before this one's numbers are brought into
+  // order: loads of keys go sooner, and registers are held for longer.
+  static constexpr bool kFindsFirst = kFp8 && kDim + kDimV <= 320;
+  static_assert(kFindsFirst || !kFp8 || !kPrefetches);
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
   static constexpr int kStepBytes = Base::kStepKeys * (Base::kDim + Base::kDimV) * 2;

@@ -43,6 +43,14 @@ int64_t clusters_of(const AttentionProblem& p, const Entry& entry) {
   return (row_tiles(p) + entry.cluster_blocks - 1) / entry.cluster_blocks;
 }
 
+// Of all sequences and KV heads.
+int64_t tiles_of(const AttentionProblem& p, const Entry& entry) {
+  const int64_t row_tiles = clusters_of(p, entry) * entry.cluster_blocks;
+  return p.heads_kv * row_tiles > INT_MAX / std::max<int64_t>(p.batch, 1)
+             ? INT_MAX
+             : p.heads_kv * row_tiles * p.batch;
+}
+
 // Blocks that share the keys of a row tile: as many as run at a time, if there are so many blocks
 // of keys.
 int64_t shares_of(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
@@ -109,8 +117,12 @@ flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts
   return check_walkable(problem, reason);
 }
 
-// Rows that a block of the second kernel adds up: where tiles have many parts, one, of which two
-// threads add up each half of a unit's parts.
+// Blocks of the second kernel: with more, those of tiles that are not cut are waited for, with fewer
+// those that are cut take longer.
+constexpr int64_t kCombineBlocksPerMultiprocessor = 16;
+
+// Rows that a block of the second kernel adds up at a time: where tiles have many parts, one, of
+// which two threads add up each half of a unit's parts.
 int combine_rows_log2(const AttentionProblem& p, int64_t shares) {
   constexpr int64_t kManyParts = 4;
   return shares > kManyParts * p.batch ? 0 : 1;
@@ -138,11 +150,15 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
       shares * problem.heads_kv * clusters_of(problem, *entry) * entry->cluster_blocks;
   plan_launch(*entry, device_id, "a", blocks, plan).cluster =
       entry->cluster_blocks > 1 ? entry->cluster_blocks : 0;
+  // A block for each tile that may be cut.
+  const int64_t cuts = std::min(blocks, tiles_of(problem, *entry));
   flashmoe_launch& second =
-      plan_launch(entry->combine, device_id, "a", blocks, kCombineThreads, 0, plan);
+      plan_launch(entry->combine, device_id, "a", cuts, kCombineThreads, 0, plan);
   const int rows_log2 = combine_rows_log2(problem, shares);
   const int64_t rows = std::clamp<int64_t>(problem.seq_q * group_of(problem), 1, kRows);
-  second.grid[1] = static_cast<uint32_t>(((rows - 1) >> rows_log2) + 1);
+  const int64_t most =
+      std::max(kCombineBlocksPerMultiprocessor * facts->multiprocessors / cuts, int64_t{1});
+  second.grid[1] = static_cast<uint32_t>(std::min(((rows - 1) >> rows_log2) + 1, most));
   second.tile_m = 1 << rows_log2;
   const int64_t places = sm89_decode::places_of(blocks, false);
   plan->info.workspace_bytes =
@@ -188,6 +204,7 @@ void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
   params->part_units_log2 = entry.units_log2;
   params->box_rows = box_rows(p);
   params->shares = static_cast<int32_t>(shares);
+  params->cuts_by_tile = tiles_of(p, entry) <= blocks ? 1 : 0;
   params->by_shares = Divisor::of(static_cast<uint32_t>(shares));
   params->by_clusters = Divisor::of(static_cast<uint32_t>(clusters));
   params->read_once = row_tiles(p) == 1 ? 1 : 0;

@@ -1,9 +1,10 @@
 // A block's share of all keys, and the segments of tiles that it is made of.
 //
 // Row tile y of every sequence that has so many rows is shared by `shares` blocks, in units of
-// blocks of keys: block x of G has those from x W / G on, of W. Tiles of a sequence differ by
-// nothing but their rows, so that blocks of the same x read the same keys at about the same time,
-// and the L2 has them once. Two of them may be a cluster.
+// blocks of keys: block x of G has those from x W / G on, of W, or from near there on, where
+// sequences begin (find_aligned). Tiles of a sequence differ by nothing but their rows, so that
+// blocks of the same x read the same keys at about the same time, and the L2 has them once. Two of
+// them may be a cluster.
 #pragma once
 
 #include "cuda/attention/sm89_decode/loads.cuh"
@@ -22,6 +23,7 @@ struct BlockPlace {
   int row_tile;
   int head_kv;
   int rank;    // in its cluster
+  int tile;    // row tiles of all KV heads, one behind the other
   int number;  // of the blocks of a row tile one behind the other
 
   __device__ __forceinline__ explicit BlockPlace(const Params& params) {
@@ -29,13 +31,18 @@ struct BlockPlace {
     rank = block % kClusterBlocks;
     const int tiles = params.by_shares.quotient(block / kClusterBlocks);
     share = block / kClusterBlocks - tiles * params.shares;
-    number = (tiles * kClusterBlocks + rank) * params.shares + share;
+    tile = tiles * kClusterBlocks + rank;
+    number = tile * params.shares + share;
     head_kv = params.by_clusters.quotient(tiles);
     row_tile = (tiles - head_kv * params.by_clusters.number()) * kClusterBlocks + rank;
   }
   // Sequences that have this row tile are shared by the cluster, whether they have the others or
   // not: its blocks do the same at the same time.
   __device__ __forceinline__ int first_row_tile() const { return row_tile - rank; }
+  // Where cut_tiles has the block's tile of a sequence.
+  __device__ __forceinline__ int cut_of(const Params& params, int sequence) const {
+    return params.cuts_by_tile != 0 ? tile * params.sequences.count + sequence : number;
+  }
 };
 
 __device__ __forceinline__ Described describe(const Params& params, int row_tile, int index) {
@@ -61,16 +68,87 @@ __device__ __forceinline__ Described describe(const Params& params, int row_tile
   return known;
 }
 
+// A block has so many units, at least: with fewer, parts take longer than what they save.
+inline constexpr int kLeastUnits = 2;
+
+// Where a share begins.
+struct Place {
+  int64_t unit;
+  int32_t sequence;    // that has it
+  int64_t first_unit;  // of the sequence
+};
+
+// Where share `number` begins, if each sequence begins with the share that would begin nearest: a
+// long one has several to itself, and of short ones several are in one. Each thread has described a
+// sequence at most.
+template <class State>
+__device__ __forceinline__ Place aligned_place(const State& state, int count, int64_t total,
+                                               int blocks, int number) {
+  if (number >= blocks) return {total, count, total};
+  // The last sequence whose nearest share is no later.
+  int low = 0;
+  for (int high = count; high - low > 1;) {
+    const int middle = (low + high) / 2;
+    if (2 * state.before[middle] * blocks < total * (2 * number + 1)) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int64_t begin = state.before[low];
+  const int64_t end = low + 1 < count ? state.before[low + 1] : total;
+  const int first = Share::nearest(begin, total, blocks);
+  const int pieces = Share::nearest(end, total, blocks) - first;
+  return {begin + (number - first) * (end - begin) / pieces, low, begin};
+}
+
+// Shares that sequences begin with, where none is much longer than an equal one. A block then has
+// fewer parts of tiles, and fewer tiles: to end a tile and begin the next takes about as long as so
+// many blocks of keys, and so does the second kernel with what it reads. Ends with a barrier.
+template <class State>
+__device__ __forceinline__ bool find_aligned(const Params& params, int number, int64_t before,
+                                             int64_t total, int blocks, State& state) {
+  const int count = params.sequences.count;
+  if (count > kThreads || blocks >= kThreads || total == 0) return false;
+  const int thread = thread_index();
+  state.before[thread] = before;
+  __syncthreads();
+  const int rows = min(kRows, params.sequences.most_q * params.group.number());
+  const int64_t limit = total / blocks + 2 + rows / 8;
+  bool too_long = false;
+  if (thread < blocks) {
+    Place begin = aligned_place(state, count, total, blocks, thread);
+    const Place end = aligned_place(state, count, total, blocks, thread + 1);
+    if (thread == 0) {
+      // Sequences in front of the first that has a share are in it, too.
+      begin = {0, 0, 0};
+      while (begin.sequence + 1 < count && state.before[begin.sequence + 1] == 0) ++begin.sequence;
+    }
+    too_long = end.unit - begin.unit > limit;
+    if (thread == number) {
+      state.share = {begin.unit, end.unit, total, begin.first_unit, begin.sequence, blocks, 1};
+    }
+  }
+  return !__syncthreads_or(too_long);
+}
+
 // Finds the block's share; all threads. Ends with a barrier.
-template <class Place, class State>
-__device__ __forceinline__ void find_share(const Params& params, const Place& block, State& state) {
+template <class Block, class State>
+__device__ __forceinline__ void find_share(const Params& params, const Block& block, State& state) {
   const int thread = thread_index();
   const int warp = warp_index();
   const int each = (params.sequences.count + kThreads - 1) / kThreads;
   const int first = thread * each;
   const int end = min(first + each, params.sequences.count);
   int64_t mine = 0;
-  for (int s = first; s < end; ++s) mine += describe(params, block.first_row_tile(), s).weight();
+  for (int s = first; s < end; ++s) {
+    const int64_t units = describe(params, block.first_row_tile(), s).weight();
+    mine += units;
+    // Of a sequence without rows no block says so.
+    if (units == 0 && block.share == 0 && params.cuts_by_tile != 0) {
+      params.cut_tiles[block.cut_of(params, s)].parts = 0;
+    }
+  }
   int64_t upto = mine;  // this thread, in its warp
 #pragma unroll
   for (int step = 1; step < kThreadsPerWarp; step *= 2) {
@@ -80,7 +158,7 @@ __device__ __forceinline__ void find_share(const Params& params, const Place& bl
   if (lane_index() == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
   if (thread == 0) {
     state.share.begin = state.share.end = 0;
-    params.cut_tiles[block.number].parts = 0;
+    if (params.cuts_by_tile == 0) params.cut_tiles[block.number].parts = 0;
   }
   __syncthreads();
   int64_t total = 0;
@@ -91,7 +169,12 @@ __device__ __forceinline__ void find_share(const Params& params, const Place& bl
     if (w < warp) before += units;
     total += units;
   }
-  const int blocks = static_cast<int>(min(total, int64_t{params.shares}));
+  const int blocks =
+      static_cast<int>(min((total + kLeastUnits - 1) / kLeastUnits, int64_t{params.shares}));
+  // A few shares more than sequences would cut a few of these.
+  const int count = params.sequences.count;
+  const bool nearly = count <= blocks && 8 * count >= 7 * blocks;
+  if (find_aligned(params, block.share, before, total, nearly ? count : blocks, state)) return;
   if (block.share < blocks) {
     const int64_t begin = total * block.share / blocks;
     if (before <= begin && begin < before + mine) {
@@ -101,15 +184,16 @@ __device__ __forceinline__ void find_share(const Params& params, const Place& bl
         if (begin < before + units) break;
         before += units;
       }
-      state.share = {begin, total * (block.share + 1) / blocks, total, before, s, blocks};
+      state.share = {begin, total * (block.share + 1) / blocks, total, before, s, blocks, 0};
     }
   }
   __syncthreads();
 }
 
-// The block, of those of a row tile, that has a unit: the last that begins no later.
-__device__ __forceinline__ int owner_of(const Share& share, int64_t unit) {
-  return static_cast<int>(((unit + 1) * share.blocks - 1) / share.total);
+// The block, of those of a row tile, that has the last unit of a sequence.
+__device__ __forceinline__ int last_owner(const Share& share, int64_t end) {
+  if (share.aligned != 0) return Share::nearest(end, share.total, share.blocks) - 1;
+  return static_cast<int>((end * share.blocks - 1) / share.total);
 }
 
 // Blocks of keys that a share has of the sequence whose units begin with `at`: none, if the end is
@@ -123,8 +207,8 @@ __device__ __forceinline__ KeyRange part_of(const Share& share, const Described&
 
 // Describes that part; one thread. Of a tile that others have parts of, too, the first block says
 // which.
-template <class Place>
-__device__ __forceinline__ void describe_segment(const Params& params, const Place& block,
+template <class Block>
+__device__ __forceinline__ void describe_segment(const Params& params, const Block& block,
                                                  const Share& share, const Described& known,
                                                  int sequence, int64_t at, Segment& segment) {
   const auto [first, end] = part_of(share, known, at);
@@ -151,13 +235,16 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Pla
   const int number = block.number;
   const int places = static_cast<int>(gridDim.x);
   segment.place = first == 0 ? number : places + number;
-  if (first == 0 && end < known.units) {
-    sm89_decode::CutTile& cut = params.cut_tiles[number];
-    cut.tile = tile;
-    cut.parts = owner_of(share, at + kLead + known.units - 1) - block.share + 1;
-    cut.first = number;
-    cut.second = places + number;
+  if (first != 0) return;
+  if (segment.whole != 0) {
+    if (params.cuts_by_tile != 0) params.cut_tiles[block.cut_of(params, sequence)].parts = 0;
+    return;
   }
+  sm89_decode::CutTile& cut = params.cut_tiles[block.cut_of(params, sequence)];
+  cut.tile = tile;
+  cut.parts = last_owner(share, at + known.weight()) - block.share + 1;
+  cut.first = number;
+  cut.second = places + number;
 }
 
 }  // namespace flashmoe::sm90_mla

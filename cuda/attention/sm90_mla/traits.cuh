@@ -46,7 +46,13 @@ struct Share {
   int64_t total;
   int64_t first_unit;  // of `sequence`
   int32_t sequence;
-  int32_t blocks;  // that have a share
+  int32_t blocks;   // that have a share
+  int32_t aligned;  // sequences begin where shares do
+
+  // The share that begins nearest to where so many units are in front, if all are equal.
+  static __device__ __forceinline__ int nearest(int64_t units, int64_t total, int blocks) {
+    return static_cast<int>((2 * units * blocks + total) / (2 * total));
+  }
 };
 
 inline constexpr int kConsumers = 2;  // warpgroups
@@ -91,6 +97,7 @@ struct Traits {
     Share share;
     Described window[kThreadsPerWarp];  // sequences that are described at a time
     int64_t warp_units[kWarps];
+    int64_t before[kThreads];  // units in front of what a thread describes
     uint64_t valid[kBuffers];  // keys of a block, a bit each
     float2 row_maxima[kBuffers][kThreadsPerGroup];
     float2 row_sums[kConsumers][kThreadsPerGroup];
