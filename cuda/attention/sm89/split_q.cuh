@@ -40,7 +40,7 @@ __device__ __forceinline__ bool lies_left(const ParamsOf<Traits>& params,
 // out += P V of one step, with P = 2^(scores * scale_log2 - row_max).
 template <class Traits>
 __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
-                                                RowStatistics<Traits>& statistics,
+                                                Statistics<Traits>& statistics,
                                                 const Scores<Traits>& scores, uint32_t v_lane,
                                                 float scale_log2) {
   constexpr int kSlices = Traits::kStepKeys / 16;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
 // Divides by the sums and writes out, through shared memory, and lse.
 template <class Traits>
 __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
-                                              RowStatistics<Traits>& statistics,
+                                              Statistics<Traits>& statistics,
                                               const ParamsOf<Traits>& params,
                                               unsigned char* shared) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     load_step(step);
   }
 
-  RowStatistics<Traits> statistics;
+  Statistics<Traits> statistics;
   statistics.reset();
   Accumulators<Traits> accumulators;
 #pragma unroll
@@ -228,7 +228,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
       if constexpr (Traits::kBiased) {
         bias_scores<Traits>(scores, params, block, shared, step, statistics.seen);
       } else {
-        mask_scores<Traits>(scores, params, block, shared, step);
+        mask_step<Traits>(scores, params, block, shared, step);
       }
       statistics.rescale(scores, params.score.scale_log2, [&](int a, int half, float factor) {
 #pragma unroll

@@ -1,15 +1,15 @@
 // A block's share of all keys, and the segments of tiles that it is made of.
 //
 // What blocks share is counted in units: steps of kStepKeys keys, or chunks of a sequence. The
-// tiles of a sequence are one behind the other, heads first, and so are sequences. Block b of G has
-// the units from b W / G on, of W: each works that out from the lengths, by a sum over all
-// sequences.
+// tiles of a sequence are one behind the other, heads first, and so are sequences
+// (cuda/tile/shares.cuh).
 #pragma once
 
 #include <climits>
 
 #include "cuda/attention/sm89_decode/traits.cuh"
 #include "cuda/tile/sequence.cuh"
+#include "cuda/tile/shares.cuh"
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm89_decode {
@@ -83,77 +83,47 @@ __device__ __forceinline__ int64_t units_of(const Params& params, const Describe
 // barrier.
 template <class Traits>
 __device__ __forceinline__ bool find_share(const Params& params, BlockState& state) {
-  const int thread = thread_index();
-  const int warp = warp_index();
-  const int each = (params.sequences.count + kThreads - 1) / kThreads;
-  const int first = thread * each;
-  const int end = min(first + each, params.sequences.count);
-  int64_t mine = 0;
-  Described known;  // the last one
-  for (int s = first; s < end; ++s) {
-    known = describe<Traits>(params, s);
-    mine += units_of<Traits>(params, known);
-  }
-  int64_t upto = mine;  // this thread, in its warp
-#pragma unroll
-  for (int step = 1; step < kThreadsPerWarp; step *= 2) {
-    const int64_t before = __shfl_up_sync(kFullWarp, upto, step);
-    if (lane_index() >= step) upto += before;
-  }
-  if (lane_index() == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
-  if (thread == 0) {
-    state.cursor.left = 0;
-    state.cursor.window = -1;
-    state.cursor.steps = 0;
-    state.cursor.tiles = 0;
-    params.cut_tiles[blockIdx.x].parts = 0;
-  }
-  __syncthreads();
-  int64_t total = 0;
-  int64_t before = upto - mine;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const int64_t units = state.warp_units[w];
-    if (w < warp) before += units;
-    total += units;
-  }
   const int block = static_cast<int>(blockIdx.x);
-  const int blocks = static_cast<int>(min(total, int64_t{params.blocks}));
-  if (block < blocks) {
-    const int64_t begin = total * block / blocks;
-    if (before <= begin && begin < before + mine) {
-      int64_t behind = begin - before;  // of the sequence's first unit
-      int s = first;
-      for (; s + 1 < end; ++s) {
-        const int64_t units = units_of<Traits>(params, describe<Traits>(params, s));
-        if (behind < units) break;
-        behind -= units;
-      }
-      Cursor& cursor = state.cursor;
-      cursor.end = total * (block + 1) / blocks;
-      cursor.left = cursor.end - begin;
-      cursor.total = total;
-      cursor.blocks = blocks;
-      cursor.sequence = s;
-      // Into tiles it is divided where the sequence is described.
-      cursor.owner = -1;
-      cursor.unit = static_cast<int>(behind & 0x7fffffff);
-      cursor.tile = static_cast<int>(behind >> 31);
-    }
-  }
-  __syncthreads();
-  if (each == 1 && block < blocks) {
+  const int count = params.sequences.count;
+  Described known;  // the last one
+  const int blocks = flashmoe::find_share<kThreads>(
+      count, block, params.blocks, state.warp_units, known,
+      [&](int s) { return describe<Traits>(params, s); },
+      [&](const Described& sequence) { return units_of<Traits>(params, sequence); },
+      [&] {
+        state.cursor.left = 0;
+        state.cursor.window = -1;
+        state.cursor.steps = 0;
+        state.cursor.tiles = 0;
+        params.cut_tiles[blockIdx.x].parts = 0;
+      },
+      [&](int sequence, int64_t before, int64_t total, int shares) {
+        Cursor& cursor = state.cursor;
+        const int64_t begin = total * block / shares;
+        const int64_t behind = begin - before;  // of the sequence's first unit
+        cursor.end = total * (block + 1) / shares;
+        cursor.left = cursor.end - begin;
+        cursor.total = total;
+        cursor.blocks = shares;
+        cursor.sequence = sequence;
+        // Into tiles it is divided where the sequence is described.
+        cursor.owner = -1;
+        cursor.unit = static_cast<int>(behind & 0x7fffffff);
+        cursor.tile = static_cast<int>(behind >> 31);
+      });
+  if (count <= kThreads && block < blocks) {  // each thread has described one, its own
+    const int thread = thread_index();
     const int at = thread - state.cursor.sequence;
-    if (at >= 0 && at < kWindow && first < end) state.window[at] = known;
+    if (at >= 0 && at < kWindow && thread < count) state.window[at] = known;
     if (thread == 0) state.cursor.window = state.cursor.sequence;
     __syncthreads();
   }
   return block < blocks;
 }
 
-// The block that has a unit: the last that begins no later.
+// The block that has a unit.
 __device__ __forceinline__ int owner_of(const Cursor& cursor, int64_t unit) {
-  return static_cast<int>(((unit + 1) * cursor.blocks - 1) / cursor.total);
+  return flashmoe::owner_of(cursor.blocks, cursor.total, unit);
 }
 
 // Describes the sequences from the cursor's on; a warp.

@@ -6,8 +6,10 @@
 // and the L2 has them once. Two of them may be a cluster.
 #pragma once
 
-#include "cuda/attention/sm89_decode/loads.cuh"
+#include "cuda/attention/decode/rows.cuh"
 #include "cuda/attention/sm90_mla/traits.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/shares.cuh"
 
 namespace flashmoe::sm90_mla {
 
@@ -64,52 +66,23 @@ __device__ __forceinline__ Described describe(const Params& params, int row_tile
 // Finds the block's share; all threads. Ends with a barrier.
 template <class Place, class State>
 __device__ __forceinline__ void find_share(const Params& params, const Place& block, State& state) {
-  const int thread = thread_index();
-  const int warp = warp_index();
-  const int each = (params.sequences.count + kThreads - 1) / kThreads;
-  const int first = thread * each;
-  const int end = min(first + each, params.sequences.count);
-  int64_t mine = 0;
-  for (int s = first; s < end; ++s) mine += describe(params, block.first_row_tile(), s).weight();
-  int64_t upto = mine;  // this thread, in its warp
-#pragma unroll
-  for (int step = 1; step < kThreadsPerWarp; step *= 2) {
-    const int64_t before = __shfl_up_sync(kFullWarp, upto, step);
-    if (lane_index() >= step) upto += before;
-  }
-  if (lane_index() == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
-  if (thread == 0) {
-    state.share.begin = state.share.end = 0;
-    params.cut_tiles[block.number].parts = 0;
-  }
-  __syncthreads();
-  int64_t total = 0;
-  int64_t before = upto - mine;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const int64_t units = state.warp_units[w];
-    if (w < warp) before += units;
-    total += units;
-  }
-  const int blocks = static_cast<int>(min(total, int64_t{params.shares}));
-  if (block.share < blocks) {
-    const int64_t begin = total * block.share / blocks;
-    if (before <= begin && begin < before + mine) {
-      int s = first;
-      for (; s + 1 < end; ++s) {
-        const int64_t units = describe(params, block.first_row_tile(), s).weight();
-        if (begin < before + units) break;
-        before += units;
-      }
-      state.share = {begin, total * (block.share + 1) / blocks, total, before, s, blocks};
-    }
-  }
-  __syncthreads();
-}
-
-// The block, of those of a row tile, that has a unit: the last that begins no later.
-__device__ __forceinline__ int owner_of(const Share& share, int64_t unit) {
-  return static_cast<int>(((unit + 1) * share.blocks - 1) / share.total);
+  Described known;
+  flashmoe::find_share<kThreads>(
+      params.sequences.count, block.share, params.shares, state.warp_units, known,
+      [&](int s) { return describe(params, block.first_row_tile(), s); },
+      [](const Described& sequence) { return sequence.weight(); },
+      [&] {
+        state.share.begin = state.share.end = 0;
+        params.cut_tiles[block.number].parts = 0;
+      },
+      [&](int sequence, int64_t before, int64_t total, int shares) {
+        state.share = {total * block.share / shares,
+                       total * (block.share + 1) / shares,
+                       total,
+                       before,
+                       sequence,
+                       shares};
+      });
 }
 
 // Blocks of keys that a share has of the sequence whose units begin with `at`: none, if the end is
@@ -129,7 +102,7 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Pla
                                                  int sequence, int64_t at, Segment& segment) {
   const auto [first, end] = part_of(share, known, at);
   segment.exists = 1;
-  sm89_decode::TileRows& tile = segment.tile;
+  attention_decode::TileRows& tile = segment.tile;
   tile.sequence = sequence;
   tile.batch = known.batch_q;
   tile.begin_q = known.begin_q;
@@ -152,9 +125,10 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Pla
   const int places = static_cast<int>(gridDim.x);
   segment.place = first == 0 ? number : places + number;
   if (first == 0 && end < known.units) {
-    sm89_decode::CutTile& cut = params.cut_tiles[number];
+    attention_decode::CutTile& cut = params.cut_tiles[number];
     cut.tile = tile;
-    cut.parts = owner_of(share, at + kLead + known.units - 1) - block.share + 1;
+    const int64_t last = at + kLead + known.units - 1;
+    cut.parts = owner_of(share.blocks, share.total, last) - block.share + 1;
     cut.first = number;
     cut.second = places + number;
   }

@@ -6,13 +6,13 @@
 // the first kernel does.
 #pragma once
 
-#include "cuda/attention/sm89_decode/results.cuh"
+#include "cuda/attention/decode/rows.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #include "cuda/ptx/pdl.cuh"
 #endif
 
-namespace flashmoe::sm89_decode {
+namespace flashmoe::attention_decode {
 
 // Calls add(sum) for each part from `begin` on, one in `step`, in their order: the loads of some
 // are on their way together.
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   __shared__ float4 outs[kCombineThreads];
   __shared__ float2 statistics[kCombineThreads];
   __shared__ int again[1 << kMostCombineRowsLog2];
-  const int thread = thread_index();
+  const int thread = reread::thread_index();
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
@@ -97,4 +97,4 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
       (static_cast<int>(blockIdx.y) << params.combine_rows_log2) + again_row);
 }
 
-}  // namespace flashmoe::sm89_decode
+}  // namespace flashmoe::attention_decode
