@@ -101,6 +101,7 @@ def _define(
                 tensors.append(value)
 
         def below(overload: Any, *arguments: Any) -> Any:
+            # torch has no public name for the keys below autograd's.
             return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
         if record is not None and _autograd.is_recorded(*tensors):
