@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 Record = Callable[[str, object], None]
 
-# Of the time of torch's attention. 0.6 is the bar; what more launches and new tensors leave of it is
-# told in docs/lab/moe.md: those of the last four alone are beyond it or nearly so.
+# Of the time of torch's attention. 0.6 is the bar. docs/lab/moe.md tells what further launches and
+# new tensors leave of it: those of the last four take most of it, or more.
 _LIMITS = {
     "flash_attention": 0.6,
     "grouped_product": 0.6,
