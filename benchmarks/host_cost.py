@@ -29,7 +29,7 @@ import torch
 from flashmoe_science.cli import environment
 
 ROUNDS = 41
-CALLS_PER_ROUND = 100  # of up to four launches: far fewer than a GPU's queue takes without a wait
+CALLS_PER_ROUND = 100  # of up to eight launches: fewer than a GPU's queue takes without a wait
 
 SEQ, HEADS, DIM = 16, 2, 64
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 64, 8, 2
@@ -57,6 +57,72 @@ def attention(device: str, kernel: str | None) -> Calls:
     }
 
 
+def attention_backward(device: str) -> Calls:
+    on_cpu = device == "cpu"
+    shape = (0 if on_cpu else 1, SEQ, HEADS, DIM)
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    out, lse = fm.flash_attention(q, k, v, return_lse=True)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    # Torch's, whose call has nothing but autograd's own work beside.
+    with torch.inference_mode(False), torch.enable_grad():
+        bhsd = [torch.randn(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+                for _ in range(3)]  # fmt: skip
+        made = torch.nn.functional.scaled_dot_product_attention(*bhsd)
+        like = torch.randn_like(made)
+
+    def torchs() -> object:
+        return torch.autograd.grad(made, bhsd, like, retain_graph=True)
+
+    return {
+        "flash_attention_backward": lambda: fm.flash_attention_backward(dout, q, k, v, out, lse),
+        "flash_attention_backward, out": lambda: fm.flash_attention_backward(
+            dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv
+        ),
+        "torch gradients of scaled_dot_product_attention": torchs,
+    }
+
+
+def sequences(device: str) -> Calls:
+    """Two sequences, packed, and decoding over pages of a cache."""
+    on_cpu = device == "cpu"
+    count, pages = (0, 0) if on_cpu else (2, 4)
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def int32(values: list[Any], *shape: int) -> torch.Tensor:
+        return torch.tensor(values, device=device, dtype=torch.int32).reshape(shape)
+
+    packed = [normal(1, count * SEQ, HEADS, DIM) for _ in range(3)]
+    starts = int32([SEQ * i for i in range(count + 1)], count + 1)
+    k_pages, v_pages = normal(pages, SEQ, HEADS, DIM), normal(pages, SEQ, HEADS, DIM)
+    table, used = int32(list(range(pages)), count, 2), int32([SEQ] * count, count)
+    q, new = normal(count, 1, HEADS, DIM), normal(count, 1, HEADS, DIM)
+    out = torch.empty_like(q)
+    paged: dict[str, Any] = {"page_table": table, "seqused_k": used}
+    ragged: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    made, lse = fm.flash_attention(*packed, **ragged, return_lse=True)
+    dout = torch.randn_like(made)
+    status = fm.check_sequences(q, k_pages, **paged)
+    return {
+        "flash_attention, packed": lambda: fm.flash_attention(*packed, **ragged),
+        "flash_attention, decoding": lambda: fm.flash_attention(q, k_pages, v_pages, **paged),
+        "flash_attention, decoding, out": lambda: fm.flash_attention(
+            q, k_pages, v_pages, **paged, out=out
+        ),
+        "flash_attention_backward, packed": lambda: fm.flash_attention_backward(
+            dout, *packed, made, lse, **ragged
+        ),
+        "kv_append": lambda: fm.kv_append(
+            new, new, k_pages, v_pages, page_table=table, cache_seqlens=used
+        ),
+        "kv_gather": lambda: fm.kv_gather(k_pages, v_pages, page_table=table, seqused_k=used),
+        "check_sequences, status": lambda: fm.check_sequences(q, k_pages, **paged, status=status),
+    }
+
+
 def experts(device: str) -> Calls:
     """One token, 2 of 8 experts."""
     on_cpu = device == "cpu"
@@ -71,6 +137,9 @@ def experts(device: str) -> Calls:
     routing = fm.moe_route(logits, TOP_K)
     out = torch.empty_like(x)
     layer = (x, router, w_gate_up, w_down, TOP_K)
+    dweights = torch.empty_like(routing.weights)
+    rows = torch.randn(routing.pairs.numel(), HIDDEN, device=device, dtype=dtype)
+    drows = torch.randn(rows.shape[0], 2 * INNER, device=device, dtype=dtype)
     return {
         "moe_route": lambda: fm.moe_route(logits, TOP_K),
         "moe_route, out": lambda: fm.moe_route(logits, TOP_K, out=routing),
@@ -80,6 +149,11 @@ def experts(device: str) -> Calls:
         "fused_moe": lambda: fm.fused_moe(*layer),
         "fused_moe, logits": lambda: fm.fused_moe(x, None, w_gate_up, w_down, TOP_K, logits=logits),
         "fused_moe of flashmoe_science.torch": lambda: fmt.fused_moe(*layer),
+        "moe_backward": lambda: fm.moe_backward(out, x, w_gate_up, w_down, routing),
+        "moe_route_backward": lambda: fm.moe_route_backward(dweights, routing, logits=logits),
+        "grouped_product_backward": lambda: fm.grouped_product_backward(
+            drows, rows, w_gate_up, offsets=routing.offsets
+        ),
         "torch linear": lambda: torch.nn.functional.linear(x, router),
         "torch softmax and topk": lambda: torch.topk(torch.softmax(logits, -1), TOP_K),
     }
@@ -123,7 +197,8 @@ def record(device: str, kernel: str | None) -> dict[str, Any]:
     load = os.getloadavg()[0]
     described = environment.for_record()
     with torch.inference_mode():
-        figures = measure(attention(device, kernel) | experts(device), wait)
+        calls = attention(device, kernel) | attention_backward(device)
+        figures = measure(calls | sequences(device) | experts(device), wait)
     script = f"benchmarks/{Path(__file__).name}"
     return {
         "operation": "host_cost",

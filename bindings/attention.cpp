@@ -106,7 +106,6 @@ struct AttentionCall {
   };
 
   const TensorView& first() const { return q; }
-  const Renames& renames() const { return kNoRenames; }
 
   template <class Make>
   void make_outputs(bool want_lse, const Make& make) {
@@ -244,7 +243,6 @@ struct AttentionBackwardCall {
   };
 
   const TensorView& first() const { return q; }
-  const Renames& renames() const { return kNoRenames; }
 
   // A gradient that is not there is made where it is wanted, unless it is to be added to.
   template <class Make>

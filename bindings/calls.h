@@ -9,7 +9,6 @@
 //   kPlan, kWorkspaceSize, kRun     the C ABI's functions
 //   kNeedsWorkspace                 whether nearly every call on a GPU needs workspace
 //   first()                         the tensor that says where the call computes
-//   renames()                       how the caller's names differ from the library's
 //   sequences                       attention's alone: perhaps, what its params point to beside
 //                                   tensors (bindings/sequences.h)
 //   make_outputs(options, make)     has make(name, view, dtype, rank, shape) make the outputs that
@@ -28,6 +27,7 @@
 #include <vector>
 
 #include "bindings/caller.h"
+#include "bindings/errors.h"
 #include "bindings/options.h"
 #include "bindings/tensor.h"
 #include "bindings/workspace.h"
@@ -51,7 +51,7 @@ const char* name_of_dtype(flashmoe_dtype dtype);
 // Of a new output: what Python calls its dtype by; false of None. Python passes no other.
 bool parse_float_dtype(nb::handle given, flashmoe_dtype* dtype);
 
-// One tensor of a call: what Python and messages call it, and where it goes.
+// One tensor of a call: its name, in Python, in C and in messages, and where it goes.
 template <class Call>
 struct Field {
   const char* name;
@@ -146,25 +146,6 @@ nb::dict named_options(const Option<Params> (&options)[kCount], const nb::handle
   return named;
 }
 
-// ---- messages -----------------------------------------------------------------------------------
-
-// The library's word for an argument, and the caller's. `everywhere`: it means nothing else.
-struct Renamed {
-  const char* from;
-  const char* to;
-  bool everywhere;
-};
-using Renames = std::vector<Renamed>;
-inline const Renames kNoRenames;
-
-// A sentence of the library with the caller's names: the first word, and what follows a "but " in
-// "weights: its number of tokens is 5, but x has 6" or a "shares memory with "; other words where
-// they can mean nothing else. A pointer that is absent is None.
-std::string renamed(std::string sentence, const Renames& renames);
-
-// Raises the library's sentence so.
-void check_renamed(flashmoe_status status, const Renames& renames);
-
 // ---- running one operation ----------------------------------------------------------------------
 
 // The GIL is free while the library works: a launch can wait for the GPU's queue, and what empties
@@ -195,7 +176,6 @@ inline bool is_small(const TensorView& view) {
 
 template <class Call>
 void launch(Call* call, const Caller& caller, nb::handle stream) {
-  const Renames& renames = call->renames();
   ready(call);
   const flashmoe_device device = call->first().device();
   const bool on_gpu = device.device_type == FLASHMOE_DEVICE_CUDA;
@@ -205,19 +185,19 @@ void launch(Call* call, const Caller& caller, nb::handle stream) {
   if (on_gpu && Call::kNeedsWorkspace) {
     bytes = kSmallWorkspace;
     if (named || !is_small(call->first())) {
-      check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
+      check(Call::kWorkspaceSize(&call->params, &bytes));
     }
   }
   DeviceWorkspace workspace;
   workspace.allocate(caller, bytes, device, handle, named);
   flashmoe_status status = run(*call, workspace.data(), bytes, handle);
   if (status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL && on_gpu) {
-    check_renamed(Call::kWorkspaceSize(&call->params, &bytes), renames);
+    check(Call::kWorkspaceSize(&call->params, &bytes));
     DeviceWorkspace larger;
     larger.allocate(caller, bytes, device, handle, named);
     status = run(*call, larger.data(), bytes, handle);
   }
-  check_renamed(status, renames);
+  check(status);
   caller.finish();
 }
 

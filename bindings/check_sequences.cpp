@@ -43,7 +43,6 @@ struct CheckSequencesCall {
   };
 
   const TensorView& first() const { return q; }
-  const Renames& renames() const { return kNoRenames; }
 
   template <class Make>
   void make_outputs(const nb::dict&, const Make& make) {

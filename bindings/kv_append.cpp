@@ -64,7 +64,6 @@ struct KvAppendCall {
   };
 
   const TensorView& first() const { return k; }
-  const Renames& renames() const { return kNoRenames; }
 
   template <class Make>
   void make_outputs(const nb::dict&, const Make& make) {

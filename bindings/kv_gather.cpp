@@ -53,7 +53,6 @@ struct KvGatherCall {
   };
 
   const TensorView& first() const { return k_cache; }
-  const Renames& renames() const { return kNoRenames; }
 
   int seq_axis() const { return params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1; }
 

@@ -47,15 +47,6 @@ struct MergeStatesCall {
 
   const TensorView& first() const { return outs; }
 
-  // A caller in Python has one tensor of partials, or two partials.
-  const Renames& renames() const {
-    static const Renames of_two = {{"prior_out", "outs[0]", true},
-                                   {"prior_lse", "lses[0]", true},
-                                   {"outs", "outs[1]", false},
-                                   {"lses", "lses[1]", false}};
-    return prior_out.get() != nullptr ? of_two : kNoRenames;
-  }
-
   template <class Make>
   void make_outputs(bool want_lse, nb::handle dtype, const Make& make) {
     const int lead = outs.rank() - kRank;
@@ -97,12 +88,11 @@ nb::object merge_states(nb::handle outs, nb::handle lses, nb::handle prior_out,
   }
   MergeStatesCall call;
   parse_options(MergeStatesCall::kOptions, options, &call.params);
-  const bool two = !prior_out.is_none();
-  Caller caller(kWords, *type, two ? "outs[1]" : "outs", outs);
-  caller.borrow(two ? "outs[1]" : "outs", outs, &call.outs);
-  caller.borrow(two ? "lses[1]" : "lses", lses, &call.lses);
-  caller.borrow_optional("outs[0]", prior_out, &call.prior_out);
-  caller.borrow_optional("lses[0]", prior_lse, &call.prior_lse);
+  Caller caller(kWords, *type, "outs", outs);
+  caller.borrow("outs", outs, &call.outs);
+  caller.borrow("lses", lses, &call.lses);
+  caller.borrow_optional("prior_out", prior_out, &call.prior_out);
+  caller.borrow_optional("prior_lse", prior_lse, &call.prior_lse);
   caller.borrow_optional("out", out, &call.out, Access::kWrite);
   caller.borrow_optional("lse", lse, &call.lse, Access::kWrite);
   nb::object result = nb::borrow(out);

@@ -63,12 +63,12 @@ void borrow(Caller& caller, const Routing& given, bool want_lse, RouteCall* call
   if (want_lse && given.lse.is_none()) {
     raise_value_error("out: its lse is None, accepted with return_lse is a tensor");
   }
-  caller.borrow("out.ids", given.ids, &call->ids, Access::kWrite);
-  caller.borrow("out.weights", given.weights, &call->weights, Access::kWrite);
-  caller.borrow("out.offsets", given.offsets, &call->offsets, Access::kWrite);
-  caller.borrow("out.pairs", given.pairs, &call->pairs, Access::kWrite);
-  caller.borrow("out.slots", given.slots, &call->slots, Access::kWrite);
-  caller.borrow_optional("out.lse", given.lse, &call->lse, Access::kWrite);
+  caller.borrow("ids", given.ids, &call->ids, Access::kWrite);
+  caller.borrow("weights", given.weights, &call->weights, Access::kWrite);
+  caller.borrow("offsets", given.offsets, &call->offsets, Access::kWrite);
+  caller.borrow("pairs", given.pairs, &call->pairs, Access::kWrite);
+  caller.borrow("slots", given.slots, &call->slots, Access::kWrite);
+  caller.borrow_optional("lse", given.lse, &call->lse, Access::kWrite);
 }
 
 nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
@@ -107,32 +107,32 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
   return out.is_none() ? made.pack() : nb::borrow(out);
 }
 
-nb::object moe_route_given(nb::handle ids, nb::handle weights, nb::handle num_experts,
+nb::object moe_route_given(nb::handle given_ids, nb::handle given_weights, nb::handle num_experts,
                            nb::handle renormalize, nb::handle scale, nb::handle expert_map,
                            nb::handle out, nb::handle stream) {
   const int64_t experts =
       parse_integer("num_experts", num_experts, 1, kMaxExperts, "are 1 to 1024");
-  const TensorType* type = tensor_type(ids);
+  const TensorType* type = tensor_type(given_ids);
   if (type == nullptr) {
     nb::dict named;
     named["num_experts"] = experts;
     named["renormalize"] = renormalize;
     named["scale"] = scale;
-    return dispatch(
-        "moe_route_given",
-        named_tensors({{"ids", ids}}, {{"weights", weights}, {"expert_map", expert_map}}), named,
-        out, stream);
+    return dispatch("moe_route_given",
+                    named_tensors({{"given_ids", given_ids}},
+                                  {{"given_weights", given_weights}, {"expert_map", expert_map}}),
+                    named, out, stream);
   }
   RouteCall call;
   renormalize_option<RouteCall::Params>().parse(renormalize, &call.params);
   scale_option<RouteCall::Params>().parse(scale, &call.params);
-  Caller caller(kMoeWords, *type, "ids", ids);
-  caller.borrow("ids", ids, &call.given_ids);
-  caller.borrow_optional("weights", weights, &call.given_weights);
+  Caller caller(kMoeWords, *type, "given_ids", given_ids);
+  caller.borrow("given_ids", given_ids, &call.given_ids);
+  caller.borrow_optional("given_weights", given_weights, &call.given_weights);
   caller.borrow_optional("expert_map", expert_map, &call.expert_map);
   if (caller.is_recorded()) {
-    return record("moe_route_given", ids, weights, num_experts, renormalize, scale, expert_map, out,
-                  stream);
+    return record("moe_route_given", given_ids, given_weights, num_experts, renormalize, scale,
+                  expert_map, out, stream);
   }
   Routing made;
   RouteExtents extents;
@@ -176,10 +176,10 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
   Caller caller(kMoeWords, *type, "x", x);
   caller.borrow("x", x, &call.x);
   borrow_weights(caller, {w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
-  caller.borrow("routing.weights", parts.weights, &call.weights);
-  caller.borrow("routing.offsets", parts.offsets, &call.offsets);
-  caller.borrow("routing.pairs", parts.pairs, &call.pairs);
-  caller.borrow("routing.slots", parts.slots, &call.slots);
+  caller.borrow("weights", parts.weights, &call.weights);
+  caller.borrow("offsets", parts.offsets, &call.offsets);
+  caller.borrow("pairs", parts.pairs, &call.pairs);
+  caller.borrow("slots", parts.slots, &call.slots);
 
   if (caller.is_recorded() || is_cast(*type, {&call.x, &call.w_gate_up, &call.w_down})) {
     return record("moe_forward", x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up,
@@ -239,10 +239,10 @@ void define_moe(nb::module_& module) {
              nb::arg("out").none(), nb::arg("stream").none(),
              "flashmoe_science.moe_route with all of its arguments. Returns a MoeRouting: `out` "
              "if there is one.");
-  module.def("moe_route_given", &moe_route_given, nb::arg("ids").none(), nb::arg("weights").none(),
-             nb::arg("num_experts").none(), nb::arg("renormalize").none(), nb::arg("scale").none(),
-             nb::arg("expert_map").none(), nb::arg("out").none(), nb::arg("stream").none(),
-             "The same of moe_route_given.");
+  module.def("moe_route_given", &moe_route_given, nb::arg("given_ids").none(),
+             nb::arg("given_weights").none(), nb::arg("num_experts").none(),
+             nb::arg("renormalize").none(), nb::arg("scale").none(), nb::arg("expert_map").none(),
+             nb::arg("out").none(), nb::arg("stream").none(), "The same of moe_route_given.");
   module.def("moe_forward", &moe_forward, nb::arg("x").none(), nb::arg("w_gate_up").none(),
              nb::arg("w_down").none(), nb::arg("routing").none(), nb::arg("w_up").none(),
              nb::arg("gate").none(), nb::arg("activation").none(), nb::arg("b_gate_up").none(),

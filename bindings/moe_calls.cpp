@@ -26,45 +26,6 @@ uint64_t parse_max_workspace_bytes(nb::handle bytes) {
                                              "are positive, or None, for no bound"));
 }
 
-// Outputs of a routing are parts of `out`, as far as the caller can be wrong about them.
-const Renames& RouteCall::renames() const {
-  static const Renames of_logits = {
-      {"ids", "out.ids", false},         {"weights", "out.weights", false},
-      {"offsets", "out.offsets", false}, {"pairs", "out.pairs", false},
-      {"slots", "out.slots", false},     {"lse", "out.lse", false}};
-  static const Renames of_given = [] {
-    Renames renames = of_logits;
-    renames.push_back({"given_ids", "ids", true});
-    renames.push_back({"given_weights", "weights", true});
-    return renames;
-  }();
-  return logits.get() != nullptr ? of_logits : of_given;
-}
-
-const Renames& ForwardCall::renames() const {
-  static const Renames renames = {{"weights", "routing.weights", false},
-                                  {"offsets", "routing.offsets", false},
-                                  {"pairs", "routing.pairs", false},
-                                  {"slots", "routing.slots", false}};
-  return renames;
-}
-
-const Renames& BackwardCall::renames() const {
-  static const Renames renames = {{"weights", "routing.weights", false},
-                                  {"offsets", "routing.offsets", false},
-                                  {"pairs", "routing.pairs", false},
-                                  {"slots", "routing.slots", false}};
-  return renames;
-}
-
-const Renames& RouteBackwardCall::renames() const {
-  static const Renames renames = {{"ids", "routing.ids", false},
-                                  {"given_weights", "weights", true},
-                                  {"dgiven_weights", "out", true},
-                                  {"dlogits", "out", true}};
-  return renames;
-}
-
 bool extents_of_logits(const TensorView& logits, int64_t top_k, RouteExtents* extents) {
   if (logits.rank() != 2) return false;
   *extents = {logits.extent(0), logits.extent(1), top_k};
@@ -83,10 +44,10 @@ bool extents_of_ids(const TensorView& ids, int64_t experts, RouteExtents* extent
   if (ids.rank() != 2) return false;
   *extents = {ids.extent(0), experts, ids.extent(1)};
   if (extents->top_k < 1 || extents->top_k > kMaxTopK) {
-    raise_value_error("ids: got " + std::to_string(extents->top_k) +
+    raise_value_error("given_ids: got " + std::to_string(extents->top_k) +
                       " experts of a token, accepted are 1 to 32");
   }
-  check_pairs("ids", extents->tokens, extents->top_k);
+  check_pairs("given_ids", extents->tokens, extents->top_k);
   return true;
 }
 
@@ -97,10 +58,10 @@ void RouteCall::check_given_outputs(const RouteExtents& extents) const {
     raise_value_error(std::string(argument) + ": got " + std::to_string(got) + ", but " + name +
                       " has room for " + std::to_string(view.extent(rank - 1) + got - wanted));
   };
-  check_extent("out.ids", logits.get() != nullptr ? "top_k" : "ids", ids, 2, extents.top_k,
+  check_extent("ids", logits.get() != nullptr ? "top_k" : "given_ids", ids, 2, extents.top_k,
                extents.top_k);
   if (logits.get() == nullptr) {
-    check_extent("out.offsets", "num_experts", offsets, 1, extents.experts + 1, extents.experts);
+    check_extent("offsets", "num_experts", offsets, 1, extents.experts + 1, extents.experts);
   }
 }
 

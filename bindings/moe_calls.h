@@ -162,7 +162,6 @@ struct RouteCall {
   };
 
   const TensorView& first() const { return logits.get() != nullptr ? logits : given_ids; }
-  const Renames& renames() const;
 
   // That outputs which the caller gave are for as many experts as he asks for: the C ABI takes
   // these numbers from the outputs.
@@ -242,7 +241,6 @@ struct ForwardCall {
   };
 
   const TensorView& first() const { return x; }
-  const Renames& renames() const;
 
   template <class Make>
   void make_outputs(bool want_pre_activation, const Make& make) {
@@ -301,7 +299,6 @@ struct ProductCall {
   };
 
   const TensorView& first() const { return x; }
-  const Renames& renames() const { return kNoRenames; }
 
   template <class Make>
   void make_outputs(const nb::dict&, const Make& make) {
@@ -362,7 +359,6 @@ struct FusedCall {
   };
 
   const TensorView& first() const { return tokens; }
-  const Renames& renames() const { return kNoRenames; }
 
   template <class Make>
   void make_outputs(const nb::dict&, const Make& make) {
@@ -477,7 +473,6 @@ struct BackwardCall {
   };
 
   const TensorView& first() const { return dout; }
-  const Renames& renames() const;
 
   template <class Make>
   void make_outputs(const nb::dict& options, const Make& make) {
@@ -518,7 +513,6 @@ struct ProductBackwardCall {
   };
 
   const TensorView& first() const { return dout; }
-  const Renames& renames() const { return kNoRenames; }
 
   // dbias has no tensor that it is like: it is made where it is wanted, of dout's dtype.
   template <class Make>
@@ -572,7 +566,6 @@ struct RouteBackwardCall {
   };
 
   const TensorView& first() const { return dweights; }
-  const Renames& renames() const;
 
   template <class Make>
   void make_outputs(const nb::dict&, const Make& make) {

@@ -68,8 +68,7 @@ void view_arguments(const nb::dict& tensors, const nb::dict& options, Call* call
   for (const Field<Call>& field : Call::kTensors) {
     const nb::object tensor = option_of(tensors, field.name);
     if (tensor.is_none()) continue;
-    const std::string name = renamed(field.name, call->renames());
-    view_argument(name.c_str(), tensor, field.access, &(call->*field.view));
+    view_argument(field.name, tensor, field.access, &(call->*field.view));
   }
   const auto view = [](const char* name, nb::handle tensor, TensorView* to) {
     view_argument(name, tensor, Access::kRead, to);
@@ -110,11 +109,11 @@ void call_by_name(const nb::dict& tensors, const nb::dict& options, nb::handle a
   TensorView scratch;
   size_t bytes = 0;
   if (call.first().get() != nullptr && call.first().device().device_type == FLASHMOE_DEVICE_CUDA) {
-    check_renamed(Call::kWorkspaceSize(&call.params, &bytes), call.renames());
+    check(Call::kWorkspaceSize(&call.params, &bytes));
     const int64_t shape[] = {static_cast<int64_t>(bytes)};
     if (bytes > 0) make("workspace", "uint8", 1, shape, &scratch);
   }
-  check_renamed(run(call, scratch.tensor().data, bytes, handle), call.renames());
+  check(run(call, scratch.tensor().data, bytes, handle));
 }
 
 template <class Call>
@@ -129,7 +128,7 @@ Fields plan_by_name(const nb::dict& tensors, const nb::dict& options) {
                           const int64_t* shape) { view->describe(shape, rank, dtype, device); });
   }
   flashmoe_plan made = flashmoe_plan_init();
-  check_renamed(Call::kPlan(&ready(&call), &made), call.renames());
+  check(Call::kPlan(&ready(&call), &made));
   return describe(made);
 }
 

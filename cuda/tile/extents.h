@@ -28,6 +28,7 @@ FLASHMOE_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }  // of powers of two
 
 }  // namespace flashmoe
 

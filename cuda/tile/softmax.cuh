@@ -17,9 +17,9 @@ inline constexpr float kNoRowMax = -1.0e38f;
 // vanishes.
 inline constexpr float kMostRowMax = 67108864.0f;  // 2^26
 
-// A row's maximum is raised when a score exceeds it by more than this power of two. Until then
-// probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums mind,
-// and accumulators are not touched.
+// row_max follows a row's maximum when a score exceeds it by more than this power of two. Until
+// then probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums
+// mind, and accumulators are not touched.
 inline constexpr float kLazyBits = 8.0f;
 
 __device__ __forceinline__ float row_max_of(float top, float scale_log2) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ float probability(float score, float scale_log2, floa
   return numeric::exp2_approx(excess(score, scale_log2, row_max));
 }
 
-// Raises a row's maximum if its highest score `top` has outgrown it, and rescales its sum. What its
-// accumulators are to be multiplied by: 1 if the maximum stays.
+// Sets row_max to a row's highest score `top` if that has outgrown it, and rescales its sum.
+// Returns what its accumulators are to be multiplied by: 1 if row_max stays.
 __device__ __forceinline__ float rescale_row(float top, float scale_log2, float& row_max,
                                              float& sum) {
   const float new_max = row_max_of(top, scale_log2);
@@ -47,7 +47,7 @@ __device__ __forceinline__ float rescale_row(float top, float scale_log2, float&
   return factor;
 }
 
-// The same for any `top`: a NaN raises the maximum to NaN, and with it the whole row.
+// The same for any `top`: a NaN makes row_max a NaN, and with it the whole row.
 __device__ __forceinline__ float rescale_row_nan(float top, float scale_log2, float& row_max,
                                                  float& sum) {
   const bool stays = excess(top, scale_log2, row_max) <= kLazyBits;

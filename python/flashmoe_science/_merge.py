@@ -18,18 +18,10 @@ WORDS = Words(
 )
 
 
-def _named(tensors: dict[str, Any]) -> dict[str, Any]:
-    """By the names that messages give them: of two partials, outs[0] is the prior one."""
-    if "prior_out" not in tensors:
-        return tensors
-    names = {"prior_out": "outs[0]", "prior_lse": "lses[0]", "outs": "outs[1]", "lses": "lses[1]"}
-    return {name: tensors[of] for of, name in names.items()}
-
-
 def merge_states(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> Any:
-    framework = _dispatch.common_framework(_named(tensors) | outputs, WORDS)
+    framework = _dispatch.common_framework(tensors | outputs, WORDS)
     return_lse = options["return_lse"]
     if framework is _dispatch.JAX:
         from flashmoe_science import jax
@@ -44,8 +36,7 @@ def merge_states(
     if missing and type(framework) is Framework and not _dispatch.makes_tensors(like):
         if device.type == CUDA:
             framework.namespace(like, WORDS)  # raises: there is no way to allocate
-        name = "outs" if "prior_out" not in tensors else "outs[1]"
-        like = _dispatch.through_numpy({name: like}, WORDS)[name]
+        like = _dispatch.through_numpy({"outs": like}, WORDS)["outs"]
         framework = NUMPY
 
     handle = _core.stream_handle(stream)

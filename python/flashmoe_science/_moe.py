@@ -52,7 +52,7 @@ def _present(**tensors: Any) -> dict[str, Any]:
 
 
 def _parts(name: str, routing: Any) -> dict[str, Any]:
-    """The tensors of a routing by the C ABI's names."""
+    """The tensors of a routing by their names."""
     if not isinstance(routing, tuple) or len(routing) != len(MoeRouting._fields):
         raise ArgumentTypeError(
             f"{name}: got {_dispatch.type_name(routing)}, accepted is a MoeRouting, which "
@@ -71,7 +71,7 @@ class _Calls:
         outputs: dict[str, Any] | None = None,
         words: Words = WORDS,
     ) -> None:
-        """Tensors by the names that messages give them. The first says where the call computes.
+        """Tensors by their names. The first says where the call computes.
         Of outputs those that are None are not given."""
         outputs = _present(**(outputs or {}))
         self.framework = _framework(tensors | outputs, words)
@@ -100,7 +100,7 @@ class _Calls:
         tensors: dict[str, Any],
         options: dict[str, Any],
     ) -> dict[str, Any]:
-        """Outputs by the C ABI's names: those among `tensors`, and new ones."""
+        """Outputs by their names: those among `tensors`, and new ones."""
         if self.framework is _JAX:
             from flashmoe_science import jax
 
@@ -145,7 +145,7 @@ def moe_route(
     outputs = _outputs(out)
     if out is not None and options["return_lse"] and "lse" not in outputs:
         raise InvalidArgumentError("out: its lse is None, accepted with return_lse is a tensor")
-    calls = _Calls(tensors, stream, {f"out.{name}": part for name, part in outputs.items()})
+    calls = _Calls(tensors, stream, outputs)
     made = calls.run("moe_route", tensors | outputs, options)
     return _routing(made) if out is None else out
 
@@ -154,10 +154,8 @@ def moe_route_given(
     tensors: dict[str, Any], options: dict[str, Any], out: Any, stream: Any
 ) -> MoeRouting:
     outputs = _outputs(out)
-    calls = _Calls(tensors, stream, {f"out.{name}": part for name, part in outputs.items()})
-    names = {"ids": "given_ids", "weights": "given_weights"}
-    renamed = {names.get(name, name): tensor for name, tensor in tensors.items()}
-    made = calls.run("moe_route", renamed | outputs, options)
+    calls = _Calls(tensors, stream, outputs)
+    made = calls.run("moe_route", tensors | outputs, options)
     return _routing(made) if out is None else out
 
 
@@ -169,10 +167,9 @@ def moe_forward(
     stream: Any,
 ) -> Any:
     parts = _parts("routing", routing)
-    parts = {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
-    named = tensors | {f"routing.{name}": part for name, part in parts.items()}
-    calls = _Calls(named, stream, outputs)
-    made = calls.run("moe_forward", tensors | parts | outputs, options)
+    tensors |= {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
+    calls = _Calls(tensors, stream, outputs)
+    made = calls.run("moe_forward", tensors | outputs, options)
     both = options["return_pre_activation"]
     return (made["out"], made["pre_activation"]) if both else made["out"]
 
@@ -189,25 +186,24 @@ def grouped_product(tensors: dict[str, Any], options: dict[str, Any], out: Any, 
 def _differentiate(
     operation: str,
     tensors: dict[str, Any],
-    named: dict[str, Any],
     options: dict[str, Any],
     outputs: dict[str, Any],
     stream: Any,
     overwritten: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """The outputs in their order, new where the library makes one. `named` are the tensors as
-    messages call them, `overwritten` those among them that are written, too."""
-    given, named = _present(**outputs), _present(**named)
-    if overwritten and _framework(named, BACKWARD) is _JAX:
+    """The outputs in their order, new where the library makes one. `overwritten` are those among
+    the tensors that are written, too."""
+    given, tensors = _present(**outputs), _present(**tensors)
+    if overwritten and _framework(tensors, BACKWARD) is _JAX:
         raise InvalidArgumentError(
             "overwrite_pre_activation: JAX arrays cannot be written to; leave it False"
         )
     for name, tensor in (overwritten or {}).items():
         _core.check_writable(name, tensor)
-    calls = _Calls(named, stream, given | (overwritten or {}), BACKWARD)
+    calls = _Calls(tensors, stream, given | (overwritten or {}), BACKWARD)
     if calls.framework is _JAX and options["accumulate"]:
         raise InvalidArgumentError("accumulate: JAX arrays cannot be added to; leave it False")
-    made = calls.run(operation, _present(**tensors) | given, options)
+    made = calls.run(operation, tensors | given, options)
     return [made.get(name) for name in outputs]
 
 
@@ -219,34 +215,29 @@ def moe_backward(
     stream: Any,
 ) -> list[Any]:
     parts = _parts("routing", routing)
-    parts = {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
-    named = tensors | {f"routing.{name}": part for name, part in parts.items()}
+    tensors |= {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
     written = {}
     if options["overwrite_pre_activation"]:
         written = _present(pre_activation=tensors["pre_activation"])
-    return _differentiate("moe_backward", tensors | parts, named, options, outputs, stream, written)
+    return _differentiate("moe_backward", tensors, options, outputs, stream, written)
 
 
 def grouped_product_backward(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> list[Any]:
-    return _differentiate("grouped_product_backward", tensors, tensors, options, outputs, stream)
+    return _differentiate("grouped_product_backward", tensors, options, outputs, stream)
 
 
 def moe_route_backward(
-    tensors: dict[str, Any], routing: Any, options: dict[str, Any], out: Any, stream: Any
+    tensors: dict[str, Any],
+    routing: Any,
+    options: dict[str, Any],
+    outputs: dict[str, Any],
+    stream: Any,
 ) -> Any:
-    ids = _parts("routing", routing)["ids"]
-    of_logits = tensors["logits"] is not None or tensors["given_weights"] is None
-    name = "dlogits" if of_logits else "dgiven_weights"
-    named = tensors | {"routing.ids": ids}
-    named["weights"] = named.pop("given_weights")
-    if out is not None:
-        named["out"] = out
-    (made,) = _differentiate(
-        "moe_route_backward", tensors | {"ids": ids}, named, options, {name: out}, stream
-    )
-    return made if out is None else out
+    tensors |= {"ids": _parts("routing", routing)["ids"]}
+    made = _differentiate("moe_route_backward", tensors, options, outputs, stream)
+    return next((one for one in made if one is not None), None)
 
 
 def all_rows(like: Any) -> Any:

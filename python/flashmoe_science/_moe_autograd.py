@@ -176,14 +176,14 @@ def moe_route(
 
 
 def moe_route_given(
-    ids: Any, weights: Any, num_experts: Any, renormalize: Any, scale: Any, expert_map: Any,
-    out: Any, stream: Any,
+    given_ids: Any, given_weights: Any, num_experts: Any, renormalize: Any, scale: Any,
+    expert_map: Any, out: Any, stream: Any,
 ) -> MoeRouting:  # fmt: skip
     from flashmoe_science.torch import operators
 
     _refuse(out=out, stream=stream)
     return operators.traced_moe_route_given(
-        ids, weights, num_experts, renormalize, scale, expert_map
+        given_ids, given_weights, num_experts, renormalize, scale, expert_map
     )
 
 

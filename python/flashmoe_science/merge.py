@@ -130,7 +130,8 @@ def merge_states(
 
         Sinks are to be counted once: give them to the call of one partial alone.
 
-    Raises: What flash_attention raises. A message names the argument.
+    Raises: What flash_attention raises. A message names the argument; of two tensors it calls the
+        first prior_out and prior_lse, as the C ABI does, and the second outs and lses.
     """
     if is_traced():
         from flashmoe_science.torch import merge

@@ -108,8 +108,8 @@ def moe_route(
 
 
 def moe_route_given(
-    ids: Any,
-    weights: Any = None,
+    given_ids: Any,
+    given_weights: Any = None,
     *,
     num_experts: int,
     renormalize: bool = False,
@@ -125,8 +125,8 @@ def moe_route_given(
     be computed on each of several devices.
 
     Args:
-        ids: [T, K] int32 or int64, last stride 1; K at most 32, T * K at most 2**31 - 2**16.
-        weights: [T, K] fp16, bf16 or fp32, last stride 1; None is 1 for each.
+        given_ids: [T, K] int32 or int64, last stride 1; K at most 32, T * K at most 2**31 - 2**16.
+        given_weights: [T, K] fp16, bf16 or fp32, last stride 1; None is 1 for each.
         num_experts: E, from 1 to 1024: the experts of this call.
         renormalize: Divide the weights of a token by the sum of all K, not mine included, where
             that is not 0.
@@ -143,12 +143,12 @@ def moe_route_given(
     if not is_traced():
         try:
             return _core.moe_route_given(  # type: ignore[return-value]
-                ids, weights, num_experts, renormalize, scale, expert_map, out, stream
+                given_ids, given_weights, num_experts, renormalize, scale, expert_map, out, stream
             )
         except _TransformedError:  # as above
             pass
     traced: MoeRouting = operators().moe_route_given(
-        ids, weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
+        given_ids, given_weights, num_experts=num_experts, renormalize=renormalize, scale=scale,
         expert_map=expert_map, out=out, stream=stream,
     )  # fmt: skip
     return traced

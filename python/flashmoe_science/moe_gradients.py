@@ -207,13 +207,14 @@ def moe_route_backward(
     routing: MoeRouting,
     *,
     logits: Any = None,
-    weights: Any = None,
+    given_weights: Any = None,
     dlse: Any = None,
     scoring: Scoring = "softmax",
     renormalize: bool = False,
     scale: float = 1.0,
     accumulate: bool = False,
-    out: Any = None,
+    dlogits: Any = None,
+    dgiven_weights: Any = None,
     stream: object = None,
 ) -> Any:
     """The gradient of moe_route's logits, or of moe_route_given's weights, from that of the
@@ -223,26 +224,31 @@ def moe_route_backward(
         dweights: [T, K] fp32.
         routing: What moe_route or moe_route_given made. Of it the ids are read.
         logits: As moe_route had them.
-        weights: As moe_route_given had them, in place of logits.
+        given_weights: As moe_route_given had them, in place of logits.
         dlse: [T] fp32: the gradient of routing.lse; None is none.
         scoring, renormalize, scale: As in that call. Groups and a selection_bias decide the choice
             alone, and so do not matter here.
-        accumulate: Add to what `out` holds: the gradient of an auxiliary loss, for one.
-        out: Where to write; of the shape of logits or weights, of their dtype or fp32.
+        accumulate: Add to what the output holds: the gradient of an auxiliary loss, for one.
+        dlogits, dgiven_weights: Where to write, one of the two; of the shape of logits or of
+            given_weights, of their dtype or fp32.
         stream: As in flash_attention.
 
     Returns:
-        out, or a new tensor.
+        dlogits or dgiven_weights, or a new tensor.
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
     """
     options = {
         "scoring": scoring, "renormalize": renormalize, "scale": scale, "accumulate": accumulate,
     }  # fmt: skip
-    if accumulate and out is None:
-        raise InvalidArgumentError("out: got None, with accumulate accepted is what to add to")
-    tensors = {"dweights": dweights, "logits": logits, "given_weights": weights, "dlse": dlse}
-    return _moe.moe_route_backward(tensors, routing, options, out, stream)
+    outputs = {"dlogits": dlogits, "dgiven_weights": dgiven_weights}
+    if accumulate and dlogits is None and dgiven_weights is None:
+        name = "dlogits" if given_weights is None else "dgiven_weights"
+        raise InvalidArgumentError(f"{name}: got None, with accumulate accepted is what to add to")
+    tensors = {
+        "dweights": dweights, "logits": logits, "given_weights": given_weights, "dlse": dlse,
+    }  # fmt: skip
+    return _moe.moe_route_backward(tensors, routing, options, outputs, stream)
 
 
 def fused_moe_backward(

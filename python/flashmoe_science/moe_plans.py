@@ -212,7 +212,7 @@ def moe_route_backward_plan(
     routing: MoeRouting,
     *,
     logits: Any = None,
-    weights: Any = None,
+    given_weights: Any = None,
     dlse: Any = None,
     scoring: Scoring = "softmax",
     renormalize: bool = False,
@@ -225,7 +225,7 @@ def moe_route_backward_plan(
     """
     tensors = {
         "dweights": dweights, "ids": _checked(routing).ids, "logits": logits,
-        "given_weights": weights, "dlse": dlse,
+        "given_weights": given_weights, "dlse": dlse,
     }  # fmt: skip
     options = {"scoring": scoring, "renormalize": renormalize, "scale": scale}
     return _plan("moe_route_backward", tensors, options)

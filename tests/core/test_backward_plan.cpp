@@ -147,7 +147,7 @@ void each_argument_is_checked() {
   CHECK(failure([](Call* c) { c->params.dq = c->params.dk = c->params.dv = nullptr; }) ==
         "dq: got a null tensor, as dk, dv and dsinks did; one of them at least is required");
   CHECK(failure([](Call* c) { c->params.dsinks = &c->dsinks.view; }) ==
-        "dsinks: got one, accepted without sinks is a null pointer");
+        "dsinks: got one, accepted without sinks is none");
   CHECK(failure([](Call* c) { c->give_sinks(), c->sinks.shape[0] = 2; }) ==
         "sinks: its number of heads is 2, but q has 4");
   CHECK(failure([](Call* c) { c->give_sinks(), c->dsinks.shape[0] = 2; }) ==

@@ -583,7 +583,7 @@ void logits_are_checked() {
           {"logits: its last dimension has stride 2", [](Layer* l) { l->logits.strides[1] = 2; }},
           {"logits: its data begins",
            [](Layer* l) { l->logits.view.data = l->logits.begin() + 2; }},
-          {"router_bias: got a tensor, accepted is a null pointer with logits",
+          {"router_bias: got a tensor, accepted is none with logits",
            [](Layer* l) { l->params.router_bias = l->params.tokens; }},
           {"selection_bias: got a tensor",
            [](Layer* l) { l->params.selection_bias = l->params.tokens; }},

@@ -234,9 +234,9 @@ void layers_are_refused() {
   invalid<B>("dw_gate_up: its last two dimensions have strides 32 and 2",
              [](B& b) { b.dw_gate_up.strides[2] = 2; });
   invalid<B>("dw_down: its strides", [](B& b) { b.dw_down.strides[0] = 0; });
-  invalid<B>("dw_up: got a tensor, accepted is a null pointer unless gate is 3",
+  invalid<B>("dw_up: got a tensor, accepted is none unless gate is 3",
              [](B& b) { b.params.dw_up = &b.dw_up.view; });
-  invalid<B>("db_up: got a tensor, accepted is a null pointer unless gate is 3",
+  invalid<B>("db_up: got a tensor, accepted is none unless gate is 3",
              [](B& b) { b.params.db_up = &b.db_up.view; });
   invalid<B>("db_down: its number of rows is 31, but w_down has 32",
              [](B& b) { b.db_down.shape[1] = 31; });
@@ -260,7 +260,7 @@ void products_are_refused() {
   using P = Product;
   invalid<P>("dout: got 4 dimensions, accepted are 2 (with offsets) and 3 (with counts)",
              [](P& p) { p.dout.view.ndim = 4; });
-  invalid<P>("counts: got a tensor, accepted is a null pointer with a rank 2 dout",
+  invalid<P>("counts: got a tensor, accepted is none with a rank 2 dout",
              [](P& p) { p.params.counts = &p.counts.view; });
   invalid<P>("dx: got a null tensor, as dw and dbias did",
              [](P& p) { p.params.dx = p.params.dw = p.params.dbias = nullptr; });

@@ -535,7 +535,7 @@ void scales_are_refused() {
   const auto ends_so = [](const char* name) {
     return std::string(flashmoe_last_error()) ==
            std::string(name) +
-               ": got a tensor, accepted is a null pointer with tensors of fp16, bf16 and fp32, "
+               ": got a tensor, accepted is none with tensors of fp16, bf16 and fp32, "
                "which have no scales";
   };
   flashmoe_plan plan = flashmoe_plan_init();

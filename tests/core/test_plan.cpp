@@ -303,8 +303,7 @@ void what_no_kernel_computes_is_refused() {
     CHECK(flashmoe_last_error() == sentence);
   };
   c.params.q_scale = &c.q;
-  refused(
-      "q_scale: got one, accepted is a null pointer: queries of 16 bits and more have no scales");
+  refused("q_scale: got one, accepted is none: queries of 16 bits and more have no scales");
   c.params.q_scale = nullptr;
   c.params.k_scale = &c.q;
   refused("k_scale: got 4 dimensions, accepted are 2");

@@ -474,8 +474,8 @@ def test_plans_tell_no_lengths(library: ctypes.CDLL) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "index": ({"batch_index": int32([0] * 3)}, "batch_index: got one, accepted is a null pointer"),
-    "pages": ({"page_table": int32([[0]] * 3)}, "page_table: got one, accepted is a null pointer"),
+    "index": ({"batch_index": int32([0] * 3)}, "batch_index: got one, accepted is none"),
+    "pages": ({"page_table": int32([[0]] * 3)}, "page_table: got one, accepted is none"),
     "cu_q": ({"cu_seqlens_q": int32([0] * 4)}, "q: its batch is 3, accepted with cu_seqlens_q"),
     "count": ({"seqused_k": int32([1] * 4)}, "seqused_k: got 4 numbers, accepted are 3"),
     "dtype": ({"k_begin": np.array([0] * 3)}, "k_begin: got dtype int64"),

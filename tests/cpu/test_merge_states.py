@@ -324,7 +324,7 @@ ERRORS = [
     ({"lses": rows(2, 2, 4, 4)}, "lses: its sequence length is 4, but outs has 3"),
     ({"lses": rows(2, 2, 4, 3, dtype=FP64)}, "lses: got dtype fp64, accepted is fp32"),
     ({"lses": rows(2, 2, 4, 3, dtype=np.dtype(np.float16))}, "lses: got dtype fp16"),
-    ({"prior_out": None}, "prior_lse: got a tensor, accepted is a null pointer without prior_out"),
+    ({"prior_out": None}, "prior_lse: got a tensor, accepted is none without prior_out"),
     ({"prior_lse": None}, "prior_lse: got a null tensor, it is required"),
     ({"prior_out": rows(2, 3, 4, 8)}, "prior_out: its head dimension is 8, but outs has 16"),
     ({"prior_out": rows(1, 2, 3, 4, 16)}, "prior_out: got 5 dimensions, accepted are 4"),

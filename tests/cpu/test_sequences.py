@@ -711,11 +711,11 @@ def test_plans_tell_no_lengths(library: ctypes.CDLL) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cu_k_and_pages": ({"cu_seqlens_k": int32([0] * 4), "page_table": int32([[0]] * 3)},
-                       "cu_seqlens_k: got one, accepted with page_table is a null pointer"),
+                       "cu_seqlens_k: got one, accepted with page_table is none"),
     "index_and_pages": ({"batch_index": int32([0] * 3), "page_table": int32([[0]] * 3)},
-                        "batch_index: got one, accepted with page_table is a null pointer"),
+                        "batch_index: got one, accepted with page_table is none"),
     "index_and_cu_k": ({"batch_index": int32([0] * 3), "cu_seqlens_k": int32([0] * 4)},
-                       "batch_index: got one, accepted with cu_seqlens_k is a null pointer"),
+                       "batch_index: got one, accepted with cu_seqlens_k is none"),
     "cu_q": ({"cu_seqlens_q": int32([0] * 4)}, "q: its batch is 3, accepted with cu_seqlens_q"),
     "cu_k": ({"cu_seqlens_k": int32([0] * 4)}, "k: its batch is 3, accepted with cu_seqlens_k"),
     "count": ({"seqused_k": int32([1] * 4)}, "seqused_k: got 4 numbers, accepted are 3"),

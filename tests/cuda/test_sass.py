@@ -27,7 +27,7 @@ _SUM = re.compile(
     r"I(6__half|13__nv_bfloat16)Li(\d+)ELi(\d+)E(?:NS\w*?_\d+([A-Za-z]\w*?)ILi|Li(\d+)E)"
 )
 _DECODE_SUM = re.compile(
-    r"11sm89_decode\d\dattention_combine_kernelI(6__half|13__nv_bfloat16)Li256EE"
+    r"16attention_decode\d\dattention_combine_kernelI(6__half|13__nv_bfloat16)Li256EE"
 )
 _FEW_ROWS = ("sm89_few_rows", "sm89_decode")
 _ANYWHERE = ("sm89", *_FEW_ROWS)  # families that are compiled for every architecture

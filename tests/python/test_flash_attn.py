@@ -504,9 +504,9 @@ def test_merge_attn_states_refuses() -> None:
         call(output, prefix, prefix_lse[None], suffix, suffix_lse)
     with pytest.raises(TypeError, match=r"output: got ndarray, accepted is a torch.Tensor"):
         call(output.numpy(), prefix, prefix_lse, suffix, suffix_lse)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"out: it shares memory with outs\[1\]"):
+    with pytest.raises(ValueError, match=r"out: it shares memory with outs"):
         call(suffix, prefix, prefix_lse, suffix, suffix_lse)
-    with pytest.raises(ValueError, match=r"lses\[1\]: its number of heads is 3"):
+    with pytest.raises(ValueError, match=r"lses: its number of heads is 3"):
         call(output, prefix, prefix_lse, suffix, suffix_lse[:3])
     with pytest.raises(ValueError, match="requires grad, but the merge of attention states has no"):
         call(output, prefix.requires_grad_(), prefix_lse, suffix, suffix_lse)

@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale of another cache": (
         {"k_cache": torch.ones(1, 4, 1, 16).half(), "v_cache": torch.ones(1, 4, 1, 16).half(),
          "k_scale": torch.ones(1)}, ValueError,
-        "k_scale: got one, accepted with caches of k's dtype is None",
+        "k_scale: got one, accepted with caches of k's dtype is none",
     ),
     "shape of a scale": ({"v_scale": torch.ones(2, 1)}, ValueError, "v_scale: got shape [2, 1]"),
 }  # fmt: skip

@@ -230,7 +230,7 @@ def test_wrong_calls_fail_while_tracing() -> None:
         layer(w_gate_up=a["w_gate_up"].astype(jnp.bfloat16))
     with pytest.raises(TypeError, match=r"^x: got dtype "):
         layer(x=rows.astype(jnp.int32))
-    with pytest.raises(ValueError, match=r"^routing\.weights: its number of tokens is 26"):
+    with pytest.raises(ValueError, match=r"^weights: its number of tokens is 26"):
         layer(x=rows[:5])
     with pytest.raises(ValueError, match=r"^top_k: got 9, accepted are 1 to 32, and no more than"):
         jax.jit(lambda z: fm.moe_route(z, 9))(logits_of(4, 8))
@@ -248,7 +248,7 @@ def test_wrong_calls_fail_while_tracing() -> None:
 
 def test_arrays_cannot_be_written_to() -> None:
     z = jnp.asarray(logits_of())
-    with pytest.raises(ValueError, match=r"^out\.ids: JAX arrays cannot be written to"):
+    with pytest.raises(ValueError, match=r"^ids: JAX arrays cannot be written to"):
         fm.moe_route(z, 2, out=fm.moe_route(z, 2))
     with pytest.raises(ValueError, match=r"^stream: XLA chooses the stream of JAX arrays"):
         fm.moe_route(z, 2, stream=0)

@@ -602,11 +602,9 @@ def test_what_the_functional_calls_refuse() -> None:
     with pytest.raises(ValueError, match=r"^w: its number of rows is 8, but dout's columns"):
         jax.jit(lambda d: fm.grouped_product_backward(d, x, w, offsets=offsets))(x)
     routing = fm.moe_route(normal(10, 8), 2)
-    with pytest.raises(ValueError, match=r"^routing\.weights: its number of tokens is 10"):
+    with pytest.raises(ValueError, match=r"^weights: its number of tokens is 10"):
         fm.moe_backward(x[:5], x[:5], normal(8, 16, 16), normal(8, 16, 8), routing)
-    with pytest.raises(
-        ValueError, match=r"^routing\.ids: its number of experts of a token is 2, but"
-    ):
+    with pytest.raises(ValueError, match=r"^ids: its number of experts of a token is 2, but"):
         fm.moe_route_backward(dout[:, :1], routing, logits=normal(10, 8))
 
 

@@ -59,7 +59,7 @@ ROUTE: list[Bad] = [
     ({"scoring": None}, TypeError, "scoring: got None of type NoneType, accepted are"),
     ({"renormalize": 1}, TypeError, "renormalize: got 1 of type int, accepted are False and True"),
     ({"selection_bias": zeros(8)}, ValueError,
-     "selection_bias: got a tensor, accepted is None unless scoring is"),
+     "selection_bias: got a tensor, accepted is none unless scoring is"),
     ({"selection_bias": zeros(7), "scoring": "sigmoid"}, ValueError,
      "selection_bias: its number of experts is 7, but logits has 8"),
     ({"selection_bias": zeros(8, dtype=np.float16), "scoring": "sigmoid"}, TypeError,
@@ -95,14 +95,14 @@ def test_route(producer: Producer, bad: Bad) -> None:
 
 
 OUT: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
-    ("ids", lambda x: x.astype(np.int64), TypeError, "out.ids: got dtype int64"),
-    ("ids", lambda x: x[:, :1].copy(), ValueError, "top_k: got 2, but out.ids has room for 1"),
-    ("ids", lambda x: np.repeat(x, 2, 1)[:, ::2], ValueError, "out.ids: got strides [4, 2]"),
-    ("weights", lambda x: x.astype(np.float16), TypeError, "out.weights: got dtype fp16"),
-    ("offsets", lambda x: x[:5].copy(), ValueError, "out.offsets: "),
-    ("pairs", lambda x: x[:5].copy(), ValueError, "out.pairs: its number of pairs is 5"),
-    ("slots", lambda x: x[:3].copy(), ValueError, "out.slots: "),
-    ("lse", lambda x: x[:3].copy(), ValueError, "out.lse: "),
+    ("ids", lambda x: x.astype(np.int64), TypeError, "ids: got dtype int64"),
+    ("ids", lambda x: x[:, :1].copy(), ValueError, "top_k: got 2, but ids has room for 1"),
+    ("ids", lambda x: np.repeat(x, 2, 1)[:, ::2], ValueError, "ids: got strides [4, 2]"),
+    ("weights", lambda x: x.astype(np.float16), TypeError, "weights: got dtype fp16"),
+    ("offsets", lambda x: x[:5].copy(), ValueError, "offsets: "),
+    ("pairs", lambda x: x[:5].copy(), ValueError, "pairs: its number of pairs is 5"),
+    ("slots", lambda x: x[:3].copy(), ValueError, "slots: "),
+    ("lse", lambda x: x[:3].copy(), ValueError, "lse: "),
     ("lse", lambda _: None, ValueError, "out: its lse is None, accepted with return_lse is a"),
 ]
 
@@ -125,7 +125,7 @@ def test_outputs_of_a_routing(producer: Producer, bad: Any) -> None:
 def test_a_read_only_output() -> None:
     made = fm.moe_route(LOGITS, 2)
     made.weights.setflags(write=False)
-    with pytest.raises(ValueError, match=r"^out\.weights: it is read-only, accepted is a writable"):
+    with pytest.raises(ValueError, match=r"^weights: it is read-only, accepted is a writable"):
         fm.moe_route(LOGITS, 2, out=made)
 
 
@@ -153,8 +153,7 @@ def test_outputs_of_a_routing_that_overlap(producer: Producer) -> None:
                 part = memory[places[each] : places[each] + np.prod(shape)].reshape(shape)
                 made[each] = part.view(np.float32) if each in ("weights", "lse") else part
             out = fm.MoeRouting(**tensors_of(producer, made))
-            shared = other if other == "logits" else f"out.{other}"
-            with shares(f"out.{name}", shared):
+            with shares(name, other):
                 fm.moe_route(producer.as_is(rows), 2, out=out, return_lse=True)
     assert (memory == -77).all()
 
@@ -164,7 +163,7 @@ def test_given_weights_are_not_written_to(producer: Producer) -> None:
     weights = np.ones((5, 2), np.float32)
     made = fm.moe_route_given(IDS, weights, num_experts=3)
     out = fm.MoeRouting(**tensors_of(producer, made._asdict() | {"weights": weights}))
-    with shares("out.weights", "weights"):
+    with shares("weights", "given_weights"):
         fm.moe_route_given(producer.as_is(IDS), producer.as_is(weights), num_experts=3, out=out)
     assert (weights == 1).all()
 
@@ -200,7 +199,7 @@ def test_outputs_of_a_layer_that_overlap(producer: Producer) -> None:
         out = np.zeros((5, 16), np.float32)
         slots = out.reshape(-1).view(np.int32)[:10].reshape(5, 2)
         slots[...] = routing.slots
-        with shares("out", "routing.slots"):
+        with shares("out", "slots"):
             fm.moe_forward(x, w_gate_up, w_down, routing._replace(slots=slots), out=out)
         assert (slots == routing.slots).all()
     for name, array in (views | routing._asdict()).items():
@@ -239,24 +238,27 @@ GIVEN: list[Bad] = [
     ({"num_experts": 0}, ValueError, "num_experts: got 0, accepted are 1 to 1024"),
     ({"num_experts": 1025}, ValueError, "num_experts: got 1025, accepted are 1 to 1024"),
     ({"num_experts": 2.5}, TypeError, "num_experts: got 2.5 of type float, accepted are 1 to"),
-    ({"ids": IDS.astype(np.float32)}, TypeError, "ids: got dtype fp32"),
-    ({"ids": IDS.astype(np.int16)}, TypeError, "ids: got dtype int16"),
-    ({"ids": IDS[0]}, ValueError, "ids: got 1 dimensions, accepted are 2"),
-    ({"ids": zeros(5, 33, dtype=np.int32)}, ValueError, "ids: got 33 experts of a token"),
-    ({"ids": zeros(5, 0, dtype=np.int32)}, ValueError, "ids: got 0 experts of a token"),
-    ({"ids": None}, TypeError, f"ids: got NoneType, {TENSOR}"),
-    ({"ids": wide(IDS, 2**30)}, ValueError, "ids: got 1073741824 tokens with 2 experts each"),
-    ({"weights": zeros(5, 3)}, ValueError,
-     "weights: its number of experts of a token is 3, but ids has 2"),
-    ({"weights": zeros(4, 2)}, ValueError, "weights: its number of tokens is 4, but ids has 5"),
-    ({"weights": zeros(5, 2, dtype=np.float64)}, TypeError, "weights: got dtype fp64"),
+    ({"given_ids": IDS.astype(np.float32)}, TypeError, "given_ids: got dtype fp32"),
+    ({"given_ids": IDS.astype(np.int16)}, TypeError, "given_ids: got dtype int16"),
+    ({"given_ids": IDS[0]}, ValueError, "given_ids: got 1 dimensions, accepted are 2"),
+    ({"given_ids": zeros(5, 33, dtype=np.int32)}, ValueError,
+     "given_ids: got 33 experts of a token"),
+    ({"given_ids": zeros(5, 0, dtype=np.int32)}, ValueError, "given_ids: got 0 experts of a token"),
+    ({"given_ids": None}, TypeError, f"given_ids: got NoneType, {TENSOR}"),
+    ({"given_ids": wide(IDS, 2**30)}, ValueError,
+     "given_ids: got 1073741824 tokens with 2 experts each"),
+    ({"given_weights": zeros(5, 3)}, ValueError,
+     "given_weights: its number of experts of a token is 3, but given_ids has 2"),
+    ({"given_weights": zeros(4, 2)}, ValueError,
+     "given_weights: its number of tokens is 4, but given_ids has 5"),
+    ({"given_weights": zeros(5, 2, dtype=np.float64)}, TypeError, "given_weights: got dtype fp64"),
     ({"renormalize": 2}, TypeError, "renormalize: got 2"),
     ({"scale": 0}, ValueError, "scale: got 0"),
     ({"scale": "1"}, TypeError, "scale: got '1'"),
     ({"expert_map": zeros(3, dtype=np.int64)}, TypeError, "expert_map: got dtype int64"),
     ({"expert_map": zeros(3, 1, dtype=np.int32)}, ValueError, "expert_map: got 2 dimensions"),
     ({"out": fm.moe_route(LOGITS, 2)}, ValueError,
-     "num_experts: got 3, but out.offsets has room for 8"),
+     "num_experts: got 3, but offsets has room for 8"),
 ]  # fmt: skip
 
 
@@ -264,7 +266,7 @@ GIVEN: list[Bad] = [
 @pytest.mark.parametrize("producer", FRAMEWORKS, ids=str)
 def test_route_given(producer: Producer, bad: Bad) -> None:
     changed, kind, sentence = bad
-    arguments = tensors_of(producer, {"ids": IDS, "num_experts": 3} | changed)
+    arguments = tensors_of(producer, {"given_ids": IDS, "num_experts": 3} | changed)
     if isinstance(changed.get("out"), fm.MoeRouting):
         arguments["out"] = fm.MoeRouting(**tensors_of(producer, changed["out"]._asdict()))
     with pytest.raises(kind) as caught:
@@ -287,7 +289,7 @@ FORWARD: list[tuple[Case, dict[str, Any], type[Exception], str]] = [
     (Case(), {"x": lambda x: x[:, :32]}, ValueError,
      "w_gate_up: its number of columns is 40, but x has 32"),
     (Case(), {"x": lambda x: x[:5]}, ValueError,
-     "routing.weights: its number of tokens is 37, but x has 5"),
+     "weights: its number of tokens is 37, but x has 5"),
     (Case(), {"x": misaligned}, ValueError, "x: its data begins at"),
     (Case(), {"x": None}, TypeError, f"x: got NoneType, {TENSOR}"),
     (Case(), {"w_gate_up": lambda w: w[0]}, ValueError, "w_gate_up: got 2 dimensions"),
@@ -304,7 +306,7 @@ FORWARD: list[tuple[Case, dict[str, Any], type[Exception], str]] = [
     (Case(), {"w_down": lambda w: w[:, :32]}, ValueError,
      "w_down: its number of rows is 32, but x has 40"),
     (Case(), {"w_down": lambda w: w[..., :16]}, ValueError, "w_down: its number of columns is 16"),
-    (Case(), {"w_up": zeros(6, 24, 40)}, ValueError, "w_up: got a tensor, accepted is None"),
+    (Case(), {"w_up": zeros(6, 24, 40)}, ValueError, "w_up: got a tensor, accepted is none"),
     (Case(gate="separate"), {"w_up": None}, ValueError, "w_up: "),
     (Case(gate="separate"), {"w_up": lambda w: w[:, :16]}, ValueError,
      "w_up: its number of rows is 16, but w_gate_up has 24"),
@@ -312,7 +314,7 @@ FORWARD: list[tuple[Case, dict[str, Any], type[Exception], str]] = [
      "b_gate_up: its number of rows is 24, but w_gate_up has 48"),
     (Case(), {"b_gate_up": zeros(5, 48)}, ValueError, "b_gate_up: its number of experts is 5"),
     (Case(), {"b_gate_up": zeros(6, 48, dtype=np.float16)}, TypeError, "b_gate_up: got dtype fp16"),
-    (Case(), {"b_up": zeros(6, 24)}, ValueError, "b_up: got a tensor, accepted is None unless"),
+    (Case(), {"b_up": zeros(6, 24)}, ValueError, "b_up: got a tensor, accepted is none unless"),
     (Case(), {"b_down": zeros(6, 48)}, ValueError, "b_down: its number of rows is 48"),
     (Case(), {"gate": "both"}, ValueError, "gate: got 'both', accepted are 'gate_up', 'up_gate'"),
     (Case(), {"gate": None}, TypeError, "gate: got None of type NoneType, accepted are"),
@@ -373,14 +375,14 @@ def test_forward(producer: Producer, bad: Any) -> None:
 
 
 ROUTINGS: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
-    ("weights", lambda x: x[:5], ValueError, "routing.weights: its number of tokens is 5, but x"),
-    ("weights", lambda x: x.astype(np.float16), TypeError, "routing.weights: got dtype fp16"),
-    ("offsets", lambda x: x[:5], ValueError, "routing.offsets: "),
+    ("weights", lambda x: x[:5], ValueError, "weights: its number of tokens is 5, but x"),
+    ("weights", lambda x: x.astype(np.float16), TypeError, "weights: got dtype fp16"),
+    ("offsets", lambda x: x[:5], ValueError, "offsets: "),
     ("pairs", lambda x: x[:5], ValueError,
-     "routing.pairs: its number of pairs is 5, but routing.weights has 74"),
-    ("slots", lambda x: x[:, :1], ValueError, "routing.slots: "),
-    ("slots", lambda x: x.astype(np.int64), TypeError, "routing.slots: got dtype int64"),
-    ("slots", lambda _: None, TypeError, "routing.slots: got NoneType"),
+     "pairs: its number of pairs is 5, but weights has 74"),
+    ("slots", lambda x: x[:, :1], ValueError, "slots: "),
+    ("slots", lambda x: x.astype(np.int64), TypeError, "slots: got dtype int64"),
+    ("slots", lambda _: None, TypeError, "slots: got NoneType"),
 ]  # fmt: skip
 
 
@@ -401,10 +403,10 @@ X, W = zeros(10, 16), zeros(2, 8, 16)
 OFFSETS = zeros(3, dtype=np.int32)
 PRODUCTS: list[Bad] = [
     ({"offsets": None}, ValueError, "offsets: "),
-    ({"counts": OFFSETS[:2]}, ValueError, "counts: got a tensor, accepted is None with a rank 2 x"),
+    ({"counts": OFFSETS[:2]}, ValueError, "counts: got a tensor, accepted is none with a rank 2 x"),
     ({"x": X[None], "offsets": None, "counts": OFFSETS[:2]}, ValueError,
      "x: its number of experts is 1, but w has 2"),
-    ({"x": X.reshape(2, 5, 16)}, ValueError, "offsets: got a tensor, accepted is None with"),
+    ({"x": X.reshape(2, 5, 16)}, ValueError, "offsets: got a tensor, accepted is none with"),
     ({"offsets": OFFSETS[:2]}, ValueError, "offsets: its number of experts and one more is 2"),
     ({"offsets": OFFSETS.astype(np.int64)}, TypeError, "offsets: got dtype int64"),
     ({"offsets": [0, 1, 2]}, TypeError, "offsets: got list"),
@@ -465,7 +467,7 @@ FUSED: list[Bad] = [
      "router_bias: its number of experts is 7, but router_weights has 8"),
     ({"router_bias": zeros(1, 8)}, ValueError, "router_bias: got 2 dimensions, accepted are 1"),
     ({"router_weights": None, "logits": zeros(37, 8), "router_bias": zeros(8)}, ValueError,
-     "router_bias: got a tensor, accepted is None with logits"),
+     "router_bias: got a tensor, accepted is none with logits"),
     ({"top_k": 9}, ValueError, "top_k: got 9, accepted are 1 to 32, and no more than the 8"),
     ({"top_k": None}, TypeError, "top_k: got None of type NoneType"),
     ({"tokens": zeros(37, 36)}, ValueError, "tokens: its hidden size is 36"),
@@ -512,7 +514,7 @@ def test_frameworks_do_not_mix() -> None:
     with pytest.raises(TypeError, match=r"^w_down: got torch.Tensor, but x is numpy.ndarray; all"):
         fm.moe_forward(**given)
     routing = values["routing"]._replace(slots=torch.from_numpy(values["routing"].slots))
-    with pytest.raises(TypeError, match=r"^routing.slots: got torch.Tensor, but x is numpy"):
+    with pytest.raises(TypeError, match=r"^slots: got torch.Tensor, but x is numpy"):
         fm.moe_forward(**values | {"routing": routing})
 
 

@@ -26,15 +26,15 @@ constexpr Option<Params> kOptions[] = {
 flashmoe_status refuse_with(const char* name, const flashmoe_tensor* tensor, const char* other,
                             const flashmoe_tensor* other_tensor, const char* why) {
   if (tensor == nullptr || other_tensor == nullptr) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-              "%s: got one, accepted with %s is a null pointer: %s", name, other, why);
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got one, accepted with %s is none: %s", name,
+              other, why);
 }
 
 flashmoe_status refuse_without(const char* name, const flashmoe_tensor* tensor, const char* other,
                                const flashmoe_tensor* other_tensor) {
   if (tensor == nullptr || other_tensor != nullptr) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-              "%s: got a tensor, accepted is a null pointer without %s", name, other);
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got a tensor, accepted is none without %s",
+              name, other);
 }
 
 flashmoe_status check_together(const Params& given) {
@@ -58,7 +58,7 @@ flashmoe_status check_together(const Params& given) {
   }
   if (given.slots != nullptr && given.rotary_cos != nullptr && given.positions == nullptr) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "positions: got a null pointer, accepted with slots and rotary_cos is a tensor: "
+                "positions: got none, accepted with slots and rotary_cos is a tensor: "
                 "slots do not say where rows stand");
   }
   return FLASHMOE_OK;
@@ -113,7 +113,7 @@ class Reader {
     if (tensor == nullptr) return FLASHMOE_OK;
     if (p_.k_cache.dtype != Dtype::kFloat8E4M3) {
       return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "%s: got one, accepted with caches of k's dtype is a null pointer", name);
+                  "%s: got one, accepted with caches of k's dtype is none", name);
     }
     return read_scale(name, *tensor, "k", p_.device, p_.batch_cache, p_.heads_kv, scales);
   }

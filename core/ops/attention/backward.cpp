@@ -54,8 +54,7 @@ flashmoe_status check_gradient(const char* name, const AttentionArguments& argum
 flashmoe_status check_dsinks(const flashmoe_tensor* tensor, AttentionBackwardProblem* problem) {
   if (tensor == nullptr) return FLASHMOE_OK;
   if (problem->sinks.data == nullptr) {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "dsinks: got one, accepted without sinks is a null pointer");
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "dsinks: got one, accepted without sinks is none");
   }
   HeadSums& dsinks = problem->dsinks;
   View view;
@@ -76,7 +75,7 @@ flashmoe_status check_owners(const flashmoe_attention_sequences& sequences) {
   const auto absent = [](const char* name, const flashmoe_tensor* given) {
     if (given == nullptr) return FLASHMOE_OK;
     return fail(FLASHMOE_ERROR_UNSUPPORTED,
-                "%s: got one, accepted is a null pointer: keys that sequences may share have no "
+                "%s: got one, accepted is none: keys that sequences may share have no "
                 "gradients in this version",
                 name);
   };

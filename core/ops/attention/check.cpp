@@ -51,7 +51,7 @@ struct CheckSequences {
     FLASHMOE_TRY(check_options(kOptions, params));
     if (params.sequences == nullptr) {
       return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "sequences: got a null pointer, accepted are tables to check");
+                  "sequences: got none, accepted are tables to check");
     }
     FLASHMOE_TRY(check_sequences(*params.sequences));
     FLASHMOE_TRY(read_tables(params, problem));

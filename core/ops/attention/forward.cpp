@@ -27,8 +27,7 @@ constexpr Option<Params> kOptions[] = {
 flashmoe_status check_unserved(const Params& params) {
   const auto absent = [](const char* name, const void* given, const char* why) {
     if (given == nullptr) return FLASHMOE_OK;
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got one, accepted is a null pointer: %s",
-                name, why);
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got one, accepted is none: %s", name, why);
   };
   return absent("q_scale", params.q_scale, "queries of 16 bits and more have no scales");
 }

@@ -22,7 +22,7 @@ constexpr Option<Params> kOptions[] = {
 flashmoe_status check_together(const Params& given) {
   if (given.batch_index != nullptr && given.page_table != nullptr) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "batch_index: got one, accepted with page_table is a null pointer: a page table "
+                "batch_index: got one, accepted with page_table is none: a page table "
                 "alone says where keys are");
   }
   for (const auto& [name, tensor, other, other_tensor] :
@@ -30,8 +30,8 @@ flashmoe_status check_together(const Params& given) {
         {"v", given.v, "v_cache", given.v_cache},
         {"v_scale", given.v_scale, "v_cache", given.v_cache}}) {
     if (tensor == nullptr || other_tensor != nullptr) continue;
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: got a tensor, accepted is a null pointer without %s", name, other);
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got a tensor, accepted is none without %s",
+                name, other);
   }
   return FLASHMOE_OK;
 }
@@ -142,7 +142,7 @@ class Reader {
     if (tensor == nullptr) return FLASHMOE_OK;
     if (p_.k_cache.dtype != Dtype::kFloat8E4M3) {
       return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "%s: got one, accepted with caches of k's dtype is a null pointer", name);
+                  "%s: got one, accepted with caches of k's dtype is none", name);
     }
     return read_scale(name, *tensor, "k", p_.device, p_.batch_cache, p_.heads_kv, scales);
   }

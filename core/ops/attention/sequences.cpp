@@ -13,8 +13,8 @@ namespace {
 flashmoe_status refuse_together(const char* name, const flashmoe_tensor* tensor, const char* other,
                                 const flashmoe_tensor* other_tensor, const char* why) {
   if (tensor == nullptr || other_tensor == nullptr) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-              "%s: got one, accepted with %s is a null pointer: %s", name, other, why);
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got one, accepted with %s is none: %s", name,
+              other, why);
 }
 
 flashmoe_status check_bound(const char* name, int64_t bound, const char* zero) {

@@ -170,7 +170,7 @@ struct MergeStates {
       FLASHMOE_TRY(common.read_numbers("prior_lse", params.prior_lse, &p.prior_lse, &view));
     } else if (params.prior_lse != nullptr) {
       return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "prior_lse: got a tensor, accepted is a null pointer without prior_out");
+                  "prior_lse: got a tensor, accepted is none without prior_out");
     }
     FLASHMOE_TRY(common.read_rows("out", params.out, &p.out, &view));
     FLASHMOE_TRY(check_no_overlap("out", view, 4));

@@ -70,8 +70,7 @@ flashmoe_status check_finite(const char* name, float got) {
 
 flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, const char* why) {
   if (tensor == nullptr) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got a tensor, accepted is a null pointer %s",
-              name, why);
+  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got a tensor, accepted is none %s", name, why);
 }
 
 flashmoe_status check_no_scale(const char* name, const flashmoe_tensor* scale) {

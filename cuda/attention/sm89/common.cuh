@@ -12,6 +12,7 @@
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/tile/row_statistics.cuh"
 #include "cuda/tile/scheduler.cuh"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/softmax.cuh"
@@ -262,6 +263,9 @@ __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
   }
 }
 
+template <class Traits>
+using Fragments = ScoreFragments<Traits::kRowAtoms, Traits::kStepKeys>;
+
 enum class Side { kLeft, kRight };
 
 // Hides the keys that a row does not see on one side. `key` is the step's first.
@@ -272,24 +276,16 @@ __device__ __forceinline__ void mask_side(Scores<Traits>& scores, const ParamsOf
   const TileIn<Traits> tile = tile_in<Traits>(shared);
   const Sequence sequence = sequence_of(params, tile);
   const int first_row = tile.first_row + warp_index() * Traits::kRowsPerWarp;
-#pragma unroll
-  for (int a = 0; a < Traits::kRowAtoms; ++a) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = query_of(params, first_row + 16 * a + lane / 4 + 8 * half);
-      const int bound = kSide == Side::kLeft ? sequence.first_key(params.score, query)
-                                             : sequence.end_key(params.score, query);
-      const int limit = bound - key - 2 * (lane % 4);
-#pragma unroll
-      for (int n = 0; n < Traits::kStepKeys / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const bool seen = kSide == Side::kLeft ? 8 * n + e >= limit : 8 * n + e < limit;
-          if (!seen) scores[a][n][2 * half + e] = -INFINITY;
-        }
-      }
-    }
-  }
+  mask_scores<Fragments<Traits>>(scores, [&](int r) {
+    const int query = query_of(params, first_row + lane / 4 + Fragments<Traits>::row_of(r));
+    const int bound = kSide == Side::kLeft ? sequence.first_key(params.score, query)
+                                           : sequence.end_key(params.score, query);
+    const int limit = bound - key - 2 * (lane % 4);
+    return [limit](int i) {
+      const int column = Fragments<Traits>::key_of(i);
+      return kSide == Side::kLeft ? column >= limit : column < limit;
+    };
+  });
 }
 
 // Hides the keys of a step whose pages there are not, from all rows.
@@ -315,9 +311,9 @@ __device__ __forceinline__ void mask_missing(Scores<Traits>& scores, const Param
 
 // Hides the keys of a step that a row does not see by its bounds.
 template <class Traits>
-__device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const ParamsOf<Traits>& params,
-                                            const TileSteps<Traits>& steps,
-                                            const unsigned char* shared, int step) {
+__device__ __forceinline__ void mask_step(Scores<Traits>& scores, const ParamsOf<Traits>& params,
+                                          const TileSteps<Traits>& steps,
+                                          const unsigned char* shared, int step) {
   const int key = steps.first + step * Traits::kStepKeys;
   if (step < steps.left_steps) mask_side<Traits, Side::kLeft>(scores, params, shared, key);
   if (step >= steps.right_steps) mask_side<Traits, Side::kRight>(scores, params, shared, key);
@@ -335,63 +331,29 @@ struct SeenRows {
 };
 struct NoSeenRows {};
 
-// Online softmax of the rows of a warp: what their probabilities are divided by, and their sums.
+// Online softmax of the rows of a warp: row 2 a + half of a lane's is one of atom a.
 template <class Traits>
-struct RowStatistics : std::conditional_t<Traits::kBiased, SeenRows, NoSeenRows> {
-  float sum[Traits::kRowAtoms][2];      // of this lane's columns
-  float row_max[Traits::kRowAtoms][2];  // log2
-
+struct Statistics : RowStatistics<Fragments<Traits>::kRows>,
+                    std::conditional_t<Traits::kBiased, SeenRows, NoSeenRows> {
   __device__ __forceinline__ void reset() {
     if constexpr (Traits::kBiased) this->seen = 0;
-#pragma unroll
-    for (int a = 0; a < Traits::kRowAtoms; ++a) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        sum[a][half] = 0.0f;
-        row_max[a][half] = kNoRowMax;
-      }
-    }
+    RowStatistics<Fragments<Traits>::kRows>::reset();
   }
 
-  // Raises the row maxima that the scores have outgrown. False, warp-uniformly, if there are none;
-  // else calls apply(a, half, factor) for every row: what its accumulators are to be multiplied
-  // by, 1 if its maximum stays. One row after another, since registers are short here.
+  // As there, with apply(a, half, factor).
   template <class Apply>
   __device__ __forceinline__ bool rescale(const Scores<Traits>& scores, float scale_log2,
-                                          Apply apply) {
-    float highest[Traits::kRowAtoms][2];
-    bool outgrown = false;
-#pragma unroll
-    for (int a = 0; a < Traits::kRowAtoms; ++a) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float top = fmaxf(scores[a][0][2 * half], scores[a][0][2 * half + 1]);
-#pragma unroll
-        for (int n = 1; n < Traits::kStepKeys / 8; ++n) {
-          top = fmaxf(top, fmaxf(scores[a][n][2 * half], scores[a][n][2 * half + 1]));
-        }
-        highest[a][half] = top;
-        outgrown = outgrown || excess(top, scale_log2, row_max[a][half]) > kLazyBits;
-      }
-    }
-    if (!__any_sync(kFullWarp, outgrown)) return false;
-#pragma unroll
-    for (int a = 0; a < Traits::kRowAtoms; ++a) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float top = max_of_quad(highest[a][half]);
-        apply(a, half, rescale_row(top, scale_log2, row_max[a][half], sum[a][half]));
-      }
-    }
-    return true;
+                                          const Apply& apply) {
+    return RowStatistics<Fragments<Traits>::kRows>::template rescale<Fragments<Traits>>(
+        scores, scale_log2, [&](int r, float factor) { apply(r / 2, r % 2, factor); });
   }
 
   // Probabilities of a pair of scores, rounded and packed.
   __device__ __forceinline__ uint32_t exponentiate(const float (&scores)[4], float scale_log2,
                                                    int a, int half) {
-    const float low = probability(scores[2 * half], scale_log2, row_max[a][half]);
-    const float high = probability(scores[2 * half + 1], scale_log2, row_max[a][half]);
-    sum[a][half] += low + high;
+    const float low = probability(scores[2 * half], scale_log2, this->row_max[2 * a + half]);
+    const float high = probability(scores[2 * half + 1], scale_log2, this->row_max[2 * a + half]);
+    this->sum[2 * a + half] += low + high;
     return numeric::ElementTraits<typename Traits::Element>::pack(low, high);
   }
 
@@ -399,7 +361,7 @@ struct RowStatistics : std::conditional_t<Traits::kBiased, SeenRows, NoSeenRows>
   // accumulators are to be multiplied by: kNeedsFallback if the row needs the fallback.
   __device__ __forceinline__ float finish(const ParamsOf<Traits>& params,
                                           const TileOf<Traits>& tile, int row, int a, int half) {
-    const float total = sum_of_quad(sum[a][half]);
+    const float total = sum_of_quad(this->sum[2 * a + half]);
     const Sequence sequence = sequence_of(params, tile);
     const int query = query_of(params, row);
     // Rows past the last have summed nothing: what is not written must not look like a NaN.
@@ -408,7 +370,7 @@ struct RowStatistics : std::conditional_t<Traits::kBiased, SeenRows, NoSeenRows>
       sees_keys = any_of_quad(this->seen >> (2 * a + half) & 1u) && row < rows_of(tile, sequence);
     }
     const RowEnd end = add_sink_and_end_row<typename Traits::Element, RowEndBy::kExact>(
-        params.score, head_of(params, tile, row), sees_keys, {row_max[a][half], total});
+        params.score, head_of(params, tile, row), sees_keys, {this->row_max[2 * a + half], total});
     if (params.tensors.lse != nullptr && lane_index() % 4 == 0 && row < rows_of(tile, sequence)) {
       params.tensors.lse[tile.batch * params.tensors.lse_strides.batch +
                          tile.head * params.tensors.lse_strides.head +

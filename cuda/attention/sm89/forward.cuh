@@ -1,5 +1,5 @@
 // The attention kernel of sm_89 (Ada) and newer. Its two schemes differ in what a warp owns: see
-// rows.cuh and columns.cuh. Both use an online softmax with a lazy maximum.
+// split_q.cuh and split_dim_v.cuh. Both use an online softmax with a lazy maximum.
 #pragma once
 
 #include "cuda/attention/sm89/split_dim_v.cuh"

@@ -11,9 +11,8 @@
 // 8 products. Per step of 64 keys at dimension 256 a warp reads 64 fragments of K, 16 of P and 16
 // of V where 64 and 64 would be read otherwise.
 //
-// A step: Q K^T while V arrives; softmax; barrier, with a vote on whether any row's maximum was
-// raised; P V while the next K arrives. Part of Q lies where P will and moves to
-// registers first.
+// A step: Q K^T while V arrives; softmax; barrier, with a vote on whether any row_max changed; P V
+// while the next K arrives. Part of Q lies where P will and moves to registers first.
 //
 // Dimensions padded to the compiled ones are zero-filled on load and never stored.
 #pragma once
@@ -57,7 +56,7 @@ __device__ __forceinline__ void publish(float* factors, const float (&factor)[2]
 // P = 2^(scores * scale_log2 - row_max) of this warp's rows, to shared memory.
 template <class Traits>
 __device__ __forceinline__ void write_probabilities(unsigned char* p_tile,
-                                                    RowStatistics<Traits>& statistics,
+                                                    Statistics<Traits>& statistics,
                                                     const Scores<Traits>& scores,
                                                     float scale_log2) {
   using Layout = typename Traits::PLayout;
@@ -211,7 +210,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     load_q<typename Traits::QRegisterLayout>(q_registers[pair], q_register_lane, pair);
   }
 
-  RowStatistics<Traits> statistics;
+  Statistics<Traits> statistics;
   statistics.reset();
   Accumulators<Traits> accumulators;
 #pragma unroll
@@ -246,7 +245,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
       }
       __syncwarp();  // numbers give way to P
     } else {
-      mask_scores<Traits>(scores, params, steps, shared, step);
+      mask_step<Traits>(scores, params, steps, shared, step);
     }
     float factor[2] = {1.0f, 1.0f};
     const bool rescaled = statistics.rescale(scores, params.score.scale_log2,

@@ -41,7 +41,7 @@ __device__ __forceinline__ bool lies_left(const ParamsOf<Traits>& params,
 // out += P V of one step, with P = 2^(scores * scale_log2 - row_max).
 template <class Traits>
 __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
-                                                RowStatistics<Traits>& statistics,
+                                                Statistics<Traits>& statistics,
                                                 const Scores<Traits>& scores, uint32_t v_lane,
                                                 float scale_log2) {
   constexpr int kSlices = Traits::kStepKeys / 16;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out,
 // Divides by the sums and writes out, through shared memory, and lse.
 template <class Traits>
 __device__ __forceinline__ void store_results(const Accumulators<Traits>& out,
-                                              RowStatistics<Traits>& statistics,
+                                              Statistics<Traits>& statistics,
                                               const ParamsOf<Traits>& params,
                                               unsigned char* shared) {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     load_step(step);
   }
 
-  RowStatistics<Traits> statistics;
+  Statistics<Traits> statistics;
   statistics.reset();
   Accumulators<Traits> accumulators;
 #pragma unroll
@@ -259,7 +259,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
         if (sees) add_values(scores, stage);
         if (step + 1 < steps) next.load();
       } else {
-        mask_scores<Traits>(scores, params, block, shared, step);
+        mask_step<Traits>(scores, params, block, shared, step);
         add_values(scores, stage);
       }
     } else if constexpr (Traits::kBiased) {

@@ -6,11 +6,19 @@
 // then without: so what is rounded to the queries' type is as large as it is without scales.
 #pragma once
 
+#include "cuda/attention/decode/rows.cuh"
+#include "cuda/attention/few_rows/products.cuh"
 #include "cuda/attention/sm89_decode/traits.cuh"
-#include "cuda/attention/sm89_few_rows/products.cuh"
 #include "cuda/numeric/fp8.cuh"
+#include "cuda/ptx/global.cuh"
 
 namespace flashmoe::sm89_decode {
+
+using attention_decode::compute_row_again;
+using attention_decode::KeysOfRow;
+using attention_decode::row_at;
+using attention_decode::RowOf;
+using attention_decode::write_unit;
 
 // Of a step: a bit for each key.
 template <class Traits>
@@ -85,14 +93,8 @@ __device__ __forceinline__ uint32_t there_of_k(const CachedK<Traits>& k, int i, 
 template <class Traits>
 __device__ __forceinline__ uint32_t there_of_v(const CachedV<Traits>& v, int i, int load, int word,
                                                uint32_t valid) {
-  const int key = sm89_few_rows::v_key(i) + 2 * (reread::lane_index() % 4);
+  const int key = few_rows::v_key(i) + 2 * (reread::lane_index() % 4);
   return (valid >> key & 1) != 0 ? v[i][load][word] : 0;
-}
-
-// `base` is where chunk 0 has it.
-template <class Cached>
-__device__ __forceinline__ const Cached* row_at(const Cached* base, uint32_t chunk) {
-  return base + uint64_t{chunk} * (16 / sizeof(Cached));
 }
 
 // ---- scales -------------------------------------------------------------------------------------
@@ -120,8 +122,8 @@ __device__ __forceinline__ Factors factors_of(const Params& params, int page, in
 
 // Of a step whose keys lanes have looked up.
 template <class Traits>
-__device__ __forceinline__ void scale_scores(sm89_few_rows::Scores<Traits>& scores,
-                                             const Params& params, const Factors& factors) {
+__device__ __forceinline__ void scale_scores(few_rows::Scores<Traits>& scores, const Params& params,
+                                             const Factors& factors) {
   if constexpr (Traits::kFp8) {
     if (params.k_scale.data == nullptr) return;
 #pragma unroll
@@ -153,7 +155,7 @@ struct ValueScales {
   // Of the next step, whose keys there are is in `valid`; accumulators are brought to a larger
   // magnitude.
   __device__ __forceinline__ void next(const Params& params, const Factors& factors, uint32_t valid,
-                                       sm89_few_rows::Accumulators<Traits>& out) {
+                                       few_rows::Accumulators<Traits>& out) {
     if constexpr (Traits::kFp8) {
       if (params.v_scale.data == nullptr) return;
       // As a rule all have the same: nothing is to be divided. A NaN is not the same as itself.
@@ -185,14 +187,14 @@ struct ValueScales {
 
   // Behind the last step.
   __device__ __forceinline__ void finish(const Params& params,
-                                         sm89_few_rows::Accumulators<Traits>& out) const {
+                                         few_rows::Accumulators<Traits>& out) const {
     if constexpr (Traits::kFp8) {
       if (params.v_scale.data != nullptr) multiply(out, most);
     }
   }
 
  private:
-  static __device__ __forceinline__ void multiply(sm89_few_rows::Accumulators<Traits>& out,
+  static __device__ __forceinline__ void multiply(few_rows::Accumulators<Traits>& out,
                                                   float factor) {
 #pragma unroll
     for (int n = 0; n < Traits::kRowBlocks; ++n) {
@@ -287,12 +289,12 @@ __device__ __forceinline__ void order_v(CachedV<Traits>& to, const CachedV<Trait
 
 // ---- products -----------------------------------------------------------------------------------
 
-// scores = K Q^T of fp8 that order_k has ordered, in the order of sm89_few_rows.
+// scores = K Q^T of fp8 that order_k has ordered, in the order of few_rows.
 template <class Traits>
-__device__ __forceinline__ void multiply_fp8_k(sm89_few_rows::Scores<Traits>& scores,
+__device__ __forceinline__ void multiply_fp8_k(few_rows::Scores<Traits>& scores,
                                                const CachedK<Traits>& k,
-                                               const sm89_few_rows::QFragments<Traits>& q,
-                                               const sm89_few_rows::Shared<Traits>& shared) {
+                                               const few_rows::QFragments<Traits>& q,
+                                               const few_rows::Shared<Traits>& shared) {
   using Element = typename Traits::Element;
 #pragma unroll
   for (int m = 0; m < Traits::kKeyBlocks; ++m) {
@@ -307,7 +309,7 @@ __device__ __forceinline__ void multiply_fp8_k(sm89_few_rows::Scores<Traits>& sc
     uint32_t b[Traits::kRowBlocks][4];
 #pragma unroll
     for (int n = 0; n < Traits::kRowBlocks; ++n) {
-      sm89_few_rows::query_chunk<Traits>(b[n], q, shared, n, c);
+      few_rows::query_chunk<Traits>(b[n], q, shared, n, c);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -330,9 +332,9 @@ __device__ __forceinline__ void multiply_fp8_k(sm89_few_rows::Scores<Traits>& sc
 
 // out += V^T P^T of fp8 that order_v has ordered.
 template <class Traits>
-__device__ __forceinline__ void multiply_fp8_v(sm89_few_rows::Accumulators<Traits>& out,
+__device__ __forceinline__ void multiply_fp8_v(few_rows::Accumulators<Traits>& out,
                                                const CachedV<Traits>& v,
-                                               const sm89_few_rows::Probabilities<Traits>& p) {
+                                               const few_rows::Probabilities<Traits>& p) {
   using Element = typename Traits::Element;
   constexpr int kWords = VLayout<Traits>::kWords;
 #pragma unroll

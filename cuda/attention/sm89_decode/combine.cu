@@ -1,9 +1,11 @@
 // The second kernel of decoding, one of each type of elements.
-#include "cuda/attention/sm89_decode/combine.cuh"
+#include "cuda/attention/decode/combine.cuh"
 
 #include "cuda/attention/sm89_decode/entry.h"
 
 namespace flashmoe::sm89_decode {
+
+using attention_decode::attention_combine_kernel;
 
 inline constexpr int kMostDimV = 256;
 

@@ -8,15 +8,18 @@
 #include "core/ops/attention/few_queries.h"
 #include "core/status.h"
 #include "cuda/attention/combine.h"
+#include "cuda/attention/decode/offsets.h"
 #include "cuda/attention/sm89_decode/cost.h"
 #include "cuda/attention/sm89_decode/entry.h"
-#include "cuda/attention/sm89_decode/offsets.h"
 
 namespace flashmoe::sm89_decode {
 
 #define FLASHMOE_ENTRY(name) extern const Entry entry_##name;
 #include "cuda/attention/sm89_decode/entries.inc"
 #undef FLASHMOE_ENTRY
+
+using attention_decode::check_offsets;
+using attention_decode::chunk_strides;
 
 namespace {
 

@@ -121,13 +121,13 @@ __device__ __forceinline__ void load_first(const Params& params, const Segment& 
 template <class Traits>
 __device__ __forceinline__ void compute_segment(const Params& params, const Segment& segment,
                                                 const Segment& next_segment,
-                                                const sm89_few_rows::Shared<Traits>& shared,
+                                                const few_rows::Shared<Traits>& shared,
                                                 const Queries<Traits>& queries,
-                                                const sm89_few_rows::QFragments<Traits>& q,
+                                                const few_rows::QFragments<Traits>& q,
                                                 Ahead<Traits>& ahead) {
-  namespace few = sm89_few_rows;
+  namespace few = few_rows;
   const few::Shared<Traits> shared_queries = {queries.base};
-  few::RowStatistics<Traits> statistics;
+  few::Statistics<Traits> statistics;
   statistics.reset();
   ValueScales<Traits> value_scales;
   value_scales.reset();
@@ -185,7 +185,7 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     if (valid != kAllValid<Traits> ||
         (segment.tile.masked != 0 &&
          (key < segment.all_first || key + Traits::kStepKeys > segment.all_end))) {
-      mask_scores<Traits>(scores, params, segment.tile, key, valid);
+      mask_step<Traits>(scores, params, segment.tile, key, valid);
     }
     statistics.rescale(scores, params.score.scale_log2, out);
     few::Probabilities<Traits> p;
@@ -210,7 +210,7 @@ template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_forward_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char memory[];
-  const sm89_few_rows::Shared<Traits> shared = {memory};
+  const few_rows::Shared<Traits> shared = {memory};
   const ChunkSum<Traits> chunks = {memory + Traits::kSumOffset};
   BlockState& state = *reinterpret_cast<BlockState*>(memory + Traits::kStateOffset);
   const auto queries_of = [&](const Segment& segment) {
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::cp_async_wait<0>();
   __syncthreads();
 
-  sm89_few_rows::QFragments<Traits> q;
+  few_rows::QFragments<Traits> q;
   int slot = 0;
   while (true) {
     const Segment& segment = state.segments[slot];

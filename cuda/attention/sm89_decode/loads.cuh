@@ -1,5 +1,5 @@
 // Keys and values of a step, wherever their rows are: from global memory straight to the fragments
-// of the few-row kernels (sm89_few_rows/products.cuh).
+// of the few-row kernels (few_rows/products.cuh).
 //
 // A lane looks up one key of the step: its page, if there are pages, and where its rows of K and V
 // begin. The lanes that load these get it by a shuffle. So pages may be of any size, and a page's
@@ -196,9 +196,8 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
   using Cached = CachedElement<Traits>;
   using Layout = VLayout<Traits>;
   if constexpr (Traits::kFp8) {
-    load_fp8<Traits, Layout>(
-        fragments, params.tensors.v, params.tensors.dim_v, step, step.v,
-        [](int i) { return sm89_few_rows::v_key(i) + 2 * (lane_index() % 4); });
+    load_fp8<Traits, Layout>(fragments, params.tensors.v, params.tensors.dim_v, step, step.v,
+                             [](int i) { return few_rows::v_key(i) + 2 * (lane_index() % 4); });
     return;
   }
   const int lane = lane_index();
@@ -206,7 +205,7 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
   if (is_whole<Traits>(step, params.tensors.dim_v, Traits::kDimV)) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
-      const int key = sm89_few_rows::v_key(i) + 2 * (lane % 4);
+      const int key = few_rows::v_key(i) + 2 * (lane % 4);
       const Cached* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
 #pragma unroll
       for (int c = 0; c < Layout::kLoads; ++c) {
@@ -216,7 +215,7 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
   } else {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
-      const int key = sm89_few_rows::v_key(i) + 2 * (lane % 4);
+      const int key = few_rows::v_key(i) + 2 * (lane % 4);
       const bool there = (step.valid >> key & 1) != 0;
       const Cached* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
 #pragma unroll
@@ -227,26 +226,6 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
     }
   }
 }
-
-// Which query of a tile's row, and which head of q.
-struct RowOf {
-  int query;
-  int head;
-
-  __device__ __forceinline__ RowOf(const Params& params, const TileRows& tile, int row) {
-    const int packed = tile.first_row + row;
-    query = params.group.quotient(packed);
-    head = tile.head_kv * params.group.number() + packed - query * params.group.number();
-  }
-  __device__ __forceinline__ int64_t offset(const TileRows& tile, const RowStrides& strides) const {
-    return tile.batch * strides.batch + head * strides.head +
-           int64_t{tile.begin_q + query} * strides.seq;
-  }
-  // The keys that it sees.
-  __device__ __forceinline__ KeyRange keys(const Params& params, const TileRows& tile) const {
-    return params.score.keys(query + tile.diagonal, tile.length_k);
-  }
-};
 
 // Queries of a tile in shared memory, as lanes hold them: [row blocks][chunks][lanes].
 template <class Traits>
@@ -279,7 +258,7 @@ __device__ __forceinline__ void send_for_q(const Params& params, const TileRows&
 
 // Those that a lane keeps in registers.
 template <class Traits>
-__device__ __forceinline__ void load_q(sm89_few_rows::QFragments<Traits>& q,
+__device__ __forceinline__ void load_q(few_rows::QFragments<Traits>& q,
                                        const Queries<Traits>& queries) {
   if constexpr (Traits::kQueriesInRegisters) {
 #pragma unroll
@@ -295,25 +274,20 @@ __device__ __forceinline__ void load_q(sm89_few_rows::QFragments<Traits>& q,
 
 // Hides the keys of a step that there are not, and those that a row does not see.
 template <class Traits>
-__device__ __forceinline__ void mask_scores(sm89_few_rows::Scores<Traits>& scores,
-                                            const Params& params, const TileRows& tile,
-                                            int first_key, uint32_t valid) {
+__device__ __forceinline__ void mask_step(few_rows::Scores<Traits>& scores, const Params& params,
+                                          const TileRows& tile, int first_key, uint32_t valid) {
+  using Fragments = few_rows::Fragments<Traits>;
   const int lane = lane_index();
   const int key = first_key + lane / 4;
-#pragma unroll
-  for (int n = 0; n < Traits::kRowBlocks; ++n) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const KeyRange keys = RowOf(params, tile, 8 * n + 2 * (lane % 4) + e).keys(params, tile);
-#pragma unroll
-      for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
-        const bool there = (valid >> (8 * i + lane / 4) & 1) != 0;
-        if (!there || key + 8 * i < keys.first || key + 8 * i >= keys.end) {
-          scores[i / 2][n][i % 2 * 2 + e] = -INFINITY;
-        }
-      }
-    }
-  }
+  mask_scores<Fragments>(scores, [&](int r) {
+    const KeyRange keys =
+        RowOf(params, tile, 2 * (lane % 4) + Fragments::row_of(r)).keys(params, tile);
+    return [keys, key, lane, valid](int i) {
+      const bool there = (valid >> (lane / 4 + Fragments::key_of(i)) & 1) != 0;
+      const int at = key + Fragments::key_of(i);
+      return there && at >= keys.first && at < keys.end;
+    };
+  });
 }
 
 }  // namespace flashmoe::sm89_decode

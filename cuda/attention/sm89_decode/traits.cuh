@@ -1,9 +1,9 @@
 // Every constant of the decoding kernels: the fragments and steps of the few-row kernels
-// (sm89_few_rows/traits.cuh), and the shared memory of blocks that go from tile to tile.
+// (few_rows/traits.cuh), and the shared memory of blocks that go from tile to tile.
 #pragma once
 
+#include "cuda/attention/few_rows/traits.cuh"
 #include "cuda/attention/sm89_decode/params.h"
-#include "cuda/attention/sm89_few_rows/traits.cuh"
 
 namespace flashmoe::sm89_decode {
 
@@ -95,8 +95,8 @@ struct BlockState {
 
 // Of keys and values of the queries' type, or of fp8. Steps are the same: so bits are, too.
 template <class Element, int kDim, int kDimV, int kRows, bool kFp8_>
-struct Traits : sm89_few_rows::Traits<Element, kDim, kDimV, kRows> {
-  using Base = sm89_few_rows::Traits<Element, kDim, kDimV, kRows>;
+struct Traits : few_rows::Traits<Element, kDim, kDimV, kRows> {
+  using Base = few_rows::Traits<Element, kDim, kDimV, kRows>;
 
   static constexpr bool kFp8 = kFp8_;
   // Whether the L2 reads a step ahead of what registers load: where these have the room to know its

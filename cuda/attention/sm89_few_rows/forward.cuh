@@ -4,12 +4,12 @@
 //
 // A tile is kRows packed query rows of one KV head. A number of blocks takes it, and each block has
 // 1 to 8 warps; all warps of these blocks take steps of kStepKeys keys in turn, each with an online
-// softmax of its own (products.cuh). K and V go from global memory to registers without a stop: a
-// step's loads are on their way while the step before it is computed, 8 to 16 KiB of them a warp.
-// At the end the parts are added up, a block's through shared memory, then those of a tile's blocks
-// (combine.cuh): a cluster's, of up to 16, through each other's shared memory, each block writing a
-// share of the tile; those of more blocks, or without clusters, by a second kernel from the
-// workspace (combine.cuh). No atomics.
+// softmax of its own (few_rows/products.cuh). K and V go from global memory to registers without a
+// stop: a step's loads are on their way while the step before it is computed, 8 to 16 KiB of them a
+// warp. At the end the parts are added up, a block's through shared memory, then those of a tile's
+// blocks (combine.cuh): a cluster's, of up to 16, through each other's shared memory, each block
+// writing a share of the tile; those of more blocks, or without clusters, by a second kernel from
+// the workspace (combine.cuh). No atomics.
 //
 // Clusters are of sm_90 code.
 #pragma once
@@ -78,7 +78,7 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
   if (params.score.masked) note_rows(params, tile, shared);
   if (!Traits::kQueriesInRegisters || params.score.masked) __syncthreads();
 
-  RowStatistics<Traits> statistics;
+  Statistics<Traits> statistics;
   statistics.reset();
   Accumulators<Traits> out;
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ __forceinline__ void compute_part(const Params& params, const Tile& t
       load_k<Traits>(k_now, k, params.tensors.k_strides.seq, end - next, params.tensors.dim);
     if (params.score.capped()) params.score.cap(scores);
     if (key < tile.all.first || key + Traits::kStepKeys > tile.all.end) {
-      mask_scores<Traits>(scores, params, tile, shared, key);
+      mask_step<Traits>(scores, params, tile, shared, key);
     }
     statistics.rescale(scores, params.score.scale_log2, out);
     Probabilities<Traits> p;

@@ -1,6 +1,7 @@
 // The tile of a block: which rows it computes, and the keys that they see.
 #pragma once
 
+#include "cuda/attention/few_rows/products.cuh"
 #include "cuda/attention/sm89_few_rows/traits.cuh"
 #include "cuda/tile/scheduler.cuh"
 #include "cuda/tile/sequence.cuh"
@@ -95,25 +96,15 @@ struct Row {
 // Shared memory of a block, in order: queries, keys of each row, barrier, parts of the warps,
 // statistics of these, and in a cluster the parts of its blocks and their statistics.
 template <class Traits>
-struct Shared {
-  unsigned char* base;
+struct Shared : few_rows::Shared<Traits> {
+  using few_rows::Shared<Traits>::base;
 
-  __device__ __forceinline__ uint4* queries() const { return reinterpret_cast<uint4*>(base); }
   __device__ __forceinline__ Keys* keys() const {
     return reinterpret_cast<Keys*>(base + Traits::kQueryBytes);
   }
   __device__ __forceinline__ uint32_t barrier() const {
     return static_cast<uint32_t>(__cvta_generic_to_shared(base)) + Traits::kFixedBytes -
            Traits::kBarrierBytes;
-  }
-  // [warps][rows][units], a row's units in the order that `swizzle` gives
-  __device__ __forceinline__ float4* warp_parts() const {
-    return reinterpret_cast<float4*>(base + Traits::kFixedBytes);
-  }
-  // [warps][rows]
-  __device__ __forceinline__ float2* warp_statistics() const {
-    return reinterpret_cast<float2*>(base + Traits::kFixedBytes +
-                                     warp_count() * Traits::kPartialBytes);
   }
   // [blocks][units of this block's slice]
   __device__ __forceinline__ float4* block_parts() const {

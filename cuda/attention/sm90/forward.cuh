@@ -30,6 +30,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/pipeline.cuh"
+#include "cuda/tile/row_statistics.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/tile/thread.cuh"
 
@@ -457,42 +458,11 @@ __device__ __forceinline__ void produce_ragged(const RaggedParams& params, uint3
   if (thread == 2 * kThreadsPerWarp) produce_v<Traits>(params, shared, tiles, barriers);
 }
 
-// One row of the scores' statistics for each half of a thread's fragment: rows lane / 4 and eight
-// on.
-struct RowStatistics {
-  float sum[2];      // of this lane's columns
-  float row_max[2];  // log2
-
+// Of a lane's two rows, lane / 4 and eight on.
+struct Statistics : RowStatistics<2> {
   // Of the lanes of a row one counts what it begins with.
   __device__ __forceinline__ void reset(const RowState& begin) {
-    sum[0] = sum[1] = lane_index() % 4 == 0 ? begin.sum : 0.0f;
-    row_max[0] = row_max[1] = begin.row_max;
-  }
-
-  // Raises the row maxima that the scores have outgrown. `factor` is what the accumulators of a row
-  // are to be multiplied by. A NaN among the scores raises the maximum to NaN, and with it the
-  // whole row.
-  template <int kScores>
-  __device__ __forceinline__ void rescale(const float (&scores)[kScores], float scale_log2,
-                                          float (&factor)[2]) {
-    constexpr int kChains = 4;  // of dependent maxima
-    float tops[2][kChains];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < kScores / 2; ++i) {
-        const float score = scores[i / 2 * 4 + 2 * half + i % 2];
-        float& top = tops[half][i % kChains];
-        top = i < kChains ? score : numeric::max_nan(top, score);
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float top =
-          max_nan_of_quad(numeric::max_nan(numeric::max_nan(tops[half][0], tops[half][1]),
-                                           numeric::max_nan(tops[half][2], tops[half][3])));
-      factor[half] = rescale_row_nan(top, scale_log2, row_max[half], sum[half]);
-    }
+    RowStatistics<2>::reset({begin.row_max, lane_index() % 4 == 0 ? begin.sum : 0.0f});
   }
 
   // Turns scores into probabilities, whose sums go to `step`.
@@ -596,6 +566,7 @@ struct Consumer {
   using ValueMma = ptx::Wgmma<Element, Traits::kDimV>;
   using Params = ParamsOf<Traits>;
   using Tile = TileOf<Traits>;
+  using Fragments = GroupScoreFragments<Traits::kStepKeys>;
   static constexpr int kScores = Traits::kStepKeys / 2;
   static constexpr int kOutputs = Traits::kDimV / 2;
   static constexpr int kSlices = Traits::kStepKeys / 16;
@@ -614,7 +585,7 @@ struct Consumer {
 
   uint32_t tile = 0;  // running count: the tile that steps belong to
   bool open = false;  // the last P V of the tile before it, or of it, is still to be done
-  RowStatistics statistics;
+  Statistics statistics;
   float scores[kScores];
   uint32_t p[kSlices][4];
   float out[kOutputs];
@@ -712,17 +683,12 @@ struct Consumer {
     static_assert(kScores / 2 <= 32, "a bit for each key of a row");
     const int lane = lane_index();
     const int first_row = warp_of_group() * 16 + lane / 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    mask_scores<Fragments>(scores, [&](int half) {
       const int row = query_of<Traits>(params, group_row, first_row + 8 * half);
       const uint32_t seen = keys_before(sequence().end_key(params.score, row) - key, lane) &
                             ~keys_before(sequence().first_key(params.score, row) - key, lane);
-#pragma unroll
-      for (int i = 0; i < kScores / 2; ++i) {
-        float& score = scores[i / 2 * 4 + 2 * half + i % 2];
-        if ((seen & (1u << i)) == 0) score = -INFINITY;
-      }
-    }
+      return [seen](int i) { return (seen & (1u << i)) != 0; };
+    });
   }
 
   // What softcap and mask make of Q K^T.
@@ -837,12 +803,12 @@ struct Consumer {
     }
     release_k();
     if (last) release_q();
-    const RowStatistics closing = statistics;
+    const Statistics closing = statistics;
     float factor[2];
     float sums[2];
     cap_and_mask(group_row, key, masked);
     statistics.reset(begin());
-    statistics.rescale(scores, params.score.scale_log2, factor);
+    statistics.rescale_nan<Fragments>(scores, params.score.scale_log2, factor);
     statistics.exponentiate(scores, params.score.scale_log2, sums);
     statistics.add(sums);
     if (kClose) {
@@ -874,7 +840,7 @@ struct Consumer {
       float factor[2];
       compute_scores_again();
       cap_and_mask(group_row, key, masked);
-      statistics.rescale(scores, params.score.scale_log2, factor);
+      statistics.rescale_nan<Fragments>(scores, params.score.scale_log2, factor);
       statistics.exponentiate(scores, params.score.scale_log2, sums);
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) out[i] *= factor[(i / 2) % 2];
@@ -1132,8 +1098,7 @@ struct Consumer {
 
   // Leaves this warp's part of the tile in the workspace. Two columns at a time: stores of four, of
   // whatever columns, would want the accumulators in other registers than wgmma does.
-  __device__ __forceinline__ void leave_part(const Tile& of,
-                                             const RowStatistics& statistics_of_tile) {
+  __device__ __forceinline__ void leave_part(const Tile& of, const Statistics& statistics_of_tile) {
     const int lane = lane_index();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -1155,8 +1120,7 @@ struct Consumer {
   }
 
   // The only part of a tile: divides by the sums and writes out and lse.
-  __device__ __forceinline__ void write_rows(const Tile& of,
-                                             const RowStatistics& statistics_of_tile) {
+  __device__ __forceinline__ void write_rows(const Tile& of, const Statistics& statistics_of_tile) {
     const int lane = lane_index();
     bool fallback = false;
 #pragma unroll
@@ -1214,8 +1178,7 @@ struct Consumer {
   }
 
   // Writes what a tile came out as. The next one begins anew.
-  __device__ __forceinline__ void end_tile(uint32_t closing,
-                                           const RowStatistics& statistics_of_tile) {
+  __device__ __forceinline__ void end_tile(uint32_t closing, const Statistics& statistics_of_tile) {
     if constexpr (Traits::kSplit) {
       if (tiles[closing % Traits::kTileSlots].place != kWholeTile) {
         leave_part(tiles[closing % Traits::kTileSlots], statistics_of_tile);
@@ -1230,8 +1193,7 @@ struct Consumer {
   }
 
   // Divides by the sums and writes out and lse.
-  __device__ __forceinline__ void finish(uint32_t closing,
-                                         const RowStatistics& statistics_of_tile) {
+  __device__ __forceinline__ void finish(uint32_t closing, const Statistics& statistics_of_tile) {
     const int lane = lane_index();
     const int warp = warp_of_group();
     const std::conditional_t<Traits::kRagged, const Tile&, Tile> tile =

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <climits>
 
+#include "cuda/attention/ragged_maps.h"
+#include "cuda/attention/ragged_rows.h"
 #include "cuda/attention/sm90/cost.h"
 #include "cuda/attention/sm90/fill.h"
 #include "cuda/attention/sm90/params.h"
-#include "cuda/attention/sm90/ragged_maps.h"
 #include "cuda/attention/sm90/ragged_order.h"
-#include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/attention/sm90/schedules.h"
 #include "cuda/attention/walkable.h"
 

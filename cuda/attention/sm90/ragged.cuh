@@ -6,10 +6,10 @@
 // tiles in a ring of shared memory, whose slots are free when the consumers are past their tiles.
 #pragma once
 
+#include "cuda/attention/ragged_rows.h"
 #include "cuda/attention/sm90/kv_block_alignment.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/ragged_order.h"
-#include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/attention/sm90/steps.cuh"
 #include "cuda/attention/sm90/traits.cuh"
 #include "cuda/tile/sequence.cuh"

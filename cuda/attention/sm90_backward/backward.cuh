@@ -28,7 +28,7 @@
 #pragma once
 
 #include "cuda/attention/backward/masked_fallback.cuh"
-#include "cuda/attention/sm90/ragged_rows.h"
+#include "cuda/attention/ragged_rows.h"
 #include "cuda/attention/sm90_backward/params.h"
 #include "cuda/attention/sm90_backward/tile.cuh"
 #include "cuda/attention/sm90_backward/traits.cuh"
@@ -209,9 +209,9 @@ __device__ __forceinline__ bool leaves_sums(const CommonParams& params, const An
 
 // Coordinates of a box of rows from `row` on of a sequence of `length` rows, of which the first is
 // the tensor's row `begin`, in a ragged map.
-__device__ __forceinline__ sm90::RaggedRow row_of_sequence(int row, int batch, int rows_per_batch,
-                                                           int begin, int length) {
-  return sm90::RaggedRow::at(row, batch * rows_per_batch + begin, length);
+__device__ __forceinline__ RaggedRow row_of_sequence(int row, int batch, int rows_per_batch,
+                                                     int begin, int length) {
+  return RaggedRow::at(row, batch * rows_per_batch + begin, length);
 }
 
 template <class Traits>
@@ -259,8 +259,8 @@ struct Producer : Counters<Traits::kInPanels> {
                                                         uint32_t full, const SharedItem& item,
                                                         int tile_q, int head,
                                                         int rows_per_batch) const {
-    const sm90::RaggedRow at = row_of_sequence(tile_q * Traits::kTileQ, item.batch_q,
-                                               rows_per_batch, item.begin_q, item.length_q);
+    const RaggedRow at = row_of_sequence(tile_q * Traits::kTileQ, item.batch_q, rows_per_batch,
+                                         item.begin_q, item.length_q);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       ptx::tma_load(to + box * Traits::kQueryBoxBytes, &map, full, ptx::kEvictNormal,
@@ -406,8 +406,8 @@ struct Producer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ void load_keys_of_sequence(uint32_t to, const CUtensorMap& map,
                                                         uint32_t full, const SharedItem& item,
                                                         int head, int rows_per_batch) const {
-    const sm90::RaggedRow at = row_of_sequence(first_key_of(item, 0), item.batch_k, rows_per_batch,
-                                               item.begin_k, item.length_k);
+    const RaggedRow at = row_of_sequence(first_key_of(item, 0), item.batch_k, rows_per_batch,
+                                         item.begin_k, item.length_k);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       ptx::tma_load(to + box * Traits::kKeyBoxBytes, &map, full, ptx::kEvictNormal,
@@ -658,8 +658,8 @@ struct Writer : Counters<Traits::kInPanels> {
         const uint32_t from =
             shared_slot + group * Traits::kDqBytesPerGroup + box * 64 * kBoxRowBytes;
         if constexpr (Traits::kRagged) {
-          const sm90::RaggedRow at = row_of_sequence(row, item.batch_q, params.dq_rows_per_batch,
-                                                     item.begin_q, item.length_q);
+          const RaggedRow at = row_of_sequence(row, item.batch_q, params.dq_rows_per_batch,
+                                               item.begin_q, item.length_q);
           ptx::tma_store(&params.dq, from, column, at.row, head, at.base, at.wrap);
         } else {
           ptx::tma_store(&params.dq, from, column, row, head, item.batch);
@@ -766,7 +766,7 @@ struct Writer : Counters<Traits::kInPanels> {
         const uint32_t from = shared_slot + (group * kColumnBoxes + box) * Traits::kGroupBoxBytes;
         const int row = item.tile * Traits::kTileK + group * kKeysPerGroup;
         if constexpr (Traits::kRagged) {
-          const sm90::RaggedRow at =
+          const RaggedRow at =
               row_of_sequence(row, item.batch_k, rows_per_batch, item.begin_k, item.length_k);
           ptx::tma_store(&map, from, box * kBoxColumns, at.row, item.head_kv, at.base, at.wrap);
         } else {

@@ -8,7 +8,7 @@
 #include "core/status.h"
 #include "cuda/attention/backward/launches.h"
 #include "cuda/attention/backward/ragged_launches.h"
-#include "cuda/attention/sm90/ragged_maps.h"
+#include "cuda/attention/ragged_maps.h"
 #include "cuda/attention/sm90_backward/cost.h"
 #include "cuda/attention/sm90_backward/entry.h"
 #include "cuda/attention/sm90_backward/params.h"
@@ -39,7 +39,7 @@ flashmoe_status check_counted(const AttentionBackwardProblem& p, const Reason& r
   if (p.batch == 0 || rows.rows_q == 0 || rows.rows_k == 0) return FLASHMOE_OK;
   const auto check = [&](const char* name, const auto& view, int64_t batch, int64_t of_batch) {
     if (view.data == nullptr) return FLASHMOE_OK;
-    return sm90::check_counted_rows(name, view, batch, of_batch, kEntries[0]->box_columns, reason);
+    return check_counted_rows(name, view, batch, of_batch, kEntries[0]->box_columns, reason);
   };
   const auto stored = [&](const RowsView<void>& view) {
     return is_direct(p, view) ? RowsView<void>{} : view;
@@ -196,10 +196,9 @@ RaggedMaps ragged_maps_of(const AttentionBackwardProblem& p, const Entry& entry,
     RaggedMapOf& to = made.maps[static_cast<size_t>(i)];
     made.rows_per_batch[i] = per_batch;
     if (view.data != nullptr && batch > 0 && of_batch > 0 && p.batch > 0) {
-      const sm90::CountedRows counted =
-          sm90::counted_rows(view, batch, of_batch, entry.box_columns);
-      const sm90::RaggedMap ragged = sm90::ragged_map(
-          view, dim, counted, of_queries ? p.heads_q : p.heads_kv, entry.box_columns, box_rows);
+      const CountedRows counted = counted_rows(view, batch, of_batch, entry.box_columns);
+      const RaggedMap ragged = ragged_map(view, dim, counted, of_queries ? p.heads_q : p.heads_kv,
+                                          entry.box_columns, box_rows);
       to = {member, ragged.data, ragged.shape};
       made.per_batch[i] = static_cast<int32_t>(counted.per_batch);
     } else {

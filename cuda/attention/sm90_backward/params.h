@@ -57,7 +57,7 @@ struct ParamsOf : Common {
 };
 using Params = ParamsOf<attention_backward::CommonParams>;
 
-// Of ragged and padded batches maps are ragged ones (cuda/attention/sm90/ragged_rows.h), which
+// Of ragged and padded batches maps are ragged ones (cuda/attention/ragged_rows.h), which
 // count the rows of all of a tensor's batch.
 struct RaggedParams : ParamsOf<attention_backward::RaggedParams> {
   // Rows from one row of the batch to the next.

@@ -9,7 +9,7 @@
 // its lanes: to these alone are probabilities and maxima told.
 #pragma once
 
-#include "cuda/attention/sm89_decode/results.cuh"
+#include "cuda/attention/decode/rows.cuh"
 #include "cuda/attention/sm90_mla/producer.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/named_barrier.cuh"
@@ -129,7 +129,7 @@ struct Consumer {
     KeyRange keys[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      keys[e] = sm89_decode::RowOf(params, segment.tile, row_of(e)).keys(params, segment.tile);
+      keys[e] = attention_decode::RowOf(params, segment.tile, row_of(e)).keys(params, segment.tile);
       keys[e].first -= key + column;
       keys[e].end -= key + column;
     }
@@ -383,14 +383,14 @@ struct Consumer {
   // Returns whether a row of this thread is to be computed again.
   __device__ __forceinline__ bool write_rows(const Segment& segment) {
     const int column = kConsumer * Traits::kHalf + 8 * (lane_index() % 4);
-    const sm89_decode::TileRows& tile = segment.tile;
+    const attention_decode::TileRows& tile = segment.tile;
     bool any = false;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (!warp_has_rows(segment, e)) continue;
       const int row = row_of(e);
       const bool there = row < tile.rows;
-      const sm89_decode::RowOf where(params, tile, min(row, tile.rows - 1));
+      const attention_decode::RowOf where(params, tile, min(row, tile.rows - 1));
       const KeyRange keys = where.keys(params, tile);
       const bool sees_keys = keys.end > keys.first;
       const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
@@ -428,13 +428,13 @@ struct Consumer {
   __device__ __forceinline__ void compute_again(const Segment& segment) {
     const SequenceParams& sequences = params.sequences;
     const SequenceRows rows = sequences.keys_of(segment.tile.sequence);
-    const sm89_decode::KeysOfRow<Element> keys = {
+    const attention_decode::KeysOfRow<Element> keys = {
         params, sequences.paged != 0 ? sequences.keys.pages_of(segment.tile.sequence) : nullptr,
         rows.batch, rows.begin, segment.tile.head_kv};
     const int warp = kConsumer * (kThreadsPerGroup / kThreadsPerWarp) + warp_of_group();
     for (int row = warp; row < kRows; row += kConsumerThreads / kThreadsPerWarp) {
       if ((state.again[row / 32] >> row % 32 & 1) == 0) continue;
-      sm89_decode::compute_row_again<Element, Traits::kDimV>(params, segment.tile, keys, row);
+      attention_decode::compute_row_again<Element, Traits::kDimV>(params, segment.tile, keys, row);
     }
     ptx::named_barrier_sync_apart(kAllBarrier, kConsumerThreads);
     if (kConsumer == 0 && group_thread() < kRows / 32) state.again[group_thread()] = 0;

@@ -6,7 +6,7 @@
 #include "core/backends.h"
 #include "core/status.h"
 #include "cuda/attention/combine.h"
-#include "cuda/attention/sm89_decode/offsets.h"
+#include "cuda/attention/decode/offsets.h"
 #include "cuda/attention/sm90_mla/cost.h"
 #include "cuda/attention/sm90_mla/entry.h"
 #include "cuda/tensor_map.h"
@@ -113,7 +113,7 @@ flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts
                          "more than 2^30 queries of a KV head, all its query heads counted, or "
                          "2^30 tiles of these");
   }
-  FLASHMOE_TRY(sm89_decode::check_offsets("k", problem.k.strides, problem, reason));
+  FLASHMOE_TRY(attention_decode::check_offsets("k", problem.k.strides, problem, reason));
   return check_walkable(problem, reason);
 }
 
@@ -160,10 +160,10 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
       std::max(kCombineBlocksPerMultiprocessor * facts->multiprocessors / cuts, int64_t{1});
   second.grid[1] = static_cast<uint32_t>(std::min(((rows - 1) >> rows_log2) + 1, most));
   second.tile_m = 1 << rows_log2;
-  const int64_t places = sm89_decode::places_of(blocks, false);
+  const int64_t places = attention_decode::places_of(blocks, false);
   plan->info.workspace_bytes =
       static_cast<uint64_t>(places * kRows * ((16 << entry->units_log2) + 8) +
-                            blocks * static_cast<int64_t>(sizeof(sm89_decode::CutTile)));
+                            blocks * static_cast<int64_t>(sizeof(attention_decode::CutTile)));
   plan->info.microseconds = mla_microseconds(work_of(problem), entry->dim + entry->dim_v, *facts);
   return FLASHMOE_OK;
 }
@@ -192,7 +192,7 @@ bool encode_keys(const AttentionProblem& p, const Entry& entry, Kept* kept) {
 // All that does not depend on addresses.
 void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
   const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
-  params->k_chunks = params->v_chunks = sm89_decode::chunk_strides(p, p.k.strides);
+  params->k_chunks = params->v_chunks = attention_decode::chunk_strides(p, p.k.strides);
   params->group = Divisor::of(static_cast<uint32_t>(group_of(p)));
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
   const int64_t blocks = plan.info.launches[0].grid[0];
@@ -213,10 +213,10 @@ void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
 void fill_addresses(const AttentionProblem& p, void* workspace, Params* params) {
   fill_tensors_and_score(p, params);
   params->sequences = sequence_params(p);
-  const int64_t rows = sm89_decode::places_of(params->blocks, false) * kRows;
+  const int64_t rows = attention_decode::places_of(params->blocks, false) * kRows;
   params->parts = static_cast<float4*>(workspace);
   params->statistics = reinterpret_cast<float2*>(params->parts + (rows << params->part_units_log2));
-  params->cut_tiles = reinterpret_cast<sm89_decode::CutTile*>(params->statistics + rows);
+  params->cut_tiles = reinterpret_cast<attention_decode::CutTile*>(params->statistics + rows);
 }
 
 flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* workspace,

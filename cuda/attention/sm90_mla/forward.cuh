@@ -8,7 +8,7 @@
 // loaded once, for both products; two of them and the queries fill the shared memory. A warpgroup
 // loads (producer.cuh), two compute (consumer.cuh). A tile that lies in one block is written;
 // others leave parts in the workspace, which the second kernel adds up
-// (cuda/attention/sm89_decode/combine.cuh). Where sequences have several row tiles, two blocks are
+// (cuda/attention/decode/combine.cuh). Where sequences have several row tiles, two blocks are
 // a cluster: each loads half of the keys, for both.
 #pragma once
 

@@ -205,16 +205,16 @@ struct Producer {
     tell(number, [](Segment& segment) { segment.exists = 0; });
   }
 
-  __device__ __forceinline__ void load_rows(const sm89_decode::TileRows& tile, int warp) {
+  __device__ __forceinline__ void load_rows(const attention_decode::TileRows& tile, int warp) {
     constexpr int kWarpsOfQueries = kQueryThreads / kThreadsPerWarp;
     constexpr int kChunks = Traits::kBoxes * Traits::kBoxRowBytes / 16;  // of a row
     const uint32_t q_tile = shared_address(memory + Traits::kQOffset);
     for (int row = warp; row < kRows; row += kWarpsOfQueries) {
       const bool there = row < tile.rows;
-      const uint16_t* const q =
-          there ? params.tensors.q +
-                      sm89_decode::RowOf(params, tile, row).offset(tile, params.tensors.q_strides)
-                : params.tensors.q;
+      const uint16_t* const q = there
+                                    ? params.tensors.q + attention_decode::RowOf(params, tile, row)
+                                                             .offset(tile, params.tensors.q_strides)
+                                    : params.tensors.q;
 #pragma unroll
       for (int i = 0; i < ceil_div(kChunks, kThreadsPerWarp); ++i) {
         const int chunk = i * kThreadsPerWarp + lane_index();

@@ -7,8 +7,9 @@
 // them may be a cluster.
 #pragma once
 
-#include "cuda/attention/sm89_decode/loads.cuh"
+#include "cuda/attention/decode/rows.cuh"
 #include "cuda/attention/sm90_mla/traits.cuh"
+#include "cuda/tile/sequence.cuh"
 
 namespace flashmoe::sm90_mla {
 
@@ -213,7 +214,7 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Blo
                                                  int sequence, int64_t at, Segment& segment) {
   const auto [first, end] = part_of(share, known, at);
   segment.exists = 1;
-  sm89_decode::TileRows& tile = segment.tile;
+  attention_decode::TileRows& tile = segment.tile;
   tile.sequence = sequence;
   tile.batch = known.batch_q;
   tile.begin_q = known.begin_q;
@@ -240,7 +241,7 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Blo
     if (params.cuts_by_tile != 0) params.cut_tiles[block.cut_of(params, sequence)].parts = 0;
     return;
   }
-  sm89_decode::CutTile& cut = params.cut_tiles[block.cut_of(params, sequence)];
+  attention_decode::CutTile& cut = params.cut_tiles[block.cut_of(params, sequence)];
   cut.tile = tile;
   cut.parts = last_owner(share, at + known.weight()) - block.share + 1;
   cut.first = number;

@@ -12,7 +12,7 @@ inline constexpr int kLead = 1;
 
 // A block's part of a tile, from `key` on.
 struct Segment {
-  sm89_decode::TileRows tile;
+  attention_decode::TileRows tile;
   int32_t exists;
   int32_t key;        // the first of the first block of keys
   int32_t blocks;     // of keys, at least 1

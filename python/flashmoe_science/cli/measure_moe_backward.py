@@ -68,7 +68,7 @@ def backward(
     )  # fmt: skip
     after()
     dlogits = flashmoe.moe_route_backward(
-        made.weights, saved.routing, logits=layer.logits[0], renormalize=True, out=dlogits
+        made.weights, saved.routing, logits=layer.logits[0], renormalize=True, dlogits=dlogits
     )
     after()
     return made.x, dlogits, made.w_gate_up, made.w_down

@@ -102,6 +102,7 @@ def _define(
                 tensors.append(value)
 
         def below(overload: Any, *arguments: Any) -> Any:
+            # torch has no public name for the keys below autograd's.
             return overload.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
         if record is not None and _autograd.is_recorded(*tensors):
@@ -1049,20 +1050,20 @@ _moe_backward: Any = _define(
 
 
 def _route_backward_fake(
-    dweights: Any, ids: Any, logits: Any, weights: Any, *options: Any
+    dweights: Any, ids: Any, logits: Any, given_weights: Any, *options: Any
 ) -> torch.Tensor:
-    of = logits if logits is not None else weights
+    of = logits if logits is not None else given_weights
     return torch.empty(tuple(of.shape), dtype=of.dtype, device=of.device)
 
 
 def _route_backward_kernel(
-    dweights: Any, ids: Any, logits: Any, weights: Any, dlse: Any, scoring: Any, renormalize: bool,
-    scale: float,
+    dweights: Any, ids: Any, logits: Any, given_weights: Any, dlse: Any, scoring: Any,
+    renormalize: bool, scale: float,
 ) -> Any:  # fmt: skip
     routing = MoeRouting(ids, None, None, None, None)
     with torch.no_grad():
         return fm.moe_route_backward(
-            dweights.contiguous(), routing, logits=logits, weights=weights,
+            dweights.contiguous(), routing, logits=logits, given_weights=given_weights,
             dlse=None if dlse is None else dlse.contiguous(), scoring=scoring,
             renormalize=renormalize, scale=scale,
         )  # fmt: skip
@@ -1070,8 +1071,8 @@ def _route_backward_kernel(
 
 _route_backward: Any = _define(
     "moe_route_backward", _MOE_BACKWARD,
-    "(Tensor dweights, Tensor ids, Tensor? logits, Tensor? weights, Tensor? dlse, str scoring, "
-    "bool renormalize, float scale) -> Tensor",
+    "(Tensor dweights, Tensor ids, Tensor? logits, Tensor? given_weights, Tensor? dlse, "
+    "str scoring, bool renormalize, float scale) -> Tensor",
     _route_backward_kernel, _route_backward_fake,
     record=_record_once(lambda: _route_backward, 5),
 )  # fmt: skip
@@ -1219,27 +1220,41 @@ _route_with_lse = _define(
 
 
 def _route_given_fake(
-    ids: Any, weights: Any, num_experts: int, renormalize: bool, scale: float, expert_map: Any
+    given_ids: Any,
+    given_weights: Any,
+    num_experts: int,
+    renormalize: bool,
+    scale: float,
+    expert_map: Any,
 ) -> Any:
-    _check_rank("ids", ids, 2)
-    return _empty_routing(ids, ids.shape[0], num_experts, ids.shape[1])
+    _check_rank("given_ids", given_ids, 2)
+    return _empty_routing(given_ids, given_ids.shape[0], num_experts, given_ids.shape[1])
 
 
 def _route_given_kernel(
-    ids: Any, weights: Any, num_experts: int, renormalize: bool, scale: float, expert_map: Any
+    given_ids: Any,
+    given_weights: Any,
+    num_experts: int,
+    renormalize: bool,
+    scale: float,
+    expert_map: Any,
 ) -> Any:
     parts: Any = _core.moe_route_given(
-        ids, weights, num_experts, renormalize, scale, expert_map, None, None
+        given_ids, given_weights, num_experts, renormalize, scale, expert_map, None, None
     )
     return parts[:-1]
 
 
 def _route_given_record(
-    below: Callable[..., Any], ids: Any, weights: Any, num_experts: int, renormalize: bool,
-    scale: float, expert_map: Any,
+    below: Callable[..., Any], given_ids: Any, given_weights: Any, num_experts: int,
+    renormalize: bool, scale: float, expert_map: Any,
 ) -> Any:  # fmt: skip
-    def compute(ids: Any, weights: Any, expert_map: Any) -> tuple[Any, ...]:
-        return tuple(below(_route_given, ids, weights, num_experts, renormalize, scale, expert_map))
+    def compute(given_ids: Any, given_weights: Any, expert_map: Any) -> tuple[Any, ...]:
+        return tuple(
+            below(
+                _route_given, given_ids, given_weights, num_experts, renormalize, scale, expert_map
+            )
+        )
 
     def differentiate(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
         (chosen,) = made
@@ -1248,14 +1263,14 @@ def _route_given_record(
         )
         return None, made_of_weights, None
 
-    names = ("ids", "weights", "expert_map")
+    names = ("given_ids", "given_weights", "expert_map")
     steps = _moe_autograd.Steps(names, compute, differentiate, (1,), (0,))
-    return _moe_autograd.recorded(steps, ids, weights, expert_map)
+    return _moe_autograd.recorded(steps, given_ids, given_weights, expert_map)
 
 
 _route_given = _define(
     "moe_route_given", _MOE,
-    "(Tensor ids, Tensor? weights, int num_experts, bool renormalize, float scale, "
+    "(Tensor given_ids, Tensor? given_weights, int num_experts, bool renormalize, float scale, "
     f"Tensor? expert_map) -> {_PARTS})",
     _route_given_kernel, _route_given_fake, record=_route_given_record,
 )  # fmt: skip
@@ -1297,8 +1312,8 @@ def traced_moe_route(logits: torch.Tensor, top_k: int, *options: Any) -> MoeRout
 
 
 def moe_route_given(
-    ids: torch.Tensor,
-    weights: torch.Tensor | None = None,
+    given_ids: torch.Tensor,
+    given_weights: torch.Tensor | None = None,
     *,
     num_experts: int,
     renormalize: bool = False,
@@ -1308,14 +1323,16 @@ def moe_route_given(
     stream: object = None,
 ) -> MoeRouting:
     """As flashmoe_science.moe_route_given. In a graph, out and stream are None."""
-    if _is_plain(ids) or _leaves_graph(ids, out=out, stream=stream):
+    if _is_plain(given_ids) or _leaves_graph(given_ids, out=out, stream=stream):
         try:
             return _core.moe_route_given(  # type: ignore[return-value]
-                ids, weights, num_experts, renormalize, scale, expert_map, out, stream
+                given_ids, given_weights, num_experts, renormalize, scale, expert_map, out, stream
             )
         except _TransformedError:
             _refuse_outputs(out=out, stream=stream)
-    return traced_moe_route_given(ids, weights, num_experts, renormalize, scale, expert_map)
+    return traced_moe_route_given(
+        given_ids, given_weights, num_experts, renormalize, scale, expert_map
+    )
 
 
 def traced_moe_route_given(*arguments: Any) -> MoeRouting:

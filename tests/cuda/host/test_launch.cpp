@@ -16,6 +16,7 @@
 #include "core/backends.h"
 #include "cuda/attention/combine.h"
 #include "cuda/attention/lengths/lengths.h"
+#include "cuda/attention/ragged_rows.h"
 #include "cuda/attention/sm89/entry.h"
 #include "cuda/attention/sm89/params.h"
 #include "cuda/attention/sm89_decode/entry.h"
@@ -23,7 +24,6 @@
 #include "cuda/attention/sm89_few_rows/params.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/params.h"
-#include "cuda/attention/sm90/ragged_rows.h"
 #include "cuda/attention/sm90_mla/entry.h"
 #include "cuda/host/fake_cuda.h"
 #include "cuda/merge_states/params.h"
@@ -891,7 +891,7 @@ void check_rows(const fake::Map& map, const Call& call, size_t tensor, int32_t r
     const int box = static_cast<int>(map.box[1]);
     int row = from(-2 * box, length + box);
     if (row < 0 && row + box > length) row = -box;  // never both ends
-    const auto at = sm90::RaggedRow::at(row, begin + batch * rows_per_batch, length);
+    const auto at = RaggedRow::at(row, begin + batch * rows_per_batch, length);
     for (int r = 0; r < box; ++r) {
       const bool exists = row + r >= 0 && row + r < length;
       const int64_t element =
@@ -1124,7 +1124,7 @@ void sm90_cuts_boxes_at_sequences() {
     const int32_t per_batch = i == 0 ? seen.rows_per_batch.q : seen.rows_per_batch.out;
     for (int batch = 0; batch < 5; ++batch) {
       for (int tile = 0; tile < 3; ++tile) {
-        const auto at = sm90::RaggedRow::of_heads(0, batch * per_batch);
+        const auto at = RaggedRow::of_heads(0, batch * per_batch);
         for (int r = 0; r < 48; ++r) {
           const auto wanted = reinterpret_cast<uintptr_t>(decoding.tensors[i].data) +
                               static_cast<uint64_t>(2 * 64 * (12 * batch + 4 * tile + r));

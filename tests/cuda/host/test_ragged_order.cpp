@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/attention/ragged_rows.h"
 #include "cuda/attention/sm90/ragged_order.h"
-#include "cuda/attention/sm90/ragged_rows.h"
 #include "flashmoe/flashmoe.h"
 
 namespace flashmoe::sm90 {

@@ -4,9 +4,9 @@
 
 #include "core/ops/attention/problem.h"
 #include "core/status.h"
-#include "cuda/attention/sm89_decode/params.h"
+#include "cuda/attention/decode/params.h"
 
-namespace flashmoe::sm89_decode {
+namespace flashmoe::attention_decode {
 
 // Elements of K or V in a chunk of 16 bytes.
 inline int64_t chunk_elements(const AttentionProblem& p) { return 16 / dtype_bytes(p.k.dtype); }
@@ -42,4 +42,4 @@ inline flashmoe_status check_offsets(const char* name, const RowStrides& strides
                        "%s of 64 GiB or more, or with strides below 0, accepted are others", name);
 }
 
-}  // namespace flashmoe::sm89_decode
+}  // namespace flashmoe::attention_decode

@@ -27,7 +27,7 @@
 #define FLASHMOE_IN_KERNEL inline
 #endif
 
-namespace flashmoe::sm90 {
+namespace flashmoe {
 
 // Coordinates. Those of `base` are below 2 kMost, which int32 holds.
 struct RaggedRow {
@@ -74,6 +74,6 @@ struct PagePiece {
   }
 };
 
-}  // namespace flashmoe::sm90
+}  // namespace flashmoe
 
 #undef FLASHMOE_IN_KERNEL

@@ -6,13 +6,13 @@
 // as the first kernel does.
 #pragma once
 
-#include "cuda/attention/sm89_decode/results.cuh"
+#include "cuda/attention/decode/rows.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #include "cuda/ptx/pdl.cuh"
 #endif
 
-namespace flashmoe::sm89_decode {
+namespace flashmoe::attention_decode {
 
 // Calls add(sum) for each part from `begin` on, one in `step`, in their order: the loads of some
 // are on their way together.
@@ -47,7 +47,7 @@ __device__ __forceinline__ void combine_rows(const Params& params, const CutTile
   __shared__ float4 outs[kCombineThreads];
   __shared__ float2 statistics[kCombineThreads];
   __shared__ int again[1 << kMostCombineRowsLog2];
-  const int thread = thread_index();
+  const int thread = reread::thread_index();
   const int unit = thread & ((1 << params.part_units_log2) - 1);
   const int index = thread >> params.part_units_log2;
   const int row_of_block = index & ((1 << params.combine_rows_log2) - 1);
@@ -107,4 +107,4 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   }
 }
 
-}  // namespace flashmoe::sm89_decode
+}  // namespace flashmoe::attention_decode

@@ -5,10 +5,10 @@
 
 #include "core/ops/attention/problem.h"
 #include "core/status.h"
-#include "cuda/attention/sm90/ragged_rows.h"
+#include "cuda/attention/ragged_rows.h"
 #include "cuda/tensor_map.h"
 
-namespace flashmoe::sm90 {
+namespace flashmoe {
 
 // A view in a ragged map (ragged_rows.h).
 struct RaggedMap {
@@ -86,4 +86,4 @@ RaggedMap ragged_map(const RowsView<Data>& view, int64_t dim, const CountedRows&
           view.data};
 }
 
-}  // namespace flashmoe::sm90
+}  // namespace flashmoe

@@ -16,15 +16,13 @@
 // (movmatrix).
 #pragma once
 
-#include "cuda/attention/masked_row_fallback.cuh"
-#include "cuda/attention/sm89_few_rows/tile.cuh"
+#include "cuda/attention/few_rows/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/movmatrix.cuh"
-#include "cuda/tile/softmax.cuh"
+#include "cuda/tile/row_statistics.cuh"
 
-namespace flashmoe::sm89_few_rows {
+namespace flashmoe::few_rows {
 
 template <class Traits>
 using KFragments = uint32_t[Traits::kStepKeys / 8][Traits::kKChunks][4];  // of keys 8i + g
@@ -34,7 +32,9 @@ template <class Traits>
 using QFragments =
     uint32_t[Traits::kQueriesInRegisters ? Traits::kRowBlocks : 1][Traits::kKChunks][4];
 template <class Traits>
-using Scores = float[Traits::kKeyBlocks][Traits::kRowBlocks][4];
+using Fragments = TransposedScoreFragments<Traits::kRowBlocks, Traits::kKeyBlocks>;
+template <class Traits>
+using Scores = typename Fragments<Traits>::Scores;
 template <class Traits>
 using Probabilities = uint32_t[Traits::kKeyBlocks][Traits::kRowBlocks][2];
 template <class Traits>
@@ -44,72 +44,22 @@ __device__ __forceinline__ constexpr int v_key(int i) {
   return 16 * (i / 4) + 8 * (i / 2 % 2) + i % 2;
 }
 
-// Loads this lane's part of one step. `k` is at the step's key g and element 8t; `keys` are left
-// from the step's first on, those past them become zero.
+// What a block has in shared memory: queries first.
 template <class Traits>
-__device__ __forceinline__ void load_k(KFragments<Traits>& fragments, const uint16_t* k,
-                                       int64_t stride, int keys, int dim) {
-  if (keys >= Traits::kStepKeys && dim == Traits::kDim) {
-#pragma unroll
-    for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
-#pragma unroll
-      for (int c = 0; c < Traits::kKChunks; ++c) {
-        ptx::load_streaming(fragments[i][c], k + 8 * i * stride + 32 * c);
-      }
-    }
-  } else {
-    const int lane = lane_index();
-#pragma unroll
-    for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
-#pragma unroll
-      for (int c = 0; c < Traits::kKChunks; ++c) {
-        const bool valid = 8 * i + lane / 4 < keys && 32 * c + 8 * (lane % 4) < dim;
-        ptx::load_streaming_or_zero(fragments[i][c], k + 8 * i * stride + 32 * c, valid);
-      }
-    }
-  }
-}
+struct Shared {
+  unsigned char* base;
 
-// `v` is at the step's key 2t and column 8g.
-template <class Traits>
-__device__ __forceinline__ void load_v(VFragments<Traits>& fragments, const uint16_t* v,
-                                       int64_t stride, int keys, int dim_v) {
-  if (keys >= Traits::kStepKeys && dim_v == Traits::kDimV) {
-#pragma unroll
-    for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
-#pragma unroll
-      for (int c = 0; c < Traits::kVChunks; ++c) {
-        ptx::load_streaming(fragments[i][c], v + v_key(i) * stride + 64 * c);
-      }
-    }
-  } else {
-    const int lane = lane_index();
-#pragma unroll
-    for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
-#pragma unroll
-      for (int c = 0; c < Traits::kVChunks; ++c) {
-        const bool valid = v_key(i) + 2 * (lane % 4) < keys && 64 * c + 8 * (lane / 4) < dim_v;
-        ptx::load_streaming_or_zero(fragments[i][c], v + v_key(i) * stride + 64 * c, valid);
-      }
-    }
+  __device__ __forceinline__ uint4* queries() const { return reinterpret_cast<uint4*>(base); }
+  // Parts of the warps, [warps][rows][units], a row's units in the order that `swizzle` gives.
+  __device__ __forceinline__ float4* warp_parts() const {
+    return reinterpret_cast<float4*>(base + Traits::kFixedBytes);
   }
-}
-
-// This lane's chunks of row 8n + g, zeros where there is no such row.
-template <class Traits>
-__device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChunks][4],
-                                             const Params& params, const Tile& tile, int n) {
-  const int lane = lane_index();
-  const int row = 8 * n + lane / 4;
-  const uint16_t* q = params.tensors.q +
-                      Row::of(params, tile, row).offset(params.tensors.q_strides, tile.batch) +
-                      8 * (lane % 4);
-#pragma unroll
-  for (int c = 0; c < Traits::kKChunks; ++c) {
-    ptx::load_or_zero(fragments[c], q + 32 * c,
-                      row < tile.rows && 32 * c + 8 * (lane % 4) < params.tensors.dim);
+  // Their row maxima and sums, [warps][rows].
+  __device__ __forceinline__ float2* warp_statistics() const {
+    return reinterpret_cast<float2*>(base + Traits::kFixedBytes +
+                                     warp_count() * Traits::kPartialBytes);
   }
-}
+};
 
 // Chunk c of rows 8n + g of Q.
 template <class Traits>
@@ -185,82 +135,20 @@ __device__ __forceinline__ void multiply_v(Accumulators<Traits>& out, const VFra
   }
 }
 
-// Hides the keys that a row does not see. `first_key` is the step's.
-template <class Traits>
-__device__ __forceinline__ void mask_scores(Scores<Traits>& scores, const Params& params,
-                                            const Tile& tile, const Shared<Traits>& shared,
-                                            int first_key) {
-  const int lane = lane_index();
-  const int key = first_key + lane / 4;
-#pragma unroll
-  for (int n = 0; n < Traits::kRowBlocks; ++n) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      Keys keys = {0, sequence_of(params, tile.batch).length_k};
-      if (params.score.masked) keys = shared.keys()[8 * n + 2 * (lane % 4) + e];
-#pragma unroll
-      for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
-        if (key + 8 * i < keys.first || key + 8 * i >= keys.end) {
-          scores[i / 2][n][i % 2 * 2 + e] = -INFINITY;
-        }
-      }
-    }
-  }
-}
-
 // Online softmax of the rows of a tile over the keys of one warp.
 template <class Traits>
-struct RowStatistics {
-  float sum[Traits::kRowBlocks][2];      // of this lane's keys; row 8n + 2t + e
-  float row_max[Traits::kRowBlocks][2];  // log2
-
-  __device__ __forceinline__ void reset() {
-#pragma unroll
-    for (int n = 0; n < Traits::kRowBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        sum[n][e] = 0.0f;
-        row_max[n][e] = kNoRowMax;
-      }
-    }
-  }
-
-  // Raises the row maxima that the scores have outgrown, and rescales what was added up under them.
+struct Statistics : RowStatistics<Fragments<Traits>::kRows> {
+  // Rescales what was added up, too.
   __device__ __forceinline__ void rescale(const Scores<Traits>& scores, float scale_log2,
                                           Accumulators<Traits>& out) {
-    float highest[Traits::kRowBlocks][2];
-    bool outgrown = false;
+    RowStatistics<Fragments<Traits>::kRows>::template rescale<Fragments<Traits>>(
+        scores, scale_log2, [&](int r, float factor) {
 #pragma unroll
-    for (int n = 0; n < Traits::kRowBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float top = fmaxf(scores[0][n][e], scores[0][n][2 + e]);
-#pragma unroll
-        for (int m = 1; m < Traits::kKeyBlocks; ++m) {
-          top = fmaxf(top, fmaxf(scores[m][n][e], scores[m][n][2 + e]));
-        }
-        highest[n][e] = top;
-        outgrown = outgrown || excess(top, scale_log2, row_max[n][e]) > kLazyBits;
-      }
-    }
-    if (!__any_sync(kFullWarp, outgrown)) return;
-#pragma unroll
-    for (int n = 0; n < Traits::kRowBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float top = highest[n][e];
-#pragma unroll
-        for (int mask = 4; mask < kThreadsPerWarp; mask *= 2) {  // lanes of the same rows
-          top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, mask));
-        }
-        const float factor = rescale_row(top, scale_log2, row_max[n][e], sum[n][e]);
-#pragma unroll
-        for (int j = 0; j < Traits::kDimV / 16; ++j) {
-          out[n][j][e] *= factor;
-          out[n][j][2 + e] *= factor;
-        }
-      }
-    }
+          for (int j = 0; j < Traits::kDimV / 16; ++j) {
+            out[r / 2][j][r % 2] *= factor;
+            out[r / 2][j][2 + r % 2] *= factor;
+          }
+        });
   }
 
   // p = 2^(scores * scale_log2 - row_max), rounded, as B fragments.
@@ -282,8 +170,8 @@ struct RowStatistics {
           float row[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            row[e] = probability(scores[m][n][2 * h + e], scale_log2, row_max[n][e]);
-            sum[n][e] += row[e];
+            row[e] = probability(scores[m][n][2 * h + e], scale_log2, this->row_max[2 * n + e]);
+            this->sum[2 * n + e] += row[e];
             row[e] = of_values(2 * m + h, row[e]);
           }
           p[m][n][h] = ptx::transpose_8x8(
@@ -294,4 +182,4 @@ struct RowStatistics {
   }
 };
 
-}  // namespace flashmoe::sm89_few_rows
+}  // namespace flashmoe::few_rows
