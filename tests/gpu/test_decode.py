@@ -89,27 +89,6 @@ def test_cuts_beside_tiles_and_within(count: int, compiled: kernels.Kernel) -> N
             assert torch.equal(_bits(got, b)[0], _bits(first, b)[0])
 
 
-@pytest.mark.parametrize("compiled", _kernels(), ids=lambda k: k.table_name.split("decode_")[1])
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_whole_tiles_where_sequences_are_alike(tiles: int, compiled: kernels.Kernel) -> None:
-    """As many tiles as blocks, or twice as many: a block has whole ones, whose bits are those that
-    they have in other batches of which that is true."""
-    count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    dims = {"dtype": compiled.dtype, "dim": compiled.dim, "dim_v": compiled.dim_v}
-    batch = ragged.make(
-        [1] * (tiles * count), [700] * (tiles * count), heads=(compiled.rows, 1), **dims
-    )
-    some = Batch(*(x[:count] for x in (batch.q, batch.k, batch.v)), batch.sinks)
-    whole, alone = (
-        ragged.check(x, ragged.paginate(x, 16), DEVICE, kernel=compiled.table_name,
-                     causal="bottom_right")
-        for x in (batch, some)
-    )  # fmt: skip
-    for b in range(0, count, 11):
-        for mine, other in zip(_bits(whole, b), _bits(alone, b), strict=True):
-            assert torch.equal(mine, other), b
-
-
 def _bits(result: ragged.Result, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     return memory.bits(result.out[b]), memory.bits(result.lse[b])
 

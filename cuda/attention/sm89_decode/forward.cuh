@@ -30,11 +30,9 @@ struct Ahead {
   CachedV<Traits> v;
   uint32_t valid;  // 0: there is no such step, or none of its keys
   Factors factors;
-  // Of the step behind that one its page, and of the one behind that, if they are asked for.
+  // Of the step behind that one its page, if `asked`.
   int page;
-  int page_behind;
   bool asked;
-  bool asked_behind;
 };
 
 // This warp's first step of a segment.
@@ -43,56 +41,22 @@ __device__ __forceinline__ int first_step(const SegmentKeys& keys) {
   return keys.key + (warp_index() - keys.first_warp + kWarps) % kWarps * Traits::kStepKeys;
 }
 
-// A step of a segment or of the one behind it.
-struct WhichStep {
-  bool of_next;
-  int step;
-};
-
-// This warp's step behind another one; none behind those of the next segment.
-template <class Traits>
-__device__ __forceinline__ WhichStep behind(const Segment& segment, const Segment& next_segment,
-                                            const WhichStep& which) {
-  const int step = which.step + Traits::kRoundKeys;
-  if (!which.of_next && step >= segment.keys.end) {
-    return {true, first_step<Traits>(next_segment.keys)};
-  }
-  return {which.of_next, step};
-}
-
-// Has the L2 read the step behind `next`. Before loads are sent for: what is looked at behind them
-// is waited for as long as they are.
-template <class Traits>
-__device__ __forceinline__ void prefetch_behind(const Params& params, const Segment& segment,
-                                                const Segment& next_segment, const WhichStep& next,
-                                                Ahead<Traits>& ahead) {
-  if constexpr (Traits::kPrefetches) {
-    const WhichStep which = behind<Traits>(segment, next_segment, next);
-    const Segment& of = which.of_next ? next_segment : segment;
-    if (ahead.asked_behind) prefetch_rows<Traits>(params, of, which.step, ahead.page_behind);
-    ahead.page = ahead.page_behind;
-    ahead.asked = ahead.asked_behind;
-  }
-}
-
-// Asks for the page of the step behind `next`, or of the one behind that. Behind loads.
+// Asks for the page of the step behind `next`, which is of `of`: of the same segment, or of the
+// next one where `of` is this one.
 template <class Traits>
 __device__ __forceinline__ void ask_behind(const Params& params, const Segment& segment,
-                                           const Segment& next_segment, const WhichStep& next,
+                                           const Segment& next_segment, const Segment& of, int next,
                                            Ahead<Traits>& ahead) {
-  WhichStep which = behind<Traits>(segment, next_segment, next);
-  if constexpr (Traits::kPrefetches) which = behind<Traits>(segment, next_segment, which);
-  const Segment& of = which.of_next ? next_segment : segment;
-  const SegmentKeys keys = of.keys;
-  const bool exists = which.step < keys.end;
-  const int page = ask_page<Traits>(params, of, keys, which.step);
-  if constexpr (Traits::kPrefetches) {
-    ahead.asked_behind = exists;
-    ahead.page_behind = page;
-  } else {
-    ahead.asked = exists;
-    ahead.page = page;
+  int behind = next + Traits::kRoundKeys;
+  const Segment* whose = &of;
+  SegmentKeys keys = of.keys;
+  if (&of == &segment && behind >= keys.end) {
+    whose = &next_segment;
+    keys = next_segment.keys;
+    behind = first_step<Traits>(keys);
   }
+  ahead.asked = behind < keys.end;
+  ahead.page = ask_page<Traits>(params, *whose, keys, behind);
 }
 
 // Loads this warp's first step of a segment, if it has one, and asks for the page of its second.
@@ -103,13 +67,9 @@ __device__ __forceinline__ void load_first(const Params& params, const Segment& 
   const int key = first_step<Traits>(keys);
   ahead.valid = 0;
   ahead.asked = key + Traits::kRoundKeys < keys.end;
-  ahead.asked_behind = key + 2 * Traits::kRoundKeys < keys.end;
   if (key >= keys.end) return;
   const int page = ask_page<Traits>(params, segment, keys, key);
   ahead.page = ask_page<Traits>(params, segment, keys, key + Traits::kRoundKeys);
-  if constexpr (Traits::kPrefetches) {
-    ahead.page_behind = ask_page<Traits>(params, segment, keys, key + 2 * Traits::kRoundKeys);
-  }
   const Step step = find_rows<Traits>(params, segment, key, page);
   load_k<Traits>(ahead.k, params, step);
   load_v<Traits>(ahead.v, params, step);
@@ -141,13 +101,19 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
   }
   if (ahead.valid == 0) load_first(params, segment, ahead);
+  const int end = segment.keys.end;
   int key = first_step<Traits>(segment.keys);
-  if (key >= segment.keys.end) load_first(params, next_segment, ahead);
-  while (key < segment.keys.end) {
-    const WhichStep next = behind<Traits>(segment, next_segment, {false, key});
-    const Segment& of = next.of_next ? next_segment : segment;
+  if (key >= end) load_first(params, next_segment, ahead);
+  while (key < end) {
+    // The next step, of this segment or of the one behind it.
+    int next = key + Traits::kRoundKeys;
+    const Segment* of = &segment;
+    if (next >= end) {
+      of = &next_segment;
+      next = first_step<Traits>(next_segment.keys);
+    }
     // The first step behind a segment of one step a warp.
-    if (!ahead.asked) ahead.page = ask_page<Traits>(params, of, of.keys, next.step);
+    if (!ahead.asked) ahead.page = ask_page<Traits>(params, *of, of->keys, next);
 
     // Where there is no next step, none of its keys is there. It is looked up all the same: what
     // loads leave in registers is waited for before these are anything else's, on whatever path.
@@ -159,26 +125,22 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     if constexpr (Traits::kFp8) {
       constexpr bool kFindsFirst = Traits::kFindsFirst;
       CachedK<Traits> k;
-      if constexpr (kFindsFirst) {
-        step = find_rows<Traits>(params, of, next.step, ahead.page);
-        prefetch_behind<Traits>(params, segment, next_segment, next, ahead);
-      }
+      if constexpr (kFindsFirst) step = find_rows<Traits>(params, *of, next, ahead.page);
       order_k<Traits>(k, ahead.k, params.tensors.dim);
       if constexpr (kFindsFirst) load_k<Traits>(ahead.k, params, step);
       order_v<Traits>(v, ahead.v, valid);
       if constexpr (!kFindsFirst) {
-        step = find_rows<Traits>(params, of, next.step, ahead.page);
+        step = find_rows<Traits>(params, *of, next, ahead.page);
         load_k<Traits>(ahead.k, params, step);
       }
       load_v<Traits>(ahead.v, params, step);
-      ask_behind<Traits>(params, segment, next_segment, next, ahead);
+      ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
       multiply_fp8_k<Traits>(scores, k, q, shared_queries);
     } else {
       few::multiply_k<Traits>(scores, ahead.k, q, shared_queries);
-      step = find_rows<Traits>(params, of, next.step, ahead.page);
-      prefetch_behind<Traits>(params, segment, next_segment, next, ahead);
+      step = find_rows<Traits>(params, *of, next, ahead.page);
       load_k<Traits>(ahead.k, params, step);
-      ask_behind<Traits>(params, segment, next_segment, next, ahead);
+      ask_behind<Traits>(params, segment, next_segment, *of, next, ahead);
     }
     scale_scores<Traits>(scores, params, factors);
     if (params.score.capped()) params.score.cap(scores);
@@ -200,7 +162,7 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
     ahead.valid = step.valid;
     ahead.factors = step.factors;
-    key = next.of_next ? segment.keys.end : next.step;
+    key = of == &segment ? next : end;
   }
   value_scales.finish(params, out);
   few::store_part<Traits>(out, statistics, shared, warp_index(), unit_of<Traits>);

@@ -48,59 +48,26 @@ __device__ __forceinline__ int ask_page(const Params& params, const Segment& seg
   return ptx::load_anywhere(at);
 }
 
-// Where this lane's key of a step is, of which ask_page() brought `asked`.
-struct KeyPlace {
-  int page;  // -1: there is no such key
-  int row;
-
-  // In chunks of 16 bytes.
-  __device__ __forceinline__ uint32_t offset(const ChunkStrides& strides, int head_kv) const {
-    return static_cast<uint32_t>(page) * strides.page + static_cast<uint32_t>(row) * strides.row +
-           static_cast<uint32_t>(head_kv) * strides.head;
-  }
-};
-
+// `asked` is what ask_page() brought.
 template <class Traits>
-__device__ __forceinline__ KeyPlace place_of(const Params& params, const SegmentKeys& keys,
-                                             int step, int asked) {
+__device__ __forceinline__ Step find_rows(const Params& params, const Segment& segment, int step,
+                                          int asked) {
   const KeyTables& tables = params.sequences.keys;
+  const SegmentKeys keys = segment.keys;
   int row = keys.begin_k + step + lane_index();
   bool there = has_key<Traits>(keys, step);
   if (keys.pages != nullptr) {
     row -= tables.by_page_size.quotient(row) * tables.page_size;
     there = there && asked >= 0 && asked < tables.batch_k;
   }
-  return {there ? asked : -1, row};
-}
-
-// Has the L2 read a step that is loaded in the step behind this one: memory takes longer than a
-// step does, and registers have room for one.
-template <class Traits>
-__device__ __forceinline__ void prefetch_rows(const Params& params, const Segment& segment,
-                                              int step, int asked) {
-  constexpr int kLine = 128;
-  constexpr int kElementBytes = Traits::kFp8 ? 1 : 2;
-  const KeyPlace place = place_of<Traits>(params, segment.keys, step, asked);
-  const auto prefetch = [&](const uint16_t* base, const ChunkStrides& strides, int most, int dim) {
-    const auto* const row = reinterpret_cast<const uint8_t*>(base) +
-                            uint64_t{place.offset(strides, segment.tile.head_kv)} * 16;
-#pragma unroll
-    for (int byte = 0; byte < most * kElementBytes; byte += kLine) {
-      ptx::prefetch_l2(row + byte, place.page >= 0 && byte < dim * kElementBytes);
-    }
+  const int page = there ? asked : -1;
+  const auto offset_of = [&](const ChunkStrides& strides) {
+    return static_cast<uint32_t>(page) * strides.page + static_cast<uint32_t>(row) * strides.row +
+           static_cast<uint32_t>(segment.tile.head_kv) * strides.head;
   };
-  prefetch(params.tensors.k, params.k_chunks, Traits::kDim, params.tensors.dim);
-  prefetch(params.tensors.v, params.v_chunks, Traits::kDimV, params.tensors.dim_v);
-}
-
-template <class Traits>
-__device__ __forceinline__ Step find_rows(const Params& params, const Segment& segment, int step,
-                                          int asked) {
-  const KeyPlace place = place_of<Traits>(params, segment.keys, step, asked);
-  const int head_kv = segment.tile.head_kv;
-  const bool there = place.page >= 0;
-  Step found = {place.offset(params.k_chunks, head_kv), place.offset(params.v_chunks, head_kv),
-                __ballot_sync(kFullWarp, there), factors_of<Traits>(params, place.page, head_kv)};
+  Step found = {offset_of(params.k_chunks), offset_of(params.v_chunks),
+                __ballot_sync(kFullWarp, there),
+                factors_of<Traits>(params, page, segment.tile.head_kv)};
   if (Traits::kFp8 && found.valid != kAllValid<Traits>) {
     const int first = max(__ffs(static_cast<int>(found.valid)) - 1, 0);
     const uint32_t k = __shfl_sync(kFullWarp, found.k, first);

@@ -2,8 +2,8 @@
 //
 // What blocks share is counted in units: steps of kStepKeys keys, or chunks of a sequence. The
 // tiles of a sequence are one behind the other, heads first, and so are sequences. Block b of G has
-// the units from b W / G on, of W, or from near there on, where tiles begin (find_aligned): each
-// works that out from the lengths, by a sum over all sequences.
+// the units from b W / G on, of W: each works that out from the lengths, by a sum over all
+// sequences.
 #pragma once
 
 #include <climits>
@@ -80,97 +80,6 @@ __device__ __forceinline__ int64_t units_of(const Params& params, const Describe
   return int64_t{lead_of<Traits>(params) + known.units} * known.row_tiles * params.heads_kv;
 }
 
-// All units, and how many blocks share them.
-struct Shares {
-  int64_t total;
-  int blocks;
-
-  // The share that begins nearest to where so many units are in front, if all are equal. Whoever
-  // computes it, it is the same.
-  __device__ __forceinline__ int nearest(int64_t units) const {
-    return static_cast<int>(
-        __fma_rn(static_cast<double>(units),
-                 __ddiv_rn(static_cast<double>(blocks), static_cast<double>(total)), 0.5));
-  }
-};
-
-struct ShareBegin {
-  int64_t unit;
-  int32_t sequence;    // that has it
-  int64_t first_unit;  // of the sequence
-};
-
-// Where share `number` begins, if each tile begins with the share that would begin nearest: a long
-// one has several to itself, and of short ones several are in one. The first begins at 0.
-__device__ __forceinline__ ShareBegin aligned_begin(const BlockState& state, int count,
-                                                    const Shares& shares, int number) {
-  // The last tile whose nearest share is no later: about so many units are in front.
-  const auto about = static_cast<int64_t>((number + 0.5) * static_cast<double>(shares.total) /
-                                          static_cast<double>(shares.blocks));
-  const auto begins = [&](int64_t units) {
-    return number == 0 ? units == 0 : shares.nearest(units) <= number;
-  };
-  int low = 0;
-  for (int high = count; high - low > 1;) {
-    const int middle = (low + high) / 2;
-    if (state.tiles[middle].before <= about) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  while (low > 0 && !begins(state.tiles[low].before)) --low;
-  while (low + 1 < count && begins(state.tiles[low + 1].before)) ++low;
-  const SequenceTiles tiles = state.tiles[low];
-  if (number == 0) return {0, low, 0};
-  int tile = static_cast<int>(static_cast<double>(about - tiles.before) / tiles.units);
-  tile = min(max(tile, 0), tiles.count - 1);
-  const auto begin_of = [&](int t) { return tiles.before + int64_t{t} * tiles.units; };
-  while (tile > 0 && !begins(begin_of(tile))) --tile;
-  while (tile + 1 < tiles.count && begins(begin_of(tile + 1))) ++tile;
-  const int64_t begin = begin_of(tile);
-  const int first = shares.nearest(begin);
-  const int pieces = shares.nearest(begin + tiles.units) - first;
-  const auto behind =
-      static_cast<int>(static_cast<double>(tiles.units) * (number - first) / pieces);
-  return {begin + behind, low, tiles.before};
-}
-
-// Sets the cursor to the block's share where tiles begin with shares, and these are not much longer
-// than equal ones: less than what it takes a block to end one tile more, which it then does not.
-// All threads have left their sequence's tiles. Ends with a barrier.
-template <class Traits>
-__device__ __forceinline__ bool find_aligned(const Params& params, const Shares& shares,
-                                             BlockState& state) {
-  const int thread = thread_index();
-  ShareBegin begin = {shares.total, 0, 0};
-  if (thread < shares.blocks) {
-    begin = aligned_begin(state, params.sequences.count, shares, thread);
-  }
-  int64_t end = __shfl_down_sync(kFullWarp, begin.unit, 1);
-  if (lane_index() == 0) state.warp_units[warp_index()] = begin.unit;
-  __syncthreads();
-  if (lane_index() == kThreadsPerWarp - 1) {
-    end = warp_index() + 1 < kWarps ? state.warp_units[warp_index() + 1] : shares.total;
-  }
-  const bool too_long = end - begin.unit > shares.total / shares.blocks + Traits::kLeadSteps;
-  if (thread == static_cast<int>(blockIdx.x) && thread < shares.blocks) {
-    const int64_t behind = begin.unit - begin.first_unit;
-    Cursor& cursor = state.cursor;
-    cursor.end = end;
-    cursor.left = end - begin.unit;
-    cursor.total = shares.total;
-    cursor.blocks = shares.blocks;
-    cursor.aligned = 1;
-    cursor.sequence = begin.sequence;
-    // Into tiles it is divided where the sequence is described.
-    cursor.owner = -1;
-    cursor.unit = static_cast<int>(behind & 0x7fffffff);
-    cursor.tile = static_cast<int>(behind >> 31);
-  }
-  return !__syncthreads_or(too_long);
-}
-
 // Sets the cursor to the block's share. False, for all threads, if it has none. Ends with a
 // barrier.
 template <class Traits>
@@ -186,7 +95,6 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
     known = describe<Traits>(params, s);
     mine += units_of<Traits>(params, known);
   }
-  const bool one_each = each == 1 && first < end;
   int64_t upto = mine;  // this thread, in its warp
 #pragma unroll
   for (int step = 1; step < kThreadsPerWarp; step *= 2) {
@@ -212,16 +120,7 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
   }
   const int block = static_cast<int>(blockIdx.x);
   const int blocks = static_cast<int>(min(total, int64_t{params.blocks}));
-  bool aligned = each == 1 && params.split_keys == 0 && blocks > 0 && blocks <= kThreads;
-  if (aligned) {
-    if (one_each) {
-      state.tiles[thread] = {before, lead_of<Traits>(params) + known.units,
-                             known.row_tiles * params.heads_kv};
-    }
-    __syncthreads();
-    aligned = find_aligned<Traits>(params, {total, blocks}, state);
-  }
-  if (!aligned && block < blocks) {
+  if (block < blocks) {
     const int64_t begin = total * block / blocks;
     if (before <= begin && begin < before + mine) {
       int64_t behind = begin - before;  // of the sequence's first unit
@@ -236,7 +135,6 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
       cursor.left = cursor.end - begin;
       cursor.total = total;
       cursor.blocks = blocks;
-      cursor.aligned = 0;
       cursor.sequence = s;
       // Into tiles it is divided where the sequence is described.
       cursor.owner = -1;
@@ -247,20 +145,14 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
   __syncthreads();
   if (each == 1 && block < blocks) {
     const int at = thread - state.cursor.sequence;
-    if (at >= 0 && at < kWindow && one_each) state.window[at] = known;
+    if (at >= 0 && at < kWindow && first < end) state.window[at] = known;
     if (thread == 0) state.cursor.window = state.cursor.sequence;
     __syncthreads();
   }
   return block < blocks;
 }
 
-// The block that has the last unit of a tile, behind which are those from `end` on.
-__device__ __forceinline__ int last_owner(const Cursor& cursor, int64_t end) {
-  if (cursor.aligned != 0) return Shares{cursor.total, cursor.blocks}.nearest(end) - 1;
-  return static_cast<int>((end * cursor.blocks - 1) / cursor.total);
-}
-
-// The block that has a unit, of equal shares: the last that begins no later.
+// The block that has a unit: the last that begins no later.
 __device__ __forceinline__ int owner_of(const Cursor& cursor, int64_t unit) {
   return static_cast<int>(((unit + 1) * cursor.blocks - 1) / cursor.total);
 }
@@ -360,7 +252,7 @@ __device__ __forceinline__ void take_segment(const Params& params, BlockState& s
     const int64_t begin = cursor.end - cursor.left;
     CutTile& cut = params.cut_tiles[block];
     cut.tile = tile;
-    cut.parts = chunks ? known.units : last_owner(cursor, begin + known.units) - block + 1;
+    cut.parts = chunks ? known.units : owner_of(cursor, begin + known.units - 1) - block + 1;
     cut.first = chunks ? block * kMostChunks : block;
     cut.second = chunks ? block * kMostChunks : places + block;
   }

@@ -59,14 +59,13 @@ struct Cursor {
   int64_t end;    // of the share, units of all blocks
   int64_t total;  // of all shares
   int32_t sequence;
-  int32_t tile;     // of the sequence
-  int32_t unit;     // of the tile; below 0 in its lead
-  int32_t blocks;   // that have a share
-  int32_t aligned;  // tiles begin where shares do
-  int32_t window;   // the first sequence that is described; -1: none
-  int32_t owner;    // the block in which the tile begins
-  int32_t steps;    // of the segments so far
-  int32_t tiles;    // so far
+  int32_t tile;    // of the sequence
+  int32_t unit;    // of the tile; below 0 in its lead
+  int32_t blocks;  // that have a share
+  int32_t window;  // the first sequence that is described; -1: none
+  int32_t owner;   // the block in which the tile begins
+  int32_t steps;   // of the segments so far
+  int32_t tiles;   // so far
 };
 
 // What a block takes to end a tile and begin the next, in bytes of keys and values that it would
@@ -78,17 +77,9 @@ inline constexpr int kWindow = 32;  // sequences that are described at a time: o
 // it.
 inline constexpr int kSegments = 4;
 
-// Tiles of a sequence, one behind the other.
-struct SequenceTiles {
-  int64_t before;  // units in front of them
-  int32_t units;   // of each, with its lead
-  int32_t count;
-};
-
 struct BlockState {
   Cursor cursor;
   int64_t warp_units[kWarps];
-  SequenceTiles tiles[kThreads];  // of what a thread describes
   Described window[kWindow];
   Segment segments[kSegments];
 };
@@ -99,13 +90,9 @@ struct Traits : few_rows::Traits<Element, kDim, kDimV, kRows> {
   using Base = few_rows::Traits<Element, kDim, kDimV, kRows>;
 
   static constexpr bool kFp8 = kFp8_;
-  // Whether the L2 reads a step ahead of what registers load: where these have the room to know its
-  // page, and a step is not so large that those of all warps keep memory busy.
-  static constexpr bool kPrefetches = kDim + kDimV <= (kFp8 ? 256 : 128);
   // Of fp8, whether the rows of the next step are found before this one's numbers are brought into
   // order: loads of keys go sooner, and registers are held for longer.
   static constexpr bool kFindsFirst = kFp8 && kDim + kDimV <= 320;
-  static_assert(kFindsFirst || !kFp8 || !kPrefetches);
 
   static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
   static constexpr int kStepBytes = Base::kStepKeys * (Base::kDim + Base::kDimV) * 2;

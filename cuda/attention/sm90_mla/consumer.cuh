@@ -320,61 +320,20 @@ struct Consumer {
     row_sum[1] = own.y + other.y;
   }
 
-  // A lane has two columns of each eight of a row. Of two eights the first lane of two gets four
-  // columns of the first, the second those of the second: stores are of 16 bytes, 64 of a row.
-  static __device__ __forceinline__ float4 four_columns(const float2& first, const float2& second) {
-    const bool odd = lane_index() % 2 != 0;
-    const float2 kept = odd ? second : first;
-    const float2 given = odd ? first : second;
-    const float2 got = {__shfl_xor_sync(kFullWarp, given.x, 1),
-                        __shfl_xor_sync(kFullWarp, given.y, 1)};
-    return odd ? make_float4(got.x, got.y, kept.x, kept.y)
-               : make_float4(kept.x, kept.y, got.x, got.y);
-  }
-
-  // The same of four eights, in 16 bits: each lane of four gets one.
-  static __device__ __forceinline__ uint4 eight_columns(const uint32_t (&pairs)[4]) {
-    uint32_t half[4];
-    const bool odd = lane_index() % 2 != 0;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? pairs[i] : pairs[i + 1], 1);
-      half[i] = odd ? got : pairs[i];
-      half[i + 1] = odd ? pairs[i + 1] : got;
-    }
-    uint32_t all[4];
-    const bool upper = lane_index() % 4 >= 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t got = __shfl_xor_sync(kFullWarp, upper ? half[i] : half[i + 2], 2);
-      all[i] = upper ? got : half[i];
-      all[i + 2] = upper ? half[i + 2] : got;
-    }
-    return {all[0], all[1], all[2], all[3]};
-  }
-
-  __device__ __forceinline__ bool warp_has_rows(const Segment& segment, int e) const {
-    return group_thread() / kThreadsPerWarp * 16 + 8 * e < segment.tile.rows;
-  }
-
   __device__ __forceinline__ void leave_part(const Segment& segment) const {
-    const int t = lane_index() % 4;
-    const int column = kConsumer * Traits::kHalf + t % 2 * 8 + t / 2 * 4;
+    const int column = kConsumer * Traits::kHalf + 2 * (lane_index() % 4);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      if (!warp_has_rows(segment, e)) continue;
       const int row = row_of(e);
-      const bool there = row < segment.tile.rows;
+      if (row >= segment.tile.rows) continue;
       const int64_t at = int64_t{segment.place} * kRows + row;
       float* const part = reinterpret_cast<float*>(params.parts) + at * Traits::kDimV + column;
 #pragma unroll
-      for (int j = 0; j < Traits::kHalf / 8; j += 2) {
-        const float4 columns =
-            four_columns(make_float2(out[4 * j + 2 * e], out[4 * j + 2 * e + 1]),
-                         make_float2(out[4 * j + 4 + 2 * e], out[4 * j + 4 + 2 * e + 1]));
-        if (there) *reinterpret_cast<float4*>(part + 8 * j) = columns;
+      for (int j = 0; j < Traits::kHalf / 8; ++j) {
+        *reinterpret_cast<float2*>(part + 8 * j) =
+            make_float2(out[4 * j + 2 * e], out[4 * j + 2 * e + 1]);
       }
-      if (there && kConsumer == 0 && t == 0) {
+      if (kConsumer == 0 && lane_index() % 4 == 0) {
         params.statistics[at] = make_float2(row_max[e], row_sum[e]);
       }
     }
@@ -382,43 +341,35 @@ struct Consumer {
 
   // Returns whether a row of this thread is to be computed again.
   __device__ __forceinline__ bool write_rows(const Segment& segment) {
-    const int column = kConsumer * Traits::kHalf + 8 * (lane_index() % 4);
+    const int column = kConsumer * Traits::kHalf + 2 * (lane_index() % 4);
     const attention_decode::TileRows& tile = segment.tile;
     bool any = false;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      if (!warp_has_rows(segment, e)) continue;
       const int row = row_of(e);
-      const bool there = row < tile.rows;
-      const attention_decode::RowOf where(params, tile, min(row, tile.rows - 1));
+      if (row >= tile.rows) continue;
+      const attention_decode::RowOf where(params, tile, row);
       const KeyRange keys = where.keys(params, tile);
       const bool sees_keys = keys.end > keys.first;
       const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
           params.score, where.head, sees_keys, {row_max[e], row_sum[e]});
-      if (there && kConsumer == 0 && lane_index() % 4 == 0 && params.tensors.lse != nullptr) {
+      if (kConsumer == 0 && lane_index() % 4 == 0 && params.tensors.lse != nullptr) {
         params.tensors.lse[where.offset(tile, params.tensors.lse_strides)] = end.lse;
       }
       uint16_t* const to =
           params.tensors.out + where.offset(tile, params.tensors.out_strides) + column;
       uint32_t nonfinite = 0;
 #pragma unroll
-      for (int j = 0; j < Traits::kHalf / 8; j += 4) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int of = 4 * (j + i) + 2 * e;
-          pairs[i] = Numeric::pack(out[of] * end.factor, out[of + 1] * end.factor);
-          nonfinite = numeric::gather_nonfinite<Element>(nonfinite, pairs[i]);
-        }
-        const uint4 columns = eight_columns(pairs);
-        if (there && column + 8 * j < params.tensors.dim_v) {
-          *reinterpret_cast<uint4*>(to + 8 * j) = columns;
-        }
+      for (int j = 0; j < Traits::kHalf / 8; ++j) {
+        const uint32_t pair =
+            Numeric::pack(out[4 * j + 2 * e] * end.factor, out[4 * j + 2 * e + 1] * end.factor);
+        nonfinite = numeric::gather_nonfinite<Element>(nonfinite, pair);
+        if (column + 8 * j < params.tensors.dim_v) *reinterpret_cast<uint32_t*>(to + 8 * j) = pair;
       }
       const bool nothing = params.sequences.paged != 0 && sees_keys && row_sum[e] == 0.0f;
-      const bool suspect = there && (nothing || end.rounded_away ||
-                                     (tile.masked != 0 && row_sum[e] == row_sum[e] &&
-                                      numeric::any_nonfinite<Element>(nonfinite)));
+      const bool suspect = nothing || end.rounded_away ||
+                           (tile.masked != 0 && row_sum[e] == row_sum[e] &&
+                            numeric::any_nonfinite<Element>(nonfinite));
       if (suspect) atomicOr(&state.again[row / 32], 1u << row % 32);
       any = any || suspect;
     }

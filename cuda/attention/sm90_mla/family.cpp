@@ -117,9 +117,9 @@ flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts
   return check_walkable(problem, reason);
 }
 
-// Blocks of the second kernel: with more, those of tiles that are not cut are waited for, with fewer
-// those that are cut take longer.
-constexpr int64_t kCombineBlocksPerMultiprocessor = 16;
+// Blocks of the second kernel that run at a time, about: with more, those without a row to add up
+// are waited for.
+constexpr int64_t kCombineBlocksPerMultiprocessor = 8;
 
 // Rows that a block of the second kernel adds up at a time: where tiles have many parts, one, of
 // which two threads add up each half of a unit's parts.

@@ -92,7 +92,7 @@ struct Producer {
     if (lane_index() == 0) ptx::mbarrier_arrive_expect(full, Traits::kBoxBytes);
     __syncwarp();
     constexpr int kBlocks = Traits::kClusterBlocks;
-    if (!loads(buffer, box)) return;
+    if (kBlocks > 1 && ((box + buffer) % kBlocks) != static_cast<int>(ptx::cluster_rank())) return;
 #pragma unroll
     for (int i = 0; i < LaneBoxes::kMost; ++i) {
       const int first = (lane_index() + i * kThreadsPerWarp) * params.box_rows;
@@ -124,26 +124,6 @@ struct Producer {
     uses.next(buffer);
   }
 
-  // Whether the block loads a box, of a buffer, for all of its cluster.
-  static __device__ __forceinline__ bool loads(int buffer, int box) {
-    constexpr int kBlocks = Traits::kClusterBlocks;
-    return kBlocks == 1 || (box + buffer) % kBlocks == static_cast<int>(ptx::cluster_rank());
-  }
-
-  // Has the L2 read a block of keys, which is loaded when there is room.
-  __device__ __forceinline__ void prefetch_block(int buffer, int head_kv, const LaneBoxes& boxes) {
-#pragma unroll
-    for (int i = 0; i < LaneBoxes::kMost; ++i) {
-      if (boxes.page[i] == kNowhere) continue;
-#pragma unroll
-      for (int box = 0; box < Traits::kBoxes; ++box) {
-        if (!loads(buffer, box)) continue;
-        ptx::tma_prefetch(&params.keys, box * Traits::kBoxColumns, boxes.row[i], head_kv,
-                          boxes.page[i]);
-      }
-    }
-  }
-
   __device__ __forceinline__ void load_segment(const Described& known, int sequence,
                                                const KeyRange& part) {
     const uint64_t policy = params.read_once != 0 ? ptx::kEvictFirst : ptx::kEvictNormal;
@@ -155,12 +135,8 @@ struct Producer {
     for (int b = 0; b < part.end - part.first; ++b) {
       const LaneBoxes boxes = next;
       key += kBlockKeys;
-      // Pages of the next block are looked up, and its keys brought to the L2, while this one waits
-      // for room: with two buffers there is not the time to wait for memory.
-      if (b + 1 < part.end - part.first) {
-        next.find(params, known, pages, key);
-        prefetch_block((b + 1) % kBuffers, block.head_kv, next);
-      }
+      // Pages of the next block are looked up while this one waits for room.
+      if (b + 1 < part.end - part.first) next.find(params, known, pages, key);
       load_block(b % kBuffers, block.head_kv, boxes, policy);
     }
   }

@@ -172,10 +172,7 @@ __device__ __forceinline__ void find_share(const Params& params, const Block& bl
   }
   const int blocks =
       static_cast<int>(min((total + kLeastUnits - 1) / kLeastUnits, int64_t{params.shares}));
-  // A few shares more than sequences would cut a few of these.
-  const int count = params.sequences.count;
-  const bool nearly = count <= blocks && 8 * count >= 7 * blocks;
-  if (find_aligned(params, block.share, before, total, nearly ? count : blocks, state)) return;
+  if (find_aligned(params, block.share, before, total, blocks, state)) return;
   if (block.share < blocks) {
     const int64_t begin = total * block.share / blocks;
     if (before <= begin && begin < before + mine) {
