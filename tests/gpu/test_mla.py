@@ -87,6 +87,37 @@ def test_cuts_beside_tiles_and_within(count: int) -> None:
     ragged.assert_same_bits(of_pages(16), of_pages(64))
 
 
+def _shares(heads: int) -> int:
+    """Blocks of each row tile."""
+    count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    return int(count // max(heads // 64, 1))
+
+
+@pytest.mark.parametrize("heads", [(128, 1), (16, 1)], ids=str)
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_whole_tiles_where_sequences_are_alike(tiles: int, heads: tuple[int, int]) -> None:
+    """As many sequences as shares, or twice as many: each is in one block, and has the bits that it
+    has alone in a share."""
+    keys, shares = 700, _shares(heads[0])
+    batch = make([1] * (tiles * shares), [keys] * (tiles * shares), dtype="bf16", heads=heads)
+    some = Batch(*(x[:shares] for x in (batch.q, batch.k, batch.v)), batch.sinks)
+    whole = check(batch, ragged.paginate(batch, 64), causal="bottom_right")
+    alone = check(some, ragged.paginate(some, 64), causal="bottom_right")
+    for got, want in zip(whole.out, alone.out, strict=False):
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("heads", [(128, 1), (16, 1)], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 33, 65, 67, 100, 140, 390])
+def test_shares_that_begin_with_sequences(count: int, heads: tuple[int, int]) -> None:
+    """Several shares of a sequence, several sequences of a share, cuts where neither is about
+    equal, and sequences without queries or keys between them."""
+    for lengths in ([400] * count, [(1500 if b % 5 == 0 else 70 * (b % 3)) for b in range(count)]):
+        queries = [0 if b % 7 == 3 else 1 for b in range(count)]
+        batch = make(queries, lengths, dtype="bf16", heads=heads, seed=count)
+        check(batch, ragged.paginate(batch, 64), causal="bottom_right")
+
+
 @pytest.mark.parametrize(
     "dims", [(576, 512), (512, 512), (320, 256), (264, 8), (568, 504)], ids=str
 )

@@ -158,8 +158,8 @@ __device__ __forceinline__ bool finish_segment(const Params& params, const Segme
 
 template <class Traits>
 __device__ __forceinline__ void compute_rows_again(const Params& params, const Segment& segment) {
-  const KeysOfRow<typename Traits::Element> keys = {params, segment.keys.pages, segment.keys.batch_k,
-                                                    segment.keys.begin_k, segment.tile.head_kv};
+  const KeysOfRow<typename Traits::Element> keys = {
+      params, segment.keys.pages, segment.keys.batch_k, segment.keys.begin_k, segment.tile.head_kv};
   for (int row = warp_index(); row < segment.tile.rows; row += kWarps) {
     compute_row_again<typename Traits::Element, Traits::kDimV>(params, segment.tile, keys, row);
   }

@@ -262,7 +262,8 @@ __device__ __forceinline__ void take_segment(const Params& params, BlockState& s
     ++cursor.tile;
   }
   segment.keys.first_warp = cursor.steps % kWarps;
-  cursor.steps += max(0, segment.keys.end - segment.keys.key + Traits::kStepKeys - 1) / Traits::kStepKeys;
+  cursor.steps +=
+      max(0, segment.keys.end - segment.keys.key + Traits::kStepKeys - 1) / Traits::kStepKeys;
   cursor.tiles += segment.new_tile;
   segment.query_buffer = cursor.tiles % 2;
 }

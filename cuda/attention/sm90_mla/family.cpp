@@ -121,8 +121,8 @@ flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts
 // are waited for.
 constexpr int64_t kCombineBlocksPerMultiprocessor = 8;
 
-// Rows that a block of the second kernel adds up at a time: where tiles have many parts, one, of which two
-// threads add up each half of a unit's parts.
+// Rows that a block of the second kernel adds up at a time: where tiles have many parts, one, of
+// which two threads add up each half of a unit's parts.
 int combine_rows_log2(const AttentionProblem& p, int64_t shares) {
   constexpr int64_t kManyParts = 4;
   return shares > kManyParts * p.batch ? 0 : 1;
@@ -156,8 +156,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
       plan_launch(entry->combine, device_id, "a", cuts, kCombineThreads, 0, plan);
   const int rows_log2 = combine_rows_log2(problem, shares);
   const int64_t rows = std::clamp<int64_t>(problem.seq_q * group_of(problem), 1, kRows);
-  const int64_t most = std::max(kCombineBlocksPerMultiprocessor * facts->multiprocessors / cuts,
-                                int64_t{1});
+  const int64_t most =
+      std::max(kCombineBlocksPerMultiprocessor * facts->multiprocessors / cuts, int64_t{1});
   second.grid[1] = static_cast<uint32_t>(std::min(((rows - 1) >> rows_log2) + 1, most));
   second.tile_m = 1 << rows_log2;
   const int64_t places = sm89_decode::places_of(blocks, false);

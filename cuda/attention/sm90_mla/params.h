@@ -16,8 +16,8 @@ struct Params : sm89_decode::Params {  // blocks: all of them; places of parts a
   int32_t box_rows;                    // a power of two, which divides what pages have
   int32_t shares;                      // blocks that share the keys of each row tile
   Divisor by_shares;
-  Divisor by_clusters;  // of row tiles of a KV head, at most
-  int32_t read_once;    // no other block reads the keys of a block
+  Divisor by_clusters;   // of row tiles of a KV head, at most
+  int32_t read_once;     // no other block reads the keys of a block
   int32_t cuts_by_tile;  // cut_tiles has one for each tile, not for each block
 };
 

@@ -74,7 +74,7 @@ inline constexpr int kLeastUnits = 2;
 // Where a share begins.
 struct Place {
   int64_t unit;
-  int32_t sequence;  // that has it
+  int32_t sequence;    // that has it
   int64_t first_unit;  // of the sequence
 };
 

@@ -628,11 +628,12 @@ void values_in_keys_are_read_with_them() {
     call.strides[i][0] = call.shapes[i][1] * heads * columns;
   }
   call.tensors[2].data = call.tensors[1].data;
-  const auto run = [&](const char* kernel, int64_t blocks, int32_t cluster, int64_t shares) {
+  const auto run = [&](const char* kernel, int64_t blocks, int32_t cluster, int64_t shares,
+                       int64_t cuts) {
     const flashmoe_plan plan = plan_of(call);
     CHECK(std::strcmp(plan.family, "sm90_mla") == 0 && plan.launch_count == 2);
     CHECK(std::strcmp(plan.launches[0].kernel, kernel) == 0);
-    CHECK(plan.launches[0].grid[0] == blocks && plan.launches[1].grid[0] == blocks);
+    CHECK(plan.launches[0].grid[0] == blocks && plan.launches[1].grid[0] == cuts);
     CHECK(plan.launches[0].cluster == cluster);
     CHECK(plan.workspace_bytes ==
           2 * blocks * 64 * (512 * 4 + 8) + blocks * sizeof(sm89_decode::CutTile));
@@ -645,25 +646,26 @@ void values_in_keys_are_read_with_them() {
     CHECK(shares * (blocks / shares) == blocks);
     return plan.launches[1].grid[1] * plan.launches[1].tile_m;
   };
-  // 5 queries of 128 heads are 10 row tiles, and 4 sequences have 3 blocks of keys each.
+  // 5 queries of 128 heads are 10 row tiles, and 4 sequences have 3 blocks of keys each. A tile has
+  // as many blocks of the second kernel as run at a time, 26 that take two rows at a time.
   const char* const pair = "attention_forward_sm90_mla_fp16_d576_dv512_pair";
-  CHECK(run(pair, 120, 2, 12) == 64);
+  CHECK(run(pair, 120, 2, 12, 40) == 2 * 26);
   CHECK(fake::maps.size() == 1);
   const fake::Map map = fake::maps[0];
   CHECK(map.data == call.tensors[1].data && map.box[0] == 64 && map.box[1] == 16);
   CHECK(map.extents[0] == 576 && map.extents[1] == 16 && map.extents[3] == 30);
   call.sequences.max_seqlen_q = 1;
-  run(pair, 24, 2, 12);
+  CHECK(run(pair, 24, 2, 12, 8) == 64);
   call.shapes[0][2] = call.shapes[3][2] = call.shapes[4][1] = 16;
-  CHECK(run("attention_forward_sm90_mla_fp16_d576_dv512", 12, 0, 12) == 16);
+  CHECK(run("attention_forward_sm90_mla_fp16_d576_dv512", 12, 0, 12, 4) == 16);
   call.shapes[0][2] = call.shapes[3][2] = call.shapes[4][1] = 128;
   call.params.kernel = "attention_forward_sm90_mla_fp16_d576_dv512";
-  run(call.params.kernel, 24, 0, 12);
+  run(call.params.kernel, 24, 0, 12, 8);
   // As many as there are multiprocessors, 132, for each row tile of which others are.
   call.page_table.shape[1] = 100;
   call.sequences.max_seqlen_q = 5;
   call.params.kernel = "sm90_mla";
-  run(pair, 130, 2, 13);
+  run(pair, 130, 2, 13, 40);
   // Elsewhere.
   flashmoe_plan plan = flashmoe_plan_init();
   const auto refuses = [&](const char* sentence) {
