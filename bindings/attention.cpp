@@ -157,12 +157,11 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
     named["return_lse"] = return_lse;
     return nb::module_::import_("flashmoe_science._dispatch")
         .attr("flash_attention")(
-            named_tensors({{"q", q}, {"k", k}, {"v", v}},
-                          {{"sinks", sinks},
-                           {"attn_bias", attn_bias},
-                           {"attn_mask", attn_mask},
-                           {"prior_out", prior_out},
-                           {"prior_lse", prior_lse}}),
+            named_tensors({{"q", q}, {"k", k}, {"v", v}}, {{"sinks", sinks},
+                                                           {"attn_bias", attn_bias},
+                                                           {"attn_mask", attn_mask},
+                                                           {"prior_out", prior_out},
+                                                           {"prior_lse", prior_lse}}),
             named, named_tensors({}, {{"out", out}, {"lse", lse}}), stream, sequences);
   }
   AttentionCall call;
@@ -192,8 +191,8 @@ nb::object flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle 
   call.make_outputs(want_lse, [&](const char* name, TensorView* view, flashmoe_dtype dtype,
                                   int rank, const int64_t* shape) {
     nb::object& made = view == &call.out ? result : sums;
-    const bool like_q = view == &call.out && shape[kRank - 1] == call.q.extent(kRank - 1) &&
-                        prior_out.is_none();
+    const bool like_q =
+        view == &call.out && shape[kRank - 1] == call.q.extent(kRank - 1) && prior_out.is_none();
     made = like_q ? caller.allocate_like(name, q, call.q, view)
                   : caller.allocate(name, call.q.device(), dtype, rank, shape, view);
   });

@@ -329,8 +329,8 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  * that came before. out and lse are then those of its keys and this call's, as
  * flashmoe_merge_states makes them of the two, the given one first:
  *
- *   prior_out  [batch, seq_q, heads_q, dim_v]  in the layout of out: fp16, bf16 or fp32, with a q of
- *                                              fp64 fp64; NULL: none
+ *   prior_out  [batch, seq_q, heads_q, dim_v]  in the layout of out: fp16, bf16 or fp32; fp64 where
+ *                                              q is; NULL: none
  *   prior_lse  [batch, heads_q, seq_q]         as lse; with prior_out
  *
  * out may then be of any of these dtypes, in place of q's. It may be prior_out, of the same memory,

@@ -185,8 +185,8 @@ struct AttentionMergeIn : AttentionForward {
     shown.lse = p.merge.lse.data;  // the call's, and not that of its own part
     AttentionForward::print(params, shown, text, size);
     const size_t used = std::strlen(text);
-    std::snprintf(text + used, size - used, " prior=%s -> %s",
-                  dtype_name(p.merge.prior_out.dtype), dtype_name(p.merge.out.dtype));
+    std::snprintf(text + used, size - used, " prior=%s -> %s", dtype_name(p.merge.prior_out.dtype),
+                  dtype_name(p.merge.out.dtype));
   }
 
  private:
