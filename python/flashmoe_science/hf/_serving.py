@@ -99,11 +99,11 @@ def _staying_in_pages(theirs: Callable[..., Any]) -> Callable[..., Any]:
         kwargs["read_index"] = [x[:0] for x in read]
         made = theirs(cache, key, value, layer, kwargs=kwargs)
         kwargs["read_index"] = read
+        k, v = allocator.get_cache_for_block_table(layer)
         kwargs[_packed.WRITTEN] = _packed.written_pages(
-            cache, group, layer == allocator.layer_indices[0],
-            *allocator.get_cache_for_block_table(layer), read[group],
+            cache, group, layer == allocator.layer_indices[0], k, v, read[group],
             kwargs["cu_seq_lens_k"], kwargs["max_length_k"],
         )  # fmt: skip
         return made
 
-    return torch.compiler.disable(update)  # type: ignore[no-any-return]
+    return torch.compiler.disable(update)  # type: ignore[no-any-return, no-untyped-call]
