@@ -51,6 +51,13 @@ int64_t tiles_of(const AttentionProblem& p, const Entry& entry) {
              : p.heads_kv * row_tiles * p.batch;
 }
 
+// Whether tiles, of which any may be cut, are so few that each has its place among those; otherwise
+// each block has one, whose tile it may cut. Without sequences there is no tile.
+bool has_cuts_by_tile(const AttentionProblem& p, const Entry& entry, int64_t blocks) {
+  const int64_t tiles = tiles_of(p, entry);
+  return tiles > 0 && tiles <= blocks;
+}
+
 // Blocks that share the keys of a row tile: as many as run at a time, if there are so many blocks
 // of keys.
 int64_t shares_of(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
@@ -151,7 +158,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   plan_launch(*entry, device_id, "a", blocks, plan).cluster =
       entry->cluster_blocks > 1 ? entry->cluster_blocks : 0;
   // A block for each tile that may be cut.
-  const int64_t cuts = std::min(blocks, tiles_of(problem, *entry));
+  const int64_t cuts =
+      has_cuts_by_tile(problem, *entry, blocks) ? tiles_of(problem, *entry) : blocks;
   flashmoe_launch& second =
       plan_launch(entry->combine, device_id, "a", cuts, kCombineThreads, 0, plan);
   const int rows_log2 = combine_rows_log2(problem, shares);
@@ -204,7 +212,7 @@ void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
   params->part_units_log2 = entry.units_log2;
   params->box_rows = box_rows(p);
   params->shares = static_cast<int32_t>(shares);
-  params->cuts_by_tile = tiles_of(p, entry) <= blocks ? 1 : 0;
+  params->cuts_by_tile = has_cuts_by_tile(p, entry, blocks) ? 1 : 0;
   params->by_shares = Divisor::of(static_cast<uint32_t>(shares));
   params->by_clusters = Divisor::of(static_cast<uint32_t>(clusters));
   params->read_once = row_tiles(p) == 1 ? 1 : 0;
