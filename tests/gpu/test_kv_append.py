@@ -351,7 +351,8 @@ def test_operators_and_compiled(q: bool) -> None:
         assert torch.equal(given[name], eager[name])
     assert not q or torch.equal(made, want)
     names = ("k", "v", "k_cache", "v_cache", "slots", "cache_seqlens", "cu_seqlens", "seqused",
-             "batch_index", "page_table", "positions", "rotary_cos", "rotary_sin")  # fmt: skip
+             "batch_index", "page_table", "positions", "rotary_cos", "rotary_sin", "k_scale",
+             "v_scale")  # fmt: skip
     operator = torch.ops.flashmoe.kv_append_with_q if q else torch.ops.flashmoe.kv_append
     tensors = [given.get(name) for name in names] + ([given["q"]] if q else [])
     torch.library.opcheck(operator.default, (*tensors, True, False, "bshd", None))
