@@ -58,7 +58,9 @@ FAMILIES = (*kernels.FAMILIES, *kernels.OF_SEQUENCES)
 
 def _for_kernel(kernel: Kernel, options: Options) -> Options:
     """With a softcap where the kernel is for calls that have one, without where another is; with
-    heads enough for two blocks where these are a cluster."""
+    heads enough for two blocks where these are a cluster, and a prompt in mixed batches."""
+    if kernel.family == "mixed":  # some sequence has more queries than decode
+        return options._replace(seq_q=options.seq_q + 128)
     if kernel.family == "sm90_mla":
         return options._replace(heads_q=80 if "Paired" in kernel.tuning else 16, heads_kv=1)
     if kernel.family in kernels.COPY_ENGINE:
@@ -180,16 +182,27 @@ def _sequences(
         "seqused_k": np.array([n for _, n in lengths], np.int32), "page_table": table,
     }  # fmt: skip
     arrays["out"][...] = np.nan
+    if kernel.biased:
+        shape = (len(lengths), options.heads_q, int(ends[-1]), table.shape[1] * size)
+        arrays["attn_bias"] = capi.normal(rng, shape, dtype)
+        arrays["attn_mask"] = rng.random((shape[0], 1, *shape[2:])) < 0.8
     return arrays, parts
 
 
 _TENSORS = ("q", "k", "v", "out", "lse")
+_PAIRS = ("attn_bias", "attn_mask")
+
+
+def _pairs_of(arrays: dict[str, np.ndarray], b: int, seq_q: int, seq_k: int) -> dict[str, Any]:
+    """Biases and masks of one sequence."""
+    return {name: arrays[name][b : b + 1, :, :seq_q, :seq_k] for name in _PAIRS if name in arrays}
 
 
 def _run_sequences(
     driver: Driver, kernel: Kernel, arrays: dict[str, np.ndarray], **options: Any
 ) -> set[str]:
-    tables = {name: x for name, x in arrays.items() if name not in _TENSORS}
+    tables = {name: x for name, x in arrays.items() if name not in _TENSORS + _PAIRS}
+    options |= {name: arrays[name] for name in _PAIRS if name in arrays}
     wanted = "mixed" if kernel.family == "mixed" else kernel.table_name
     params = capi.attention_params(*(arrays[name] for name in _TENSORS), **options, tables=tables,
                                    kernel=wanted.encode())  # fmt: skip
@@ -213,10 +226,13 @@ def check_sequences(
     for b, (q, k, v) in enumerate(parts):
         rows = slice(ends[b], ends[b + 1])
         out, lse = arrays["out"][:, rows], arrays["lse"][:, :, rows]
+        pairs = _pairs_of(arrays, b, q.shape[1], k.shape[1])
         if bad_key is None or b > 0:
-            reference.assert_accurate(out, lse, q, k, v, **mask, softcap=options.softcap)
+            reference.assert_accurate(out, lse, q, k, v, **mask, softcap=options.softcap, **pairs)
         else:
             seen = reference.visible(q.shape[1], k.shape[1], **mask)[:, bad_key]
+            if pairs:
+                seen &= pairs["attn_mask"][0, 0, :, bad_key]
             assert np.isnan(out[0, seen].astype(np.float32)).all()
             assert np.isfinite(out[0, ~seen].astype(np.float32)).all()
     return ran

@@ -53,7 +53,9 @@ _OPTIONS = (
 _RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
 _SUFFIXES = {"TableTuning": "", "CappedTuning": "_softcap", "AdaTuning": "_ada",
              "RaggedTuning": "_ragged", "CappedRaggedTuning": "_ragged_softcap",
-             "RaggedAdaTuning": "_ragged_ada", "BiasedAdaTuning": "_biased_ada"}  # fmt: skip
+             "RaggedAdaTuning": "_ragged_ada", "BiasedTuning": "_biased",
+             "BiasedAdaTuning": "_biased_ada",
+             "RaggedBiasedAdaTuning": "_ragged_biased_ada"}  # fmt: skip
 
 
 def kernel_name(family: str, kernel: Kernel) -> str:
@@ -170,10 +172,20 @@ def check_sequences(
                   "v": (seq_k, options.heads_kv, kernel.dim_v)}  # fmt: skip
         part = {name: capi.normal(rng, (1, *shape), dtype) for name, shape in shapes.items()}
         part["dlse"] = rng.standard_normal((1, options.heads_q, seq_q)).astype(np.float32)
-        tensors = (part[name] for name in "qkv")
-        part["out"], part["lse"] = capi.attention(*tensors, sinks=sinks, **settings)
         parts.append(part)
     arrays = {"sinks": sinks}
+    if kernel.biased:
+        room = (sum(n for n, _ in lengths) + 3, sum(n for _, n in lengths) + 3)
+        arrays["attn_bias"] = capi.normal(rng, (len(lengths), options.heads_q, *room), dtype)
+        arrays["attn_mask"] = rng.random((len(lengths), 1, *room)) < 0.8
+    pairs = [
+        {name: arrays[name][b : b + 1, :, :seq_q, :seq_k]
+         for name in ("attn_bias", "attn_mask") if name in arrays}
+        for b, (seq_q, seq_k) in enumerate(lengths)
+    ]  # fmt: skip
+    for part, own in zip(parts, pairs, strict=True):
+        tensors = (part[name] for name in "qkv")
+        part["out"], part["lse"] = capi.attention(*tensors, sinks=sinks, **settings, **own)
     for name, first in parts[0].items():
         axis = 2 if name in ("lse", "dlse") else 1
         laid = np.concatenate([part[name] for part in parts], axis)
@@ -199,7 +211,7 @@ def check_sequences(
             for name, where in (("dq", rows), ("dk", keys), ("dv", keys))
         )
         given = (part[name] for name in ("dout", "q", "k", "v", "dlse"))
-        reference_backward.assert_gradients_accurate(got, *given, sinks, **settings)
+        reference_backward.assert_gradients_accurate(got, *given, sinks, **settings, **pairs[b])
     return ran
 
 

@@ -14,7 +14,7 @@ import torch
 from gpu import families, ragged, ragged_backward
 from gpu.cases import DTYPES
 from gpu.ragged import INT_MAX, Batch, Call, int32
-from reference import assert_accurate
+from reference import assert_accurate, attention_float64, to_numpy
 from reference_backward import assert_gradients_accurate
 
 pytestmark = pytest.mark.gpu
@@ -323,6 +323,15 @@ def test_offsets_beside_a_mask() -> None:
             check_sequence(batch, b, got, attn_mask=mask)
 
 
+def check_wild(batch: Batch, b: int, got: ragged.Result, **given: Any) -> None:
+    """What is no number in float64 is none, and nothing else."""
+    want = attention_float64(*(x[b] for x in (batch.q, batch.k, batch.v)), **given)
+    out, wild = to_numpy(got.out[b]), ~np.isfinite(want.out)
+    assert wild.any()
+    assert not np.isfinite(out[wild]).any()
+    assert np.abs(out[~wild] - want.out[~wild]).max() < 0.01
+
+
 def test_a_nan_is_of_the_rows_that_see_it() -> None:
     """Of values, keys and pages that there are not, beside a mask."""
     batch = ragged.make((200, 7), (230, 300), dtype="fp16")
@@ -333,7 +342,7 @@ def test_a_nan_is_of_the_rows_that_see_it() -> None:
     got = ragged.run(call, DEVICE, causal=True, **numbers.options)
     table = call.tables["page_table"]
     for b in range(2):
-        check_sequence(batch, b, got, causal=True, **numbers.of(b))
+        check_wild(batch, b, got, causal=True, **numbers.of(b))
     hidden = numbers.options["attn_mask"].clone()
     hidden[0, :, :, 32:64] = False
     call.k[table[0, 2:4].long()] = torch.nan
@@ -341,7 +350,7 @@ def test_a_nan_is_of_the_rows_that_see_it() -> None:
     got = ragged.run(call, DEVICE, causal=True, **numbers.options)
     numbers.options["attn_mask"] = hidden
     for b in range(2):
-        check_sequence(batch, b, got, causal=True, **numbers.of(b))
+        check_wild(batch, b, got, causal=True, **numbers.of(b))
 
 
 @pytest.mark.parametrize("kind", KINDS)
