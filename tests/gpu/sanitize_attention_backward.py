@@ -159,7 +159,7 @@ def check_sequences(
 ) -> set[str]:
     """Of sequences one behind the other, with rows of NaN that none has. With `hostile` offsets are
     anything, and nothing is checked but that the call stays inside of its memory."""
-    dtype, lengths = capi.DTYPES[kernel.dtype], ((options.seq_q, options.seq_k), (0, 5), (1, 40))
+    dtype, lengths = capi.DTYPES[kernel.dtype], ((options.seq_q, options.seq_k), (0, 5), (19, 40))
     options = options._replace(layout="bshd")
     rng = np.random.default_rng(kernel.dim + options.seq_k)
     sinks = rng.standard_normal(options.heads_q).astype(np.float32)

@@ -17,8 +17,10 @@ class StepPairs {
                                        int step)
       : params_(params), steps_(steps), shared_(shared), step_(step) {}
 
-  // Copies them by cp.async, where that can be done; else `load` loads them one by one.
+  // Copies them by cp.async, where that can be done; else `load` loads them one by one. Another
+  // kind of numbers, of other lanes, may lie there: these have been read.
   __device__ __forceinline__ void copy() const {
+    __syncwarp();
     with_first([&](auto rows) { rows.copy(*this); });
   }
   __device__ __forceinline__ void load() const {
@@ -193,6 +195,7 @@ class StepPairs {
   }
   template <class AnyRows>
   __device__ __forceinline__ void fetch(const AnyRows& rows) const {
+    __syncwarp();  // as in copy
     rows.copy(*this);
     rows.load(*this);
     ptx::cp_async_commit();
