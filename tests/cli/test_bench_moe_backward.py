@@ -86,7 +86,7 @@ def break_calls(monkeypatch: pytest.MonkeyPatch, damage: Any) -> None:
 
     def route(*arguments: Any, **options: Any) -> Any:
         answer = real_route(*arguments, **options)
-        damage({"dlogits": answer}, options.get("out") is not None)
+        damage({"dlogits": answer}, options.get("dlogits") is not None)
         return answer
 
     monkeypatch.setattr(flashmoe_science, "moe_backward", layer)

@@ -264,7 +264,7 @@ def test_read_only_tensors_are_not_written_to() -> None:
         def route(output: Any, part: str = part) -> object:
             return fm.moe_route(logits, 2, out=routing._replace(**{part: output}))
 
-        refused(f"out.{part}", route, *shape, dtype=dtype)
+        refused(part, route, *shape, dtype=dtype)
     fm.moe_route(logits, 2, out=routing)
 
     def run(**output: Any) -> object:

@@ -279,7 +279,7 @@ def described(*shape: int, dtype: tuple[int, int] = (2, 16)) -> Any:
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"prior_out": None}, "prior_lse: got a tensor, accepted is None without prior_out"),
+    ({"prior_out": None}, "prior_lse: got a tensor, accepted is none without prior_out"),
     ({"prior_lse": None}, "prior_lse: got a null tensor, it is required"),
     ({"prior_out": described(2, 5, 4, 8)}, "prior_out: its head dimension is 8, but out has 16"),
     ({"prior_out": described(2, 6, 4, 16)}, "prior_out: its sequence length is 6, but out has 5"),

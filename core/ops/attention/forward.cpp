@@ -159,7 +159,7 @@ struct AttentionMergeIn : AttentionForward {
     AttentionViews views;
     if (params.prior_out == nullptr) {
       return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "prior_lse: got a tensor, accepted is a null pointer without prior_out");
+                  "prior_lse: got a tensor, accepted is none without prior_out");
     }
     FLASHMOE_TRY(read(params, &attention, &arguments, &views));
     FLASHMOE_TRY(read_prior(params, arguments, views, attention, &problem->merge));

@@ -58,6 +58,8 @@ const Entry entry_fp16_d64_dv64 = {
     false,
     32,
     48,
+    1,
+    1,
 };
 
 static LoadedKernel loaded_ragged[3][kMaxDevices];
@@ -84,6 +86,8 @@ const Entry entry_fp16_d64_dv64_ragged = {
     false,
     32,
     48,
+    1,
+    1,
 };
 
 // The real ones, for estimates.
@@ -112,7 +116,9 @@ static Entry entry_of(const char* name, const char* prologue, const char* behind
        Traits::kCluster},
       Traits::kCapped,
       kBoxColumns,
-      kKeysPerGroup};
+      kKeysPerGroup,
+      Traits::kDqParts,
+      Traits::kKeyParts};
 }
 extern const Entry entry_bf16_d64_dv64;
 const Entry entry_bf16_d64_dv64 = entry_of<Traits<__nv_bfloat16, 64, 64>>(
