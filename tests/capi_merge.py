@@ -66,3 +66,32 @@ def partials(
     outs = capi.normal(rng, (n, batch, *rows, dim), dtype)
     lses = rng.normal(0, 3, (n, batch, heads, seq)).astype(capi.sums_dtype(dtype))
     return outs, lses
+
+
+def special_partials(dtype: np.dtype, at: int) -> tuple[np.ndarray, np.ndarray]:
+    """40 partials of 8 rows, of which rows 0 to 6 have special numbers in partial `at`."""
+    outs, lses = partials(np.random.default_rng(at), (40, 1, 8, 1, 16), dtype)
+    lses[at, 0, 0, 0] = np.nan
+    lses[at, 0, 0, 1] = np.inf
+    lses[[at, 39], 0, 0, 2] = np.inf  # which share the row
+    lses[:, 0, 0, 3] = -np.inf
+    lses[at, 0, 0, 3] = np.nan
+    lses[[at, 38], 0, 0, 4] = np.nan, np.inf
+    outs[at, 0, 5, 0, 3] = np.nan
+    outs[at, 0, 6, 0, 4] = np.inf
+    return outs, lses
+
+
+def assert_special(
+    out: np.ndarray, lse: np.ndarray, outs: np.ndarray, at: int, *, rtol: float, atol: float
+) -> None:
+    """Rows 0 to 6 are what flashmoe.h says of them, in float64."""
+    for row in (0, 3, 4):
+        assert np.isnan(out[0, row]).all() and np.isnan(lse[0, 0, row])
+    wide = outs.astype(np.float64)
+    np.testing.assert_array_equal(out[0, 1], wide[at, 0, 1])
+    mean = (wide[at, 0, 2] + wide[39, 0, 2]) / 2
+    np.testing.assert_allclose(out[0, 2], mean, rtol=rtol, atol=atol)
+    assert np.isposinf(lse[0, 0, [1, 2]]).all()
+    assert np.isnan(out[0, 5, 0, 3]) and np.isfinite(np.delete(out[0, 5, 0], 3)).all()
+    assert np.isposinf(out[0, 6, 0, 4]) and np.isfinite(np.delete(out[0, 6, 0], 4)).all()

@@ -198,7 +198,7 @@ Params make_params(const Problem& p, const flashmoe_launch& planned) {
   params.rows = static_cast<int32_t>(rows_of_call(p));
   params.seq = static_cast<int32_t>(p.seq);
   params.seq_q = static_cast<int32_t>(p.seq_q);
-  params.rows_of_batch = Divisor::of(static_cast<uint32_t>(std::max<int64_t>(rows_of_batch(p), 1)));
+  params.rows_of_batch = divisor_of(rows_of_batch(p));
   params.unit_heads = planned.stages;
   const int64_t dims[kStreams] = {p.dim, p.dim_v, p.dim};
   const int64_t heads[kStreams] = {p.heads_kv, p.heads_kv, p.heads_q};
@@ -211,17 +211,14 @@ Params make_params(const Problem& p, const flashmoe_launch& planned) {
     params.units[stream] = Divisor::of(static_cast<uint32_t>(units));
     params.ends[stream] = static_cast<int32_t>(end);
   }
-  params.row_units = Divisor::of(static_cast<uint32_t>(std::max<int64_t>(end, 1)));
+  params.row_units = divisor_of(end);
   params.block_rows = planned.tile_m;
   params.block_units = planned.tile_n;
   return params;
 }
 
 flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, void* stream) {
-  const DeviceGuard guard(p.device.device_id);
-  FLASHMOE_TRY(guard.status());
-  const Params params = make_params(p, plan.info.launches[0]);
-  return launch_planned(plan, 0, &params, stream);
+  return launch_one(p, plan, stream, make_params);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// What blocks have of the rows that appending and gathering move, and where rows are. Host code.
+// What blocks have of the rows that appending, gathering and merging move, where rows are, and the
+// launch of their one kernel. Host code.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +7,8 @@
 #include <cstdint>
 
 #include "core/ops/attention/problem.h"
+#include "core/status.h"
+#include "cuda/divisor.h"
 #include "cuda/kv_append/entry.h"
 #include "cuda/kv_append/params.h"
 #include "cuda/launch.h"
@@ -110,6 +113,21 @@ Rows rows_of(const RowsView<Data>& view) {
   return {const_cast<char*>(static_cast<const char*>(view.data)),
           bytes_of(view.strides.batch, view.dtype), bytes_of(view.strides.seq, view.dtype),
           bytes_of(view.strides.head, view.dtype)};
+}
+
+// Of an extent, which is 0 in calls that have no such rows: nothing is divided then.
+inline Divisor divisor_of(int64_t extent) {
+  return Divisor::of(static_cast<uint32_t>(std::max<int64_t>(extent, 1)));
+}
+
+// Launches the plan's kernel with make_params(problem, its launch).
+template <class Problem, class MakeParams>
+flashmoe_status launch_one(const Problem& problem, const Plan& plan, void* stream,
+                           const MakeParams& make_params) {
+  const DeviceGuard guard(problem.device.device_id);
+  FLASHMOE_TRY(guard.status());
+  const auto params = make_params(problem, plan.info.launches[0]);
+  return launch_planned(plan, 0, &params, stream);
 }
 
 }  // namespace flashmoe::kv_append

@@ -15,6 +15,8 @@
 namespace flashmoe::kv_gather {
 namespace {
 
+using kv_append::divisor_of;
+using kv_append::launch_one;
 using kv_append::rows_of;
 using kv_append::Shares;
 using Problem = KvGatherProblem;
@@ -85,10 +87,6 @@ int32_t room_of(const Problem& p) {
   return static_cast<int32_t>(std::min<int64_t>(room, INT_MAX));
 }
 
-Divisor divisor_of(int64_t value) {
-  return Divisor::of(static_cast<uint32_t>(std::clamp<int64_t>(value, 1, INT_MAX)));
-}
-
 Params make_params(const Problem& p, const flashmoe_launch& planned) {
   Params params = {};
   params.from[kKeys] = rows_of(p.k_cache);
@@ -120,10 +118,7 @@ Params make_params(const Problem& p, const flashmoe_launch& planned) {
 }
 
 flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, void* stream) {
-  const DeviceGuard guard(p.device.device_id);
-  FLASHMOE_TRY(guard.status());
-  const Params params = make_params(p, plan.info.launches[0]);
-  return launch_planned(plan, 0, &params, stream);
+  return launch_one(p, plan, stream, make_params);
 }
 
 }  // namespace

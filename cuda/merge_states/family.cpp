@@ -17,6 +17,8 @@ namespace {
 
 using kv_append::bytes_of;
 using kv_append::ceil_div;
+using kv_append::divisor_of;
+using kv_append::launch_one;
 using kv_append::rows_of;
 using Problem = MergeStatesProblem;
 
@@ -114,10 +116,6 @@ Format format_of(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? kFp32 : dtype == Dtype::kBFloat16 ? kBf16 : kFp16;
 }
 
-Divisor divisor_of(int64_t value) {
-  return Divisor::of(static_cast<uint32_t>(std::max<int64_t>(value, 1)));
-}
-
 // Threads of a row's weights: as many as load each lse of it at a time, in a warp.
 int32_t threads_log2(int64_t partials) {
   int32_t log2 = 0;
@@ -165,10 +163,7 @@ Params make_params(const Problem& p, const flashmoe_launch& planned) {
 }
 
 flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, void* stream) {
-  const DeviceGuard guard(p.device.device_id);
-  FLASHMOE_TRY(guard.status());
-  const Params params = make_params(p, plan.info.launches[0]);
-  return launch_planned(plan, 0, &params, stream);
+  return launch_one(p, plan, stream, make_params);
 }
 
 }  // namespace

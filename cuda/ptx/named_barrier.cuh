@@ -35,21 +35,4 @@ __device__ __forceinline__ bool named_barrier_all(int barrier, int threads, bool
   return all != 0;
 }
 
-// The same of warps that come from different places.
-__device__ __forceinline__ bool named_barrier_all_apart(int barrier, int threads, bool yes) {
-  uint32_t all;
-  asm volatile(
-      "{\n"
-      ".reg .pred yes;\n"
-      ".reg .pred all;\n"
-      "setp.ne.u32 yes, %3, 0;\n"
-      "barrier.red.and.pred all, %1, %2, yes;\n"
-      "selp.u32 %0, 1, 0, all;\n"
-      "}\n"
-      : "=r"(all)
-      : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(yes))
-      : "memory");
-  return all != 0;
-}
-
 }  // namespace flashmoe::ptx

@@ -9,7 +9,14 @@ import capi
 import capi_moe
 import numpy as np
 import pytest
-from capi_merge import MergeParams, make_params, merged, partials
+from capi_merge import (
+    MergeParams,
+    assert_special,
+    make_params,
+    merged,
+    partials,
+    special_partials,
+)
 from guarded import between_guards
 
 FP32, FP64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -128,30 +135,12 @@ def test_rows_that_saw_no_key(isa_library: ctypes.CDLL, count: int, prior: bool)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_special_numbers(isa_library: ctypes.CDLL, dtype: str, at: int) -> None:
     """In the one row that has them, as flashmoe.h says; other rows are as they were."""
-    rng = np.random.default_rng(at)
-    outs, lses = partials(rng, (40, 1, 8, 1, 16), DTYPES[dtype])
-    lses[at, 0, 0, 0] = np.nan
-    lses[at, 0, 0, 1] = np.inf
-    lses[[at, 39], 0, 0, 2] = np.inf  # which share the row
-    lses[:, 0, 0, 3] = -np.inf
-    lses[at, 0, 0, 3] = np.nan
-    lses[[at, 38], 0, 0, 4] = np.nan, np.inf
-    outs[at, 0, 5, 0, 3] = np.nan
-    outs[at, 0, 6, 0, 4] = np.inf
+    outs, lses = special_partials(DTYPES[dtype], at)
     got = merge(outs, lses, lib=isa_library)
     out, lse = (x.astype(np.float64) for x in got)
-    for row in (0, 3, 4):
-        assert np.isnan(out[0, row]).all() and np.isnan(lse[0, 0, row])
-    wide = outs.astype(np.float64)
-    unit = UNITS[dtype]
-    np.testing.assert_array_equal(out[0, 1], wide[at, 0, 1])
-    mean = (wide[at, 0, 2] + wide[39, 0, 2]) / 2
-    np.testing.assert_allclose(out[0, 2], mean, rtol=unit, atol=unit)
-    assert np.isposinf(lse[0, 0, [1, 2]]).all()
-    assert np.isnan(out[0, 5, 0, 3]) and np.isfinite(np.delete(out[0, 5, 0], 3)).all()
-    assert np.isposinf(out[0, 6, 0, 4]) and np.isfinite(np.delete(out[0, 6, 0], 4)).all()
+    assert_special(out, lse, outs, at, rtol=UNITS[dtype], atol=UNITS[dtype])
     want = merged(outs[:, :, 7:], lses[..., 7:])
-    assert_merged((got[0][:, 7:], got[1][..., 7:]), want, unit)
+    assert_merged((got[0][:, 7:], got[1][..., 7:]), want, UNITS[dtype])
 
 
 def test_a_nan_reaches_its_row_however_small_its_weight(isa_library: ctypes.CDLL) -> None:

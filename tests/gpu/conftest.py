@@ -29,6 +29,15 @@ def family(request: pytest.FixtureRequest) -> str:
     return _serving(request.param)
 
 
+@pytest.fixture(
+    params=["sm89", "sm90_whole_tiles", "sm89_decode", None],
+    ids=["sm89", "sm90", "decode", "choice"],
+)
+def kernel(request: pytest.FixtureRequest) -> str | None:
+    """What calls of sequences ask for."""
+    return None if request.param is None else _serving(request.param)
+
+
 @pytest.fixture
 def sm90() -> str:
     """For what is said of this family alone."""

@@ -13,7 +13,7 @@ import flashmoe_science as fm
 import numpy as np
 import pytest
 import torch
-from capi_merge import make_params, merged, partials
+from capi_merge import assert_special, make_params, merged, partials, special_partials
 from flashmoe_science.flash_attn import merge_attn_states
 from gpu import memory
 from gpu.memory import Placed, Placement, to_torch
@@ -157,27 +157,10 @@ def test_rows_that_saw_no_key(count: int, prior: bool) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_special_numbers(dtype: str, at: int) -> None:
     """In the one row that has them, as flashmoe.h says; other rows are as they were."""
-    rng = np.random.default_rng(at)
-    outs, lses = partials(rng, (40, 1, 8, 1, 16), capi.DTYPES[dtype])
-    lses[at, 0, 0, 0] = np.nan
-    lses[at, 0, 0, 1] = np.inf
-    lses[[at, 39], 0, 0, 2] = np.inf  # which share the row
-    lses[:, 0, 0, 3] = -np.inf
-    lses[at, 0, 0, 3] = np.nan
-    lses[[at, 38], 0, 0, 4] = np.nan, np.inf
-    outs[at, 0, 5, 0, 3] = np.nan
-    outs[at, 0, 6, 0, 4] = np.inf
+    outs, lses = special_partials(capi.DTYPES[dtype], at)
     got = merge(outs, lses)
     out, lse = (x.double().cpu().numpy() for x in got)
-    for row in (0, 3, 4):
-        assert np.isnan(out[0, row]).all() and np.isnan(lse[0, 0, row])
-    wide = outs.astype(np.float64)
-    np.testing.assert_array_equal(out[0, 1], wide[at, 0, 1])
-    mean = (wide[at, 0, 2] + wide[39, 0, 2]) / 2
-    np.testing.assert_allclose(out[0, 2], mean, rtol=UNITS[dtype], atol=2e-6)
-    assert np.isposinf(lse[0, 0, [1, 2]]).all()
-    assert np.isnan(out[0, 5, 0, 3]) and np.isfinite(np.delete(out[0, 5, 0], 3)).all()
-    assert np.isposinf(out[0, 6, 0, 4]) and np.isfinite(np.delete(out[0, 6, 0], 4)).all()
+    assert_special(out, lse, outs, at, rtol=UNITS[dtype], atol=2e-6)
     want = merged(outs[:, :, 7:], lses[..., 7:])
     assert_merged((got[0][:, 7:], got[1][..., 7:]), want, UNITS[dtype])
 

@@ -11,7 +11,7 @@ import flashmoe_science as fm
 import kernels
 import pytest
 import torch
-from gpu import families, memory, oracle, ragged
+from gpu import memory, oracle, ragged
 from gpu.cases import DTYPES
 from gpu.ragged import HOSTILE, INT_MAX, Batch, Call, int32, starts
 
@@ -35,18 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5, "causal": "bottom_right"},
     "scale": {"scale": 0.3},
 }
-
-
-@pytest.fixture(
-    params=["sm89", "sm90_whole_tiles", "sm89_decode", None],
-    ids=["sm89", "sm90", "decode", "choice"],
-)
-def kernel(request: pytest.FixtureRequest) -> str | None:
-    """What calls ask for."""
-    reason = None if request.param is None else families.why_not(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    return request.param
 
 
 def _make(**options: Any) -> Batch:

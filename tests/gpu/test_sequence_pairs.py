@@ -35,18 +35,6 @@ STANDING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(
-    params=["sm89", "sm90_whole_tiles", "sm89_decode", None],
-    ids=["sm89", "sm90", "decode", "choice"],
-)
-def kernel(request: pytest.FixtureRequest) -> str | None:
-    """What calls ask for."""
-    reason = None if request.param is None else families.why_not(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    return request.param
-
-
 def seen_at(n: int, m: int, offset: int, options: dict[str, Any]) -> np.ndarray:
     """[n, m]: which keys queries see that stand at `offset` and behind."""
     left, right = options.get("window", (None, None))

@@ -248,7 +248,7 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("kind", MODELS)
 def test_transformers_train_as_stock_ones_do(kind: str) -> None:
     """20 steps of small random models. In bf16 the stock ones stray from fp32 by 0.3 to 0.4; ours
-    stay by them within that."""
+    stay by them within half of that."""
     pytest.importorskip("transformers")
     import hf_models
     from flashmoe_science import hf
@@ -281,4 +281,4 @@ def test_transformers_train_as_stock_ones_do(kind: str) -> None:
         return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
     assert ours[-1] < ours[0]
-    assert apart(ours, stock) <= apart(stock, exact), (exact, stock, ours)
+    assert apart(ours, stock) <= apart(stock, exact) / 2, (exact, stock, ours)

@@ -400,7 +400,7 @@ struct Consumer {
       leave_part(segment);
     }
     // Also before the sums of the next segment are left.
-    const bool all_done = ptx::named_barrier_all_apart(kAllBarrier, kConsumerThreads, !again);
+    const bool all_done = ptx::named_barrier_all(kAllBarrier, kConsumerThreads, !again);
     if (!all_done) compute_again(segment);
   }
 
