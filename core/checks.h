@@ -42,6 +42,15 @@ flashmoe_status check_no_overlap(const char* name, const View& view, int rank);
 // Whether an output is this input: element by element the same memory. Either may be nullptr.
 bool is_in_place(const flashmoe_tensor* input, const flashmoe_tensor* output);
 
+// Params without a prior partial that the results are written over.
+template <class Params>
+Params prior_apart(const Params& params) {
+  Params apart = params;
+  if (is_in_place(params.prior_out, params.out)) apart.prior_out = nullptr;
+  if (is_in_place(params.prior_lse, params.lse)) apart.prior_lse = nullptr;
+  return apart;
+}
+
 // Data begins on a multiple of `bytes`, if there is any.
 flashmoe_status check_alignment(const char* name, const View& view, size_t bytes);
 

@@ -47,12 +47,20 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def visible(
-    seq_q: int, seq_k: int, causal: bool | str = "none", window: Window | None = None
+    seq_q: int,
+    seq_k: int,
+    causal: bool | str = "none",
+    window: Window | None = None,
+    *,
+    offset: int | None = None,
 ) -> np.ndarray:
-    """[seq_q, seq_k]: which keys a query sees."""
+    """[seq_q, seq_k]: which keys a query sees. `offset`: the key at which query 0 stands, beyond
+    either alignment."""
     i = np.arange(seq_q)[:, None]
     j = np.arange(seq_k)[None, :]
-    ahead = j - i if causal == "top_left" else j - (i + seq_k - seq_q)
+    if offset is None:
+        offset = 0 if causal == "top_left" else seq_k - seq_q
+    ahead = j - (i + offset)
     left, right = window or (None, None)
     seen = np.ones((seq_q, seq_k), bool)
     if causal in (True, "bottom_right", "top_left"):

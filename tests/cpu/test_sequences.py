@@ -13,7 +13,7 @@ import pairs
 import pytest
 from capi import aligned_empty, normal
 from guarded import between_guards
-from reference import assert_accurate
+from reference import assert_accurate, visible
 
 DTYPES = ("fp32", "fp16", "bf16")
 POISON = -77.0
@@ -447,8 +447,6 @@ def test_queries_stand_where_they_are_said_to(
 ) -> None:
     """Beside masks that hide the same."""
     case = make_case(capi.DTYPES.get(dtype, np.dtype(np.float64)), with_sinks=True)
-    left, right = options.get("window", (None, None))
-    right = 0 if "causal" in options else right
     made: Any = None
     for q, k, v, rows, tables in ways(case).values():
         tables = tables | {"q_offset": int32(OFFSETS)}
@@ -458,12 +456,7 @@ def test_queries_stand_where_they_are_said_to(
         made = got
     for b, offset in enumerate(OFFSETS):
         n, m = case.q[b].shape[1], case.k[b].shape[1]
-        apart = np.arange(m) - (np.arange(n)[:, None] + offset)
-        seen = np.ones((n, m), bool)
-        if left is not None:
-            seen &= apart >= -left
-        if right is not None:
-            seen &= apart <= right
+        seen = visible(n, m, **options, offset=offset)
         want = capi.attention(case.q[b], case.k[b], case.v[b], sinks=case.sinks, lib=isa_library,
                               attn_mask=seen[None, None])  # fmt: skip
         allowed = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2, "fp64": 1e-12}[dtype]

@@ -14,7 +14,7 @@ import torch
 from gpu import families, ragged, ragged_backward
 from gpu.cases import DTYPES
 from gpu.ragged import INT_MAX, Batch, Call, int32
-from reference import assert_accurate, attention_float64, to_numpy
+from reference import assert_accurate, attention_float64, to_numpy, visible
 from reference_backward import assert_gradients_accurate
 
 pytestmark = pytest.mark.gpu
@@ -33,19 +33,6 @@ STANDING: dict[str, dict[str, Any]] = {
     "one": {"causal": "top_left", "window": (0, None)},
     "all": {},
 }
-
-
-def seen_at(n: int, m: int, offset: int, options: dict[str, Any]) -> np.ndarray:
-    """[n, m]: which keys queries see that stand at `offset` and behind."""
-    left, right = options.get("window", (None, None))
-    right = 0 if "causal" in options else right
-    apart = np.arange(m) - (np.arange(n)[:, None] + offset)
-    seen = np.ones((n, m), bool)
-    if left is not None:
-        seen &= apart >= -left
-    if right is not None:
-        seen &= apart <= right
-    return seen
 
 
 def check_sequence(batch: Batch, b: int, got: ragged.Result, **given: Any) -> None:  # of float64
@@ -86,7 +73,7 @@ def test_queries_stand_where_they_are_said_to(
                 continue
             made = got
             for b, offset in enumerate(OFFSETS):
-                seen = seen_at(LENGTHS_Q[b], LENGTHS_K[b], offset, options)
+                seen = visible(LENGTHS_Q[b], LENGTHS_K[b], offset=offset, **options)
                 check_sequence(batch, b, got, attn_mask=seen[None, None])
 
 
@@ -124,7 +111,7 @@ def test_one_query_stands_anywhere(group: int, kernel: str | None) -> None:
                 continue
             made = got
             for b, offset in enumerate(offsets):
-                seen = seen_at(1, lengths[b], offset, options)
+                seen = visible(1, lengths[b], offset=offset, **options)
                 check_sequence(batch, b, got, attn_mask=seen[None, None])
 
 
@@ -140,7 +127,7 @@ def test_latent_keys_of_queries_that_stand_anywhere() -> None:
     call = call._replace(latent=512, tables=call.tables | extra)
     got = ragged.run(call, DEVICE, kernel="sm90_mla", causal="bottom_right")
     for b, offset in enumerate(offsets):
-        seen = seen_at(batch.lengths_q[b], lengths[b], offset, {"causal": True})
+        seen = visible(batch.lengths_q[b], lengths[b], offset=offset, causal=True)
         check_sequence(batch, b, got, attn_mask=seen[None, None])
 
 
@@ -154,7 +141,7 @@ def test_gradients_of_queries_that_stand_anywhere(
         pytest.skip("no sm90 kernels")
     given = ragged_backward.make(LENGTHS_Q, LENGTHS_K, DEVICE, dtype="bf16", dim=dim)
     masks = [
-        torch.from_numpy(seen_at(n, m, offset, options))[None, None].to(DEVICE)
+        torch.from_numpy(visible(n, m, offset=offset, **options))[None, None].to(DEVICE)
         for n, m, offset in zip(LENGTHS_Q, LENGTHS_K, OFFSETS, strict=True)
     ]
     for x, mask in zip(given.tensors, masks, strict=True):
@@ -306,7 +293,7 @@ def test_offsets_beside_a_mask() -> None:
         numbers = Numbers("mask", batch, call.tables)
         got = ragged.run(call, DEVICE, causal=True, **numbers.options)
         for b, offset in enumerate(OFFSETS):
-            seen = torch.from_numpy(seen_at(LENGTHS_Q[b], LENGTHS_K[b], offset, {"causal": True}))
+            seen = torch.from_numpy(visible(LENGTHS_Q[b], LENGTHS_K[b], offset=offset, causal=True))
             mask = numbers.of(b)["attn_mask"] & seen.to(DEVICE)
             check_sequence(batch, b, got, attn_mask=mask)
 

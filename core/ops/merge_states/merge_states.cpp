@@ -183,12 +183,7 @@ struct MergeStates {
   }
 
   // out may be prior_out, and lse prior_lse.
-  static Params params_apart(const Params& params) {
-    Params apart = params;
-    if (is_in_place(params.prior_out, params.out)) apart.prior_out = nullptr;
-    if (is_in_place(params.prior_lse, params.lse)) apart.prior_lse = nullptr;
-    return apart;
-  }
+  static Params params_apart(const Params& params) { return prior_apart(params); }
 
   static double flops(const Problem& p) {
     const double partials = static_cast<double>(p.partials) + (p.prior_out.data != nullptr ? 1 : 0);
