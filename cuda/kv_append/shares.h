@@ -115,9 +115,10 @@ Rows rows_of(const RowsView<Data>& view) {
           bytes_of(view.strides.head, view.dtype)};
 }
 
-// Of an extent, which is 0 in calls that have no such rows: nothing is divided then.
+// Of an extent. What is divided has 31 bits, so that a longer extent divides as 2^31 - 1 does; an
+// extent of 0 is that of calls that have no such rows, and divides nothing.
 inline Divisor divisor_of(int64_t extent) {
-  return Divisor::of(static_cast<uint32_t>(std::max<int64_t>(extent, 1)));
+  return Divisor::of(static_cast<uint32_t>(std::clamp<int64_t>(extent, 1, INT_MAX)));
 }
 
 // Launches the plan's kernel with make_params(problem, its launch).
