@@ -47,7 +47,7 @@ _Arguments = Sequence[Any]
 _Library: Any = torch.library.Library
 _LIBRARY = _Library("flashmoe", "DEF")
 _TAGS = (
-    # The kernels get the caller's strides: results do not hang on them, but a copy into another
+    # The kernels get the caller's strides: results do not depend on them, but a copy into another
     # order would be a silent one.
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
     torch.Tag.pt2_compliant_tag,
@@ -102,8 +102,8 @@ def _define(
     names = [argument.name for argument in overload._schema.arguments]
 
     def differentiate(keys: Any, *arguments: Any) -> Any:
-        # By hand, since torch.library.register_autograd drops tangents without a word, and knows
-        # no transform of torch.func.
+        # torch.library.register_autograd does not serve: it silently drops tangents, and knows no
+        # transform of torch.func.
         tensors = []
         for argument, value in zip(names, arguments, strict=True):
             if isinstance(value, torch.Tensor):
@@ -1425,7 +1425,7 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
         given, options = arguments[:7], _layer_options(*arguments[7:])
         tensors = (*given, *(options[name] for name in _LAYER_TENSORS[7:]))
-        # What is saved is what autograd is told of, and nothing beside it.
+        # Only tensors that autograd knows are saved.
         options.update(dict.fromkeys(_LAYER_TENSORS[7:]))
 
         kept = () if options["recompute"] else (1,)
@@ -1457,7 +1457,7 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
             if any(map(is_transformed, given)):
                 return None
             kernel = functools.partial(_moe_backward_kernel, overwrites=True)
-            # Of which torch counts no write: a graph that is retained would be refused for it.
+            # torch counts no write to x.data. A counted one would make it refuse a retained graph.
             uncounted = tuple(x.data for x in made)
             return differentiate(grads, tensors, uncounted, wanted, kernel)
 
