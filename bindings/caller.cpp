@@ -13,7 +13,7 @@ void remember_error(void* context, const char* kind, const char* message) {
   *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
 }
 
-// Of what no framework has derivatives.
+// Whether a dtype has no derivatives in any framework.
 bool is_integer(flashmoe_dtype dtype) {
   return dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt;
 }

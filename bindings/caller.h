@@ -74,7 +74,7 @@ class Caller {
   // Memory of the exchange API's allocator, made on the framework's current stream.
   dlpack::ManagedTensor* allocate_by_exchange(flashmoe_device device, flashmoe_dtype dtype,
                                               int rank, const int64_t* shape) const;
-  // Torch makes a tensor in less time the more that has in common with one that is there.
+  // Takes dtype and shape from an existing tensor where they are the same: torch is faster then.
   nb::object allocate_by_torch(flashmoe_dtype dtype, int rank, const int64_t* shape) const;
   // Views what was made, and returns it.
   nb::object with_view(const char* name, nb::object made, TensorView* view);

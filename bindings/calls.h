@@ -48,7 +48,7 @@ inline bool is_fp64(flashmoe_dtype dtype) {
 // "float32" and so on, of what outputs are made of.
 const char* name_of_dtype(flashmoe_dtype dtype);
 
-// Of a new output: what Python calls its dtype by; false of None. Python passes no other.
+// Parses the dtype that Python names for a new output. Returns false for None.
 bool parse_float_dtype(nb::handle given, flashmoe_dtype* dtype);
 
 // One tensor of a call: its name, in Python, in C and in messages, and where it goes.
@@ -82,8 +82,8 @@ const typename Call::Params& ready(Call* call) {
 
 // ---- options ------------------------------------------------------------------------------------
 
-// One option as Python has it, which may be several fields of Params. The kernel's name stays that
-// of the string that was given.
+// An option as Python has it, which may fill several fields of Params. A kernel's name points into
+// the string that was given.
 template <class Params>
 struct Option {
   const char* name;
@@ -128,7 +128,7 @@ struct NamedHandle {
   nb::handle object;
 };
 
-// By name, less optional ones that are None.
+// Tensors by name. Optional ones that are None are left out.
 inline nb::dict named_tensors(std::initializer_list<NamedHandle> required,
                               std::initializer_list<NamedHandle> optional) {
   nb::dict named;
@@ -160,9 +160,9 @@ flashmoe_status run(const Call& call, void* workspace, size_t bytes, void* strea
   return Call::kRun(&call.params, workspace, bytes, stream);
 }
 
-// Bytes of workspace that are enough for nearly every call of which the first tensor is small. The
-// host bounds such a call, and to ask what it needs takes as long as all of its checks. Torch's
-// allocator gives so much as fast as a few bytes.
+// Bytes of workspace that suffice for nearly every call whose first tensor is small. The host
+// limits the speed of such a call, and asking for the exact size takes as long as all its checks.
+// Torch's allocator gives this many bytes as fast as a few.
 inline constexpr size_t kSmallWorkspace = size_t{1} << 20;
 inline constexpr double kSmallTensor = 1 << 15;
 

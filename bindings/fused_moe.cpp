@@ -9,7 +9,7 @@
 namespace flashmoe {
 namespace {
 
-// Of experts, for the library's product with a router's weights.
+// The library's product with a router's weights takes multiples of this number of experts.
 constexpr int64_t kRouterMultiple = 8;
 
 void flatten(const char* name, TensorView* view) {
@@ -67,7 +67,7 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   FusedCall call;
   parse_options(FusedCall::kOptions, options, &call.params);
   caller.borrow("tokens", tokens, &call.tokens);
-  // Of what tensors of a cast call are, the function above finds out.
+  // Under autocast the Python function that record() calls finds out which tensors are cast.
   if (caller.would_record({tokens, router_weights, logits, router_bias, w_gate_up, w_up, w_down,
                            b_gate_up, b_up, b_down}) ||
       (type->is_torch && torch_casts(call.tokens.device()))) {

@@ -53,8 +53,8 @@ struct Sequences {
   flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
   TensorView views[kTableCount];
 
-  // From each table and bound in this order, tables first, None where there is none: by
-  // borrow(name, tensor, view).
+  // Calls borrow(name, tensor, view) for each table and bound in this order, tables first; absent
+  // ones are None.
   template <class Borrow>
   void read(const nb::handle (&each)[kCount], const Borrow& borrow) {
     for (size_t i = 0; i < kCount; ++i) {
@@ -66,7 +66,7 @@ struct Sequences {
       }
     }
   }
-  // The same by name, absent is None; false where there is none.
+  // The same by name: absent entries become None. Returns false if there is none.
   static bool find(const nb::dict& tables, const nb::dict& bounds, nb::handle (&each)[kCount]);
   // The same of what flash_attention passes: None, or a tuple of all. Between tables and bounds it
   // has the scales of keys and values, tensors of the call itself.
@@ -85,7 +85,7 @@ struct Sequences {
   void set_bound(const Bound& bound, nb::handle given);
 };
 
-// Of what flash_attention and its kin are passed: None, or a tuple of all.
+// Borrows what flash_attention and its kin pass: None, or a tuple of everything.
 inline void borrow_sequences(nb::handle given, Caller* caller, std::optional<Sequences>* sequences,
                              nb::handle (&scales)[Sequences::kScales]) {
   nb::handle each[Sequences::kCount];
@@ -95,7 +95,7 @@ inline void borrow_sequences(nb::handle given, Caller* caller, std::optional<Seq
   });
 }
 
-// Of a call that takes none: backward.
+// Refuses scales for a call that takes none: backward.
 void refuse_scales(nb::handle k_scale, nb::handle v_scale);
 
 }  // namespace flashmoe

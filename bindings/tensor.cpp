@@ -68,7 +68,7 @@ TensorType describe_type(nb::handle type, const dlpack::ExchangeApi* api) {
   return made;
 }
 
-// Memory of other kinds is that of the device which reads it as its own.
+// The device that reads this memory as its own.
 flashmoe_device home_of(flashmoe_device device) {
   if (device.device_type == FLASHMOE_DEVICE_CUDA_HOST) return {FLASHMOE_DEVICE_CPU, 0};
   if (device.device_type == dlpack::kCudaManaged) device.device_type = FLASHMOE_DEVICE_CUDA;
@@ -92,8 +92,8 @@ void check_managed(const char* name, const dlpack::ManagedTensor& managed, Acces
   }
 }
 
-// The object's DLPack capsule: with the flags of a versioned one where it is to be written to. No
-// object where there is none.
+// The object's DLPack capsule. Write access asks first for a versioned one, which has flags.
+// Returns no object if there is no capsule.
 nb::object capsule_of(nb::handle object, Access access) {
   static PyObject* const method = PyUnicode_InternFromString("__dlpack__");
   static PyObject* const none = nb::make_tuple().release().ptr();
@@ -136,8 +136,8 @@ nb::object capsule_of(nb::handle object, Access access) {
                    " gives no view of its memory: " + reason);
 }
 
-// An aligned address for a tensor that is never read or written: one beside those before it, since
-// outputs may overlap no other tensor.
+// An aligned address for a tensor that is never read or written. Each call returns a new address,
+// since outputs may overlap no other tensor.
 void* address_of_nothing(const int64_t* shape, int32_t rank, flashmoe_dtype dtype) {
   constexpr uintptr_t kAlignment = 4096;
   constexpr uintptr_t kEnd = uintptr_t{1} << 46;

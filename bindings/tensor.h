@@ -34,7 +34,7 @@ const TensorType* tensor_type(nb::handle object);
 // The tensor's requires_grad, False where its type has none.
 bool requires_grad(const TensorType& type, nb::handle tensor);
 
-// Whether its framework records gradients now; true where nobody can say.
+// Whether the framework records gradients now; true if that is unknown.
 bool records_gradients(const TensorType& type);
 
 // Raises a ValueError where torch has set the negative bit of a tensor of this dtype: what is in

@@ -34,10 +34,10 @@ bool refuses_writes(nb::handle tensor);
 // backward pass that has saved one of them then fails, where it would use the new values.
 void count_writes(const nb::handle* tensors, size_t count);
 
-// New tensors: a contiguous one beside `like`, and one with the shape and order in memory of
-// `like`. Of fp16, bf16, fp32 or int32; nullptr is the dtype of `like`, which takes less time. By
-// torch's own functions: a tensor of its exchange allocator holds foreign storage, for which
-// Tensor.record_stream silently does nothing.
+// New tensors: a contiguous one on the device of `like`, and one with the shape and order in memory
+// of `like`. The dtype is fp16, bf16, fp32 or int32; nullptr takes the dtype of `like` and less
+// time. Torch's own functions make them: a tensor of its exchange allocator holds foreign storage,
+// for which Tensor.record_stream silently does nothing.
 nb::object torch_empty(nb::handle like, const flashmoe_dtype* dtype, int rank,
                        const int64_t* shape);
 nb::object torch_empty_like(nb::handle like, const flashmoe_dtype* dtype = nullptr);

@@ -17,10 +17,10 @@ inline constexpr size_t kAnyAlignment = 1;  // XLA refuses to be asked for what 
 
 Error* fail(const CallFrame& frame, ErrorCode code, const char* message);
 
-// With the library's sentence of the call that just failed on this thread.
+// Fails with the library's sentence about the call that just failed on this thread.
 Error* fail(const CallFrame& frame, flashmoe_status status);
 
-// Of a frame that Python did not make.
+// Fails for a frame that Python did not make.
 Error* fail_foreign(const CallFrame& frame);
 
 // A buffer as the library takes it; of other element types one that it refuses.
@@ -35,13 +35,14 @@ bool read(const Attributes& attributes, const char* name, std::string* value);
 // The first address from this one on that a workspace may begin at.
 void* aligned(void* memory);
 
-// A result of the program that is there to be worked in.
+// A result of the program that serves as workspace.
 struct Workspace {
   void* data;
   size_t bytes;
 };
 
-// Takes that off the results and off their names, which it ends; without one nothing.
+// Removes the workspace, the last result, from the results and from their names. Without one it
+// does nothing.
 Workspace take_workspace(std::string* outputs, Values* results);
 
 // Runs an operation of the C ABI on XLA's stream, in `given` or, where that is nothing, in what XLA

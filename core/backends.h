@@ -78,11 +78,11 @@ extern const GroupedProductFamily kSm90GroupedProduct;
 extern const MoeBackwardFamily kSm90MoeBackward;
 extern const GroupedProductBackwardFamily kSm90GroupedProductBackward;
 #endif
-// The two offsets {0, 2^31 - 1} in the memory of a device, by which a product of one expert has all
-// rows.
+// The two offsets {0, 2^31 - 1} in a device's memory, which give a product of one expert all rows.
 flashmoe_status cuda_all_rows(int32_t device_id, const int32_t** offsets);
-// Tells sequences with few queries from the others: two tables of lengths on the device, [batch]
-// int32 each, in which those of the other have no query. The first appends the launch to a plan.
+// Tells sequences with few queries from the others. It writes two tables of lengths on the device,
+// [batch] int32 each; each table gives the other kind of sequence no queries. The first function
+// appends the launch to a plan.
 flashmoe_status cuda_plan_lengths(const AttentionProblem& problem, Plan* plan,
                                   const Reason& reason);
 flashmoe_status cuda_launch_lengths(const AttentionProblem& problem, const Plan& plan, int64_t few,

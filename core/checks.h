@@ -63,7 +63,8 @@ flashmoe_status check_extent(const char* name, const char* extent, int64_t got, 
 
 // fp16, bf16 or fp32.
 flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype);
-// Of a call's first tensor, which says what is multiplied: fp16 or bf16, on the CPU also fp32.
+// Checks the dtype of a call's first tensor, which decides what is multiplied: fp16 or bf16, on the
+// CPU also fp32.
 flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
                                   flashmoe_device device, Dtype* dtype);
 // The same of attention, which the CPU computes in fp64, too.
@@ -71,7 +72,7 @@ flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& t
                                       flashmoe_device device, Dtype* dtype);
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want);
-// Of keys and values in a cache: `want`, or fp8 beside what holds its numbers.
+// Checks the dtype of keys or values in a cache: `want` or, unless that is fp64, fp8.
 bool is_fp8(flashmoe_dtype dtype);
 flashmoe_status check_cache_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                   Dtype want, Dtype* dtype);

@@ -5,7 +5,7 @@
 
 namespace flashmoe {
 
-// Of 8 bits are caches of keys and values alone.
+// Only caches of keys and values have 8 bits.
 enum class Dtype : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64, kFloat8E4M3 };
 
 // What a call asks for by `kernel`, as problems keep it.

@@ -21,7 +21,7 @@ void begin_launches();
 // a call, it is not kept.
 void record_launch(const LaunchRecord& record);
 
-// Of the CPU, which has nothing to read back, and records what is repeated once.
+// Records a launch of the CPU, which has nothing to read back. Repeats are recorded once.
 inline void record_launch(const flashmoe_launch& launch) {
   record_launch(LaunchRecord{launch, nullptr, nullptr, 0});
 }

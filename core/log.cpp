@@ -65,7 +65,7 @@ std::FILE* open_log_file(pid_t* process) {
   return file;
 }
 
-// With the sink locked: its file, which in a forked child may be another one than its parent's.
+// Call it with the sink locked. A forked child may have another file than its parent.
 std::FILE* file_of_this_process() {
   if (sink.process != 0 && sink.process != getpid()) {
     std::fclose(sink.file);
@@ -102,14 +102,13 @@ int32_t level_now() {
   return level != kUnread ? level : read_level();
 }
 
-// A character of UTF-8: its bytes, none where there is no character, and whether all of them are
-// there.
+// A character of UTF-8: its number of bytes, 0 if it is none, and whether all of them are there.
 struct Character {
   size_t bytes;
   bool whole;
 };
 
-// Of a text that is not empty.
+// `text` is not empty.
 Character first_character(const unsigned char* text) {
   const unsigned char lead = text[0];
   if (lead < 0x80) return {1, true};

@@ -100,7 +100,7 @@ flashmoe_status read_problem(const typename Operation::Params* given,
   return Operation::make_problem(*params, problem);
 }
 
-// Of the tensors that a call reads and writes, each counted once.
+// Bytes of the tensors that a call reads and writes, each counted once.
 template <class Operation>
 double bytes_of(const typename Operation::Params& params) {
   double bytes = 0;
@@ -163,7 +163,7 @@ flashmoe_status check_runs_here(const typename Operation::Params& params, flashm
               name, DeviceName(device).text);
 }
 
-// The call of which outputs overlap nothing: all of it, unless the operation works in place.
+// The call whose outputs may overlap nothing: all of it, unless the operation works in place.
 template <class Operation>
 auto params_apart(const typename Operation::Params& params, int)
     -> decltype(Operation::params_apart(params)) {
@@ -174,8 +174,8 @@ const typename Operation::Params& params_apart(const typename Operation::Params&
   return params;
 }
 
-// What launches check of the memory that a call writes: its workspace is there, and nothing is
-// written to that the call has another use for.
+// Checks the memory of a call before its launches: the workspace is there, and no output overlaps
+// memory that the call uses otherwise.
 template <class Operation>
 flashmoe_status check_memory(const typename Operation::Params& params, flashmoe_device device,
                              uint64_t needed, const void* workspace, size_t workspace_size) {

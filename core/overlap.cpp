@@ -90,7 +90,7 @@ Reach Reach::of(const flashmoe_tensor* tensor) {
     }
     packed *= extent;
   }
-  // Of 8 bytes an element they can be 2^63 bytes.
+  // With 8 bytes an element these can be 2^63 bytes.
   return {(0 - static_cast<uint64_t>(low)) * element_bytes,
           (static_cast<uint64_t>(high) + 1) * element_bytes};
 }

@@ -17,7 +17,7 @@ struct Reach {
   uint64_t below;
   uint64_t above;
 
-  // Of a tensor that validation has passed, or nullptr.
+  // `tensor` has passed validation, or is nullptr.
   static Reach of(const flashmoe_tensor* tensor);
 };
 
@@ -37,7 +37,7 @@ struct Region {
     return {reinterpret_cast<uintptr_t>(memory), reinterpret_cast<uintptr_t>(memory) + bytes};
   }
 
-  // Of strides that leave the address space; such a region meets no other.
+  // Whether the strides leave the address space; such a region meets no other.
   bool is_outside() const { return begin > end; }
 
   // Without a branch: of many pairs few meet.
@@ -71,8 +71,8 @@ size_t first_written(const typename Operation::Params&, long) {
   return Operation::kFirstOutput;
 }
 
-// That the outputs of `params` and the workspace share no byte with one another or with any other
-// tensor: those of Operation::kTensors, outputs from kFirstOutput on.
+// Checks that the outputs of `params` and the workspace share no byte with one another or with any
+// other tensor. The tensors are Operation::kTensors, the outputs those from kFirstOutput on.
 template <class Operation>
 flashmoe_status check_apart(const typename Operation::Params& params, const void* workspace,
                             uint64_t workspace_bytes) {

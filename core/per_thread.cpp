@@ -7,7 +7,7 @@
 namespace flashmoe {
 namespace {
 
-// In front of what is asked for.
+// The header in front of the memory that was asked for.
 struct alignas(kThreadAlignment) Block {
   Block* next;  // of the same thread
   void** slot;

@@ -100,7 +100,7 @@ struct Plan {
   }
 };
 
-// What a family prepares for a plan: beside the plan where that is kept, else here.
+// A family's preparations for a plan. They lie beside the plan if that is kept, else here.
 template <class T>
 class Prepared {
  public:

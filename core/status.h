@@ -18,8 +18,8 @@ namespace flashmoe {
 // thread's first failure, that is what flashmoe_last_error() says.
 [[gnu::format(printf, 2, 3)]] flashmoe_status fail(flashmoe_status status, const char* format, ...);
 
-// Where a sentence goes that says why something cannot be done. Nothing is formatted where nobody
-// will read it.
+// Takes the sentence that says why something cannot be done. It formats nothing if nobody will read
+// it.
 class Reason {
  public:
   Reason() = default;  // not read

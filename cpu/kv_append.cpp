@@ -254,7 +254,7 @@ void work(void* context, int32_t /*worker*/) {
 // The most rows that a sequence may have.
 int64_t most_rows(const Problem& p) { return std::max(p.seq, p.seq_q); }
 
-// Of a row of all heads, read and written.
+// Bytes of a row of all heads, read and written.
 double bytes_of_row(const Problem& p) {
   const auto keys = static_cast<double>(p.heads_kv) * static_cast<double>(p.dim + p.dim_v);
   const auto queries = static_cast<double>(p.heads_q) * static_cast<double>(p.dim);
@@ -270,7 +270,7 @@ int64_t choose_tile(const Problem& p, int64_t threads) {
   return std::clamp<int64_t>(std::max(rows, least), 1, INT32_MAX);
 }
 
-// Of all sequences, or what can be counted.
+// Tiles of all sequences, saturated at the largest number.
 int64_t tiles_of(const Problem& p, int64_t tile) {
   int64_t tiles;
   const bool overflows = __builtin_mul_overflow(p.batch, ceil_divide(most_rows(p), tile), &tiles);

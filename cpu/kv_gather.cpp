@@ -192,7 +192,7 @@ void work(void* context, int32_t /*worker*/) {
 
 // ---- plan and launch ----------------------------------------------------------------------------
 
-// Of a row of all heads, read and written.
+// Bytes of a row of all heads, read and written.
 double bytes_of_row(const Problem& p) {
   const auto numbers = static_cast<double>(p.heads_kv) * static_cast<double>(p.dim + p.dim_v);
   return numbers * static_cast<double>(dtype_bytes(p.k.dtype) + dtype_bytes(p.k_cache.dtype));

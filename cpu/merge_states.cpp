@@ -94,7 +94,8 @@ class Weights {
   Real sum_ = 0;
 };
 
-// Rows in an order in which those of outs lie in memory: heads within tokens, or the other way.
+// Counts rows in the order in which outs has them in memory: heads within tokens, or tokens within
+// heads.
 class Rows {
  public:
   explicit Rows(const Problem& p)
@@ -124,7 +125,7 @@ class Rows {
   }
 
  private:
-  // Of any stride: that of an axis of one may be the least of all numbers.
+  // Takes any stride: an axis of extent 1 may have the least number of 64 bits.
   static uint64_t distance(int64_t stride) {
     const auto bits = static_cast<uint64_t>(stride);
     return stride < 0 ? 0 - bits : bits;

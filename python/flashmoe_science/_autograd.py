@@ -181,7 +181,7 @@ def _lacks_gradients_of_dims(dtype: torch.dtype, device: torch.device, dim: int,
 def graph_lacks_gradients(query: torch.Tensor, value: torch.Tensor) -> str:
     """The same of a call that torch.compile traces, as far as a graph can know: its lengths may be
     any."""
-    # What the graph takes for a variable, this has it take for a constant.
+    # Makes the graph take a variable for a constant.
     dim, dim_v = operator.index(query.shape[-1]), operator.index(value.shape[-1])
     reason: str = _lacks_gradients_of_dims(query.dtype, query.device, dim, dim_v)
     return reason

@@ -161,7 +161,7 @@ class NumPy(Framework):
     ) -> Any:
         import numpy
 
-        # NumPy knows bfloat16 from whoever made `like`, whose dtype it then is.
+        # NumPy takes bfloat16 from the package that made `like`, so the dtype is that of `like`.
         return numpy.empty(shape, like.dtype if dtype == "bfloat16" else dtype)
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:

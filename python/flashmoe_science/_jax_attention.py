@@ -140,7 +140,7 @@ def _lengths(name: str, lengths: Any, batch: int, most: int) -> Any:
         raise InvalidArgumentError(
             f"{name}: got shape {list(lengths.shape)}, accepted is [batch] = [{batch}]"
         )
-    # What is longer than the rows has all of them, and so JAX has it.
+    # A length beyond the rows takes all of them, as in JAX.
     return jnp.clip(lengths, 0, most)
 
 

@@ -61,7 +61,7 @@ _STATUSES: dict[int, tuple[str, type[FlashMoEError]]] = {
     2: ("FLASHMOE_ERROR_UNSUPPORTED", UnsupportedError),
     3: ("FLASHMOE_ERROR_ARCH_NOT_BUILT", DeviceError),
     4: ("FLASHMOE_ERROR_NO_DEVICE", DeviceError),
-    # The package supplies every workspace, so that one is too small means there was no memory.
+    # The package supplies every workspace, so a workspace that is too small means no memory.
     5: ("FLASHMOE_ERROR_WORKSPACE_TOO_SMALL", OutOfMemoryError),
     6: ("FLASHMOE_ERROR_CUDA", DeviceError),
     7: ("FLASHMOE_ERROR_OUT_OF_MEMORY", OutOfMemoryError),

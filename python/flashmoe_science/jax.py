@@ -122,7 +122,7 @@ def _one_after_another(
 # ---- custom calls ----------------------------------------------------------------------------
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks")
-# Of sequences, in the order in which a handler has them.
+# Tables of sequences, in the order in which a handler has them.
 _BOUNDS = ("max_seqlen_q", "max_seqlen_k", "split_size")
 _INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
@@ -524,7 +524,7 @@ def _widened(
     ]
 
 
-# What has a batch in front, and tables by which those of several calls cannot be one batch.
+# Tensors with a batch in front, and tables that keep several calls from being one batch.
 _ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", "k_begin",
          "q_offset")  # fmt: skip
 _PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table", "k_scale", "v_scale")

@@ -76,7 +76,7 @@ struct CheckSequences {
   }
 
  private:
-  // As the attention call reads them, of which q and k give the extents alone.
+  // Reads the tables as the attention call does. q and k give only their extents.
   static flashmoe_status read_tables(const Params& params, Problem* problem) {
     AttentionArguments arguments = {};
     arguments.layout = params.layout;

@@ -22,7 +22,7 @@ flashmoe_status check_head_dim(const char* name, int64_t dim, int64_t most) {
               static_cast<long long>(kHeadDimMultiple), static_cast<long long>(most));
 }
 
-// Of k, or of v beside it: of q's dtype, or where that may be of 8 bits.
+// Checks the dtype of k, or of v: q's dtype, or one of 8 bits where that is allowed.
 flashmoe_status check_key_dtype(const char* name, const flashmoe_tensor& tensor,
                                 const AttentionArguments& arguments,
                                 const AttentionProblem& problem, Dtype* dtype) {
@@ -151,7 +151,7 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   FLASHMOE_TRY(check_device("q", *arguments.q, &p.device));
   FLASHMOE_TRY(check_attention_dtype("q", *arguments.q, p.device, &p.q.dtype));
   const Dtype dtype = p.q.dtype;
-  // Before the rows, which begin at odd addresses for want of such a dimension.
+  // Head dimensions come before the rows: a wrong one would be reported as rows at odd addresses.
   FLASHMOE_TRY(check_head_dim("q", q.shape[3], arguments.most_dim));
   FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(dtype)));
   FLASHMOE_TRY(check_view("k", arguments.k, 4, &k));

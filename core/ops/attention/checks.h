@@ -12,8 +12,8 @@ namespace flashmoe {
 inline constexpr const char* kAttentionLayouts[] = {"bshd", "bhsd"};
 inline constexpr const char* kAttentionCausals[] = {"none", "bottom_right", "top_left"};
 
-// What every attention operation can be told of its scores. In this order options are checked, and
-// logged; those of one operation follow.
+// The score options that every attention operation has. They are checked and logged in this order,
+// before those of one operation.
 template <class Params>
 inline constexpr Option<Params> kScoreOptions[] = {
     Option<Params>::choice("layout", &Params::layout, kAttentionLayouts),
@@ -76,8 +76,8 @@ flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tenso
 // One logit of each query head, if they are given.
 flashmoe_status read_sinks(const flashmoe_tensor* tensor, AttentionProblem* problem);
 
-// The factors of keys or values with `batch` as their first extent, and so many heads; on the
-// device of `of`.
+// Reads the factors of keys or values. Their tensor has `batch` as first extent, `heads_kv` heads,
+// and the device of `of`.
 flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, const char* of,
                            flashmoe_device device, int64_t batch, int64_t heads_kv,
                            KeyScales* scales);

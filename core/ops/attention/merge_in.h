@@ -16,8 +16,8 @@
 
 namespace flashmoe {
 
-// Where attention writes, and the merge reads it: addresses that a launch knows, of which plans
-// know that they are there.
+// Attention writes its results where the merge reads them. Only a launch knows these addresses; a
+// plan knows that they are not null.
 struct AttentionMergeInProblem {
   flashmoe_device device;
   AttentionProblem attention;
@@ -31,9 +31,9 @@ void visit_addresses(AttentionMergeInProblem* p, const Visit& visit) {
   visit_addresses(&p->merge, visit);
 }
 
-// Of a problem whose `attention` is a call that writes the results of `merge`, and whose `merge`
-// has a prior: moves the one to the workspace, and has the other read it there. `rows` are those of
-// a row of q's batch.
+// Puts the workspace between the two calls: `attention` writes its results there, and `merge` reads
+// them there as its partial. On entry `attention` has the results of `merge`, and `merge` has a
+// prior. `rows` are the rows of one entry of q's batch.
 void divide_merge_in(int64_t batch, int64_t rows, AttentionMergeInProblem* problem);
 
 flashmoe_status plan_merge_in(const Family<AttentionProblem>& family,

@@ -73,7 +73,7 @@ Shares shares_of(const AttentionProblem& p) {
   return {many, std::max<int64_t>(p.sequences.rows_q - (p.batch - many), 0)};
 }
 
-// A family's estimate of so many sequences with so many rows.
+// A family's estimate for `batch` sequences of `rows` rows.
 double estimate_of(const AttentionFamily& family, const AttentionProblem& part, int64_t batch,
                    int64_t rows) {
   if (batch == 0 || rows == 0) return kNothing;
@@ -97,8 +97,8 @@ struct PlannedPart {
   double microseconds;
 };
 
-// The family of the shortest estimate; with split_size the first, since an estimate would have bits
-// depend on the batch.
+// Plans the family with the shortest estimate. With split_size it is the first family that can,
+// since an estimate would make the bits depend on the batch.
 flashmoe_status plan_many(const AttentionProblem& problem, const AttentionProblem& many,
                           const Shares& shares, PlannedPart* part, const Reason& reason) {
   flashmoe_status result = FLASHMOE_ERROR_UNSUPPORTED;
@@ -121,7 +121,8 @@ flashmoe_status plan_many(const AttentionProblem& problem, const AttentionProble
   return result;
 }
 
-// The first that can, whatever the batch is: bits of decoding do not depend on an estimate.
+// Plans the first family that can, whatever the batch is: the bits of decoding do not depend on an
+// estimate.
 flashmoe_status plan_few(const AttentionProblem& few, const Shares& shares, PlannedPart* part,
                          const Reason& reason) {
   flashmoe_status status = FLASHMOE_ERROR_UNSUPPORTED;

@@ -16,7 +16,7 @@ Wide pairs_before(int64_t offset, int64_t rows, int64_t keys) {
   return ramp + (rows - ramp_end) * keys;
 }
 
-// Of a multiply-add of each pair of a query and a key that it sees.
+// FLOPs of one multiply-add for each pair of a query and a key that it sees.
 double flops_of_a_dimension(const AttentionProblem& p) {
   Wide pairs = Wide{p.seq_q} * p.seq_k;
   if (p.bounded_right) pairs = pairs_before(p.right_offset + 1, p.seq_q, p.seq_k);

@@ -13,7 +13,7 @@ namespace flashmoe {
 
 inline constexpr int64_t kMaxHeadDim = 576;
 inline constexpr int64_t kMaxHeadDimV = 512;
-// Of calls that have gradients, and of the kernels of most families.
+// The limit of calls with gradients, and of most families' kernels.
 inline constexpr int64_t kMaxGradientHeadDim = 256;
 inline constexpr int64_t kHeadDimMultiple = 8;
 

@@ -40,7 +40,7 @@ flashmoe_status refuse_count(const char* name, int64_t got, const AttentionProbl
               static_cast<long long>(problem.batch));
 }
 
-// `more` numbers beside one of each sequence.
+// Reads a table of one number for each sequence, and `more` behind them.
 flashmoe_status read_numbers(const char* name, const flashmoe_tensor* tensor, int64_t more,
                              const AttentionProblem& problem, Numbers* numbers) {
   if (tensor == nullptr) return FLASHMOE_OK;
@@ -53,7 +53,7 @@ flashmoe_status read_numbers(const char* name, const flashmoe_tensor* tensor, in
   return FLASHMOE_OK;
 }
 
-// The first extent of q, or of k, beside these offsets.
+// Checks the first extent of q, or of k, that these offsets pack.
 flashmoe_status check_packed(const char* name, int64_t got, const char* offsets) {
   if (got == 1) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,

@@ -9,7 +9,7 @@
 
 namespace flashmoe {
 
-// What the caller's struct has of them, whose size is checked; zeros are the rest.
+// The fields that the caller's struct has, by its size, which is checked. The others are zero.
 flashmoe_attention_sequences known_sequences(const flashmoe_attention_sequences& given);
 
 // A table of params that may have some.
@@ -21,8 +21,8 @@ const flashmoe_tensor* table_of(const Params& params) {
 // What can be said of them alone: their size, their bounds, and what is given together.
 flashmoe_status check_sequences(const flashmoe_attention_sequences& given);
 
-// Their tensors beside q and k, and what the problem makes of them: its batch, its lengths as
-// bounds and its tables.
+// Reads the tables beside q and k, and fills the problem's batch, its lengths as bounds and its
+// tables.
 flashmoe_status read_sequences(const AttentionArguments& arguments, const View& q, const View& k,
                                AttentionProblem* problem);
 

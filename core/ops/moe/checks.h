@@ -9,7 +9,8 @@
 namespace flashmoe {
 
 inline constexpr int64_t kExtentMultiple = 8;  // of H, I, N and K of a product
-// Of pairs, and of rows of a product: kernels round them up to tiles and steps in 32 bits.
+// The limit of pairs, and of rows of a product: kernels round them up to tiles and steps in 32
+// bits.
 inline constexpr int64_t kMostPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
 
 // A contiguous tensor of fp32 or int32 on `device`, which is that of `of`.
@@ -39,8 +40,8 @@ flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, co
 // Scales have a place in the ABI, and no kernel reads them.
 flashmoe_status check_no_scale(const char* name, const flashmoe_tensor* scale);
 
-// Of weights that are not empty: one of the last two strides is 1, the others and the beginning are
-// multiples of 16 bytes.
+// Checks weights that are not empty: one of the last two strides is 1, the others and the address
+// are multiples of 16 bytes.
 flashmoe_status check_matrix_layout(const char* name, const View& view, int rank,
                                     int64_t element_bytes);
 

@@ -33,8 +33,8 @@ inline int64_t chunk_count(int64_t columns, int64_t chunk) {
   return std::max<int64_t>(columns / chunk + (columns % chunk != 0 ? 1 : 0), 1);
 }
 
-// Fewest chunks, as even as may be, of which fits(columns of one) is true; the smallest there are
-// where it is of none.
+// Columns of a chunk: the fewest chunks, about equal, for which fits(columns of one) is true; the
+// smallest chunks if it never is.
 template <class Fits>
 int64_t fit_chunk(int64_t columns, const Fits& fits) {
   const int64_t least = std::min(columns, kGradientBlock);

@@ -95,7 +95,7 @@ struct MoeForward {
   static void print(const Params& params, const Problem& p, char* text, size_t size);
 };
 
-// Of arguments, for messages.
+// Names of the arguments, for messages.
 struct GroupedProductNames {
   const char* x;
   const char* w;

@@ -75,7 +75,7 @@ _CORRECTNESS_SHAPES = (
     Shape(1, 200, 333, 2, 2, 128, 128, window_left=40, window_right=90, softcap=2.0),
 )
 
-# The same in small, for a float64 backward in NumPy takes longer.
+# Smaller ones, since a float64 backward in NumPy takes longer.
 _GRADIENT_SHAPES = (
     Shape(2, 65, 65, 3, 3, 64, 64),
     Shape(1, 70, 133, 4, 2, 128, 128, causal="bottom_right"),
@@ -248,7 +248,7 @@ class Checks:
         details = {"cases": [dataclasses.asdict(c) for c in found.cases], "refused": found.refused}
         if not found.cases:
             why = "; ".join(dict.fromkeys(found.refused.values()))
-            # That a family was asked for which computes attention alone is no fault.
+            # It is no fault to ask for a family that computes attention alone.
             return Result("experts", self._kernel is not None, f"none: {why}", details=details)
         if found.failed:
             first = found.failed[0]

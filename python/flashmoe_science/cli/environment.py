@@ -84,8 +84,8 @@ def as_dict(value: Any) -> dict[str, Any]:
     return {name: _lists(field) for name, field in dataclasses.asdict(value).items()}
 
 
-# Of an AttentionPlan, beside its fields: those of its main launch. Records that are older than
-# lists of launches have the same names.
+# Fields of an AttentionPlan's main launch, which a document has beside the plan's own. Records from
+# before lists of launches have the same names.
 _OF_MAIN_LAUNCH = (
     "kernel", "grid", "block", "shared_bytes", "cluster", "stages", "tile_q", "tile_k", "dim",
     "dim_v",

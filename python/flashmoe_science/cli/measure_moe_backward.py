@@ -125,7 +125,7 @@ def call_ours(
 
 def _unwritten(arrays: Arrays, gradients: dict[str, Any]) -> str:
     for name, tensor in gradients.items():
-        # By expert: a flag for each of all weights would be half as much memory again.
+        # Expert by expert: flags for all weights at once would take half as much memory again.
         parts = tensor if len(tensor.shape) == 3 else [tensor]
         if not all(bool(arrays.xp.isfinite(part).all()) for part in parts):
             return fault(0.0, 0.0, None, False, name)

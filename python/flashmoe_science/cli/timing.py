@@ -193,7 +193,7 @@ class CudaClock:
         cuda = self._torch.cuda
         graph = cuda.CUDAGraph()
         try:
-            # Of this thread alone: those of another library may allocate meanwhile.
+            # This thread's own: threads of another library may allocate meanwhile.
             mode = "thread_local"
             with contender.context(), cuda.graph(graph, capture_error_mode=mode):
                 for _ in range(calls):

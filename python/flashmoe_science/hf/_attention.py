@@ -154,7 +154,7 @@ def _attend(
 ) -> torch.Tensor:
     """By ours, token by token, as what follows reads it. Rows of padding that are not computed are
     zeros."""
-    # Where gradients are recorded there is no writing to an output.
+    # An output cannot be written to while gradients are recorded.
     shape = (*q.shape[:3], v.shape[3])
     made: Any
     if note is not None and note.packed is not None:

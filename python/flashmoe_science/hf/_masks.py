@@ -104,7 +104,7 @@ def attention_mask(
     padding: Padding | None = None
     if filled is not None:
         lengths = (kv_offset, filled, q_length)
-        # Where a query stands counts under a causal mask and in a window alone.
+        # The position of a query matters only under a causal mask or in a window.
         placed = allow_is_causal_skip or local_size is not None or one_more
         reason, padding = _padding(attention_mask, lengths, placed)
         filled = None if reason else filled
@@ -124,7 +124,7 @@ def attention_mask(
         config=config,
         **options,
     )
-    # That nothing else hides keys was seen of its name alone.
+    # Only its name told that nothing else hides keys.
     if (
         mask is not None
         and one_more
@@ -256,7 +256,7 @@ def _padding(
     ends = begins + count
     used = (ends - (keys - queries)).clamp(min=0)
     whole = seen == ((at >= begins[:, None]) & (at < ends[:, None]))
-    # Together, since a GPU is waited for.
+    # Read together, since each read waits for a GPU.
     apart, on_left, on_right, unused = torch.stack(
         [~whole.all(), (begins > 0).any(), (ends < keys).any(), (used < queries).any()]
     ).tolist()

@@ -173,7 +173,7 @@ def attend(
     if where.pages is not None:
         return _attend_to_written_pages(q, where, call)  # type: ignore[no-any-return]
     ours: Any = operators if torch.compiler.is_compiling() else flashmoe_science
-    # What is nobody's is zeros in a batch of continuous batching, which goes on with it.
+    # Continuous batching computes on with rows that no sequence has, so they are zeros.
     zeros = where.served and not recorded and not torch.compiler.is_compiling()
     out: torch.Tensor = ours.flash_attention(
         q, k, v, **call, cu_seqlens_q=where.starts_q, cu_seqlens_k=where.starts_k,
@@ -203,7 +203,7 @@ def _attend_to_written_pages(q: torch.Tensor, where: Packed, call: dict[str, Any
     """Of prompts, chunks of them and tokens of requests that decode, whose keys are all there."""
     pages = where.pages
     assert pages is not None
-    # What is nobody's is zeros in a batch of continuous batching, which goes on with it.
+    # Continuous batching computes on with rows that no sequence has, so they are zeros.
     out: torch.Tensor = flashmoe_science.flash_attention(
         q, pages.k, pages.v, **call, cu_seqlens_q=where.starts_q, max_seqlen_q=where.most_q,
         seqused_k=pages.lengths, page_table=pages.table,

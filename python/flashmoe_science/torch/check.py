@@ -84,7 +84,7 @@ def check_sequences(
             return _core.check_sequences(q, k, sequences, layout, status, kernel, stream)
         except _TransformedError:
             _refuse_outputs(status=status, stream=stream)
-    # Of q and k the extents alone are looked at: they have no part in gradients.
+    # Only the extents of q and k are read, so they have no part in gradients.
     return _check_sequences(
         q.detach(), k.detach(), *tables, max_seqlen_q, max_seqlen_k, layout, kernel
     )

@@ -276,7 +276,7 @@ class _Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden, **where))
         self.bias = nn.Parameter(torch.empty(experts, **where)) if bias else None
-        # fp32 whatever the layer's dtype: choices hang on it.
+        # fp32 whatever the layer's dtype: the choice of experts depends on it.
         made = torch.zeros(experts, device=where.get("device")) if correction else None
         self.register_buffer("e_score_correction_bias", made)
 
