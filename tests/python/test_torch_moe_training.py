@@ -166,6 +166,15 @@ def test_modules_by_differences(experts: int, scoring: Any) -> None:
     assert by_differences(call, normal(3, 8, seed=1), *(x.detach() for x in given))
 
 
+def test_a_graph_of_routing_in_float64() -> None:
+    """Knows what the calls will give: weights, and a log-sum-exp, of fp64."""
+    logits = normal(5, E).double()
+    routed = (logits, 2, "softmax", True, None, 1, None, 1.0)
+    torch.library.opcheck(torch.ops.flashmoe.moe_route_with_lse.default, routed)
+    given = (IDS, normal(3, 2).double(), 2, False, 1.0, None)
+    torch.library.opcheck(torch.ops.flashmoe.moe_route_given.default, given)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_reference_by_differences_in_float64(activation: str, gated: bool) -> None:
