@@ -58,9 +58,6 @@ constexpr Option<Params> softcap_option() {
   return {"softcap", [](nb::handle given, Params* p) { p->softcap = parse_softcap(given); }};
 }
 
-// Whether some kernel of attention takes tensors of this dtype.
-bool is_served(flashmoe_dtype dtype) { return is_float(dtype) || is_fp64(dtype); }
-
 struct AttentionCall {
   using Params = flashmoe_attention_forward_params;
   static constexpr char kName[] = "attention_forward";
@@ -110,9 +107,9 @@ struct AttentionCall {
   template <class Make>
   void make_outputs(bool want_lse, const Make& make) {
     const flashmoe_dtype dtype = q.tensor().dtype;
-    if (q.rank() != kRank || v.rank() != kRank || !is_served(dtype)) return;
+    if (q.rank() != kRank || v.rank() != kRank || !is_float(dtype)) return;
     flashmoe_dtype of_out = dtype;
-    if (prior_out.get() != nullptr && is_served(prior_out.tensor().dtype)) {
+    if (prior_out.get() != nullptr && is_float(prior_out.tensor().dtype)) {
       of_out = prior_out.tensor().dtype;
     }
     if (out.get() == nullptr) {
@@ -246,7 +243,7 @@ struct AttentionBackwardCall {
   // A gradient that is not there is made where it is wanted, unless it is to be added to.
   template <class Make>
   void make_outputs(const nb::object& wanted, const Make& make) {
-    if (!is_served(q.tensor().dtype) || params.accumulate != 0) return;
+    if (!is_float(q.tensor().dtype) || params.accumulate != 0) return;
     const struct {
       const char* name;
       TensorView* gradient;

@@ -6,7 +6,8 @@ namespace flashmoe {
 bool is_float(flashmoe_dtype dtype) {
   const bool half = dtype.bits == 16 &&
                     (dtype.code == FLASHMOE_DTYPE_FLOAT || dtype.code == FLASHMOE_DTYPE_BFLOAT);
-  return (half || (dtype.bits == 32 && dtype.code == FLASHMOE_DTYPE_FLOAT)) && dtype.lanes == 1;
+  const bool wide = (dtype.bits == 32 || dtype.bits == 64) && dtype.code == FLASHMOE_DTYPE_FLOAT;
+  return (half || wide) && dtype.lanes == 1;
 }
 
 const char* name_of_dtype(flashmoe_dtype dtype) {

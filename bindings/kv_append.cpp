@@ -68,7 +68,7 @@ struct KvAppendCall {
   template <class Make>
   void make_outputs(const nb::dict&, const Make& make) {
     if (q.get() == nullptr || q_out.get() != nullptr || q.rank() != kRank) return;
-    if (!is_float(q.tensor().dtype) && !is_fp64(q.tensor().dtype)) return;
+    if (!is_float(q.tensor().dtype)) return;
     const int64_t shape[] = {q.extent(0), q.extent(1), q.extent(2), q.extent(3)};
     make("q_out", &q_out, q.tensor().dtype, kRank, shape);
   }

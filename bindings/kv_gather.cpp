@@ -83,7 +83,7 @@ struct KvGatherCall {
     if ((!wants_k && !wants_v) || k_cache.get() == nullptr || k_cache.rank() != kRank) return;
     if (!has_rank(v_cache, kRank) || !has_rank(page_table, 2) || !has_rank(batch_index, 1)) return;
     flashmoe_dtype of_rows = wants_k ? k_cache.tensor().dtype : k.tensor().dtype;
-    if (!parse_float_dtype(dtype, &of_rows) && !is_float(of_rows) && !is_fp64(of_rows)) {
+    if (!parse_float_dtype(dtype, &of_rows) && !is_float(of_rows)) {
       raise_value_error(
           "dtype: got None, accepted beside a k_cache of 8 bits is 'float16', 'bfloat16' or "
           "'float32'");

@@ -54,7 +54,7 @@ struct MergeStatesCall {
     flashmoe_dtype of_out = (prior_out.get() != nullptr ? prior_out : outs).tensor().dtype;
     parse_float_dtype(dtype, &of_out);
     const bool wide = is_fp64(outs.tensor().dtype);
-    if (!is_float(of_out) && !is_fp64(of_out)) return;
+    if (!is_float(of_out)) return;
     int64_t shape[kRank];
     for (int axis = 0; axis < kRank; ++axis) shape[axis] = outs.extent(lead + axis);
     if (out.get() == nullptr) make("out", &out, of_out, kRank, shape);

@@ -169,15 +169,18 @@ struct RouteCall {
 
   template <class Make>
   void make_outputs(const RouteExtents& extents, bool want_lse, const Make& make) {
+    const TensorView& scores = logits.get() != nullptr ? logits : given_weights;
+    const bool wide = scores.get() != nullptr && is_fp64(scores.tensor().dtype);
+    const flashmoe_dtype numbers = wide ? kFloat64 : kFloat32;
     const int64_t each[] = {extents.tokens, extents.top_k};
     const int64_t sorted[] = {extents.tokens * extents.top_k};
     const int64_t bounds[] = {extents.experts + 1};
     if (ids.get() == nullptr) make("ids", &ids, kInt32, 2, each);
-    if (weights.get() == nullptr) make("weights", &weights, kFloat32, 2, each);
+    if (weights.get() == nullptr) make("weights", &weights, numbers, 2, each);
     if (offsets.get() == nullptr) make("offsets", &offsets, kInt32, 1, bounds);
     if (pairs.get() == nullptr) make("pairs", &pairs, kInt32, 1, sorted);
     if (slots.get() == nullptr) make("slots", &slots, kInt32, 2, each);
-    if (want_lse && lse.get() == nullptr) make("lse", &lse, kFloat32, 1, &extents.tokens);
+    if (want_lse && lse.get() == nullptr) make("lse", &lse, numbers, 1, &extents.tokens);
   }
 
   template <class Make>

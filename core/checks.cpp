@@ -222,6 +222,8 @@ flashmoe_status check_extent(const char* name, const char* extent, int64_t got, 
 
 namespace {
 
+constexpr char kAllDtypes[] = "are fp16, bf16, fp32 and fp64";
+
 bool known_dtype(flashmoe_dtype got, Dtype* dtype) {
   if (got.lanes != 1) return false;
   if (got.code == FLASHMOE_DTYPE_FLOAT && got.bits == 64) return *dtype = Dtype::kFloat64, true;
@@ -249,11 +251,8 @@ flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* a
               got.lanes, accepted);
 }
 
-// fp16 and bf16 on a GPU; on the CPU also what else is `accepted`.
-flashmoe_status check_dtype_of_device(const char* name, Dtype dtype, flashmoe_device device,
-                                      const char* accepted) {
-  const bool wide = dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
-  if (!wide || device.device_type != FLASHMOE_DEVICE_CUDA) return FLASHMOE_OK;
+flashmoe_status refuse_on_gpu(const char* name, Dtype dtype, flashmoe_device device,
+                              const char* accepted) {
   return fail(FLASHMOE_ERROR_UNSUPPORTED, "%s: it is on %s and of dtype %s, %s", name,
               DeviceName(device).text, dtype_name(dtype), accepted);
 }
@@ -285,18 +284,19 @@ flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dty
 
 flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
                                   flashmoe_device device, Dtype* dtype) {
-  FLASHMOE_TRY(check_dtype(name, tensor, dtype));
-  return check_dtype_of_device(name, *dtype, device,
-                               "accepted on a GPU are fp16 and bf16, on the CPU also fp32");
+  if (!known_dtype(tensor.dtype, dtype)) return refuse_dtype(name, tensor.dtype, kAllDtypes);
+  const bool narrow = *dtype == Dtype::kFloat16 || *dtype == Dtype::kBFloat16;
+  if (narrow || device.device_type != FLASHMOE_DEVICE_CUDA) return FLASHMOE_OK;
+  return refuse_on_gpu(name, *dtype, device,
+                       "accepted on a GPU are fp16 and bf16, on the CPU also fp32 and fp64");
 }
 
-flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& tensor,
-                                      flashmoe_device device, Dtype* dtype) {
-  if (!known_dtype(tensor.dtype, dtype)) {
-    return refuse_dtype(name, tensor.dtype, "are fp16, bf16, fp32 and fp64");
-  }
-  return check_dtype_of_device(
-      name, *dtype, device, "accepted on a GPU are fp16 and bf16, on the CPU also fp32 and fp64");
+flashmoe_status check_float_dtype(const char* name, const flashmoe_tensor& tensor,
+                                  flashmoe_device device, Dtype* dtype) {
+  if (!known_dtype(tensor.dtype, dtype)) return refuse_dtype(name, tensor.dtype, kAllDtypes);
+  if (*dtype != Dtype::kFloat64 || device.device_type != FLASHMOE_DEVICE_CUDA) return FLASHMOE_OK;
+  return refuse_on_gpu(name, *dtype, device,
+                       "accepted on a GPU are fp16, bf16 and fp32, on the CPU also fp64");
 }
 
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,

@@ -64,12 +64,12 @@ flashmoe_status check_extent(const char* name, const char* extent, int64_t got, 
 // fp16, bf16 or fp32.
 flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dtype* dtype);
 // Checks the dtype of a call's first tensor, which decides what is multiplied: fp16 or bf16, on the
-// CPU also fp32.
+// CPU also fp32 and fp64.
 flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
                                   flashmoe_device device, Dtype* dtype);
-// The same of attention, which the CPU computes in fp64, too.
-flashmoe_status check_attention_dtype(const char* name, const flashmoe_tensor& tensor,
-                                      flashmoe_device device, Dtype* dtype);
+// fp16, bf16 or fp32, on the CPU also fp64.
+flashmoe_status check_float_dtype(const char* name, const flashmoe_tensor& tensor,
+                                  flashmoe_device device, Dtype* dtype);
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want);
 // Checks the dtype of keys or values in a cache: `want` or, unless that is fp64, fp8.

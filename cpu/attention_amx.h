@@ -126,7 +126,7 @@ struct AmxScratch {
   RowScores scores;
   StepRows step_rows;
   float* highest;  // [kGroupRows][kLanes], maxima of a step's scores
-  float* maxima;   // [kGroupRows], what scores are compared to; infinite: by weigh_scores
+  float* row_max;  // [kGroupRows], what scores are compared to; infinite: by weigh_scores
   bool* infinite;  // [kMaxTileK], whether V holds a NaN or an infinity
 
   AmxScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_q)
@@ -137,7 +137,7 @@ struct AmxScratch {
         scores(scratch, kGroupRows),
         step_rows(scratch, p, keys_per_step(p, 2)),
         highest(scratch.take(kGroupRows * kLanes)),
-        maxima(scratch.take(kGroupRows)),
+        row_max(scratch.take(kGroupRows)),
         infinite(reinterpret_cast<bool*>(scratch.take(kMaxTileK / sizeof(float)))) {}
 };
 
@@ -218,11 +218,11 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
       Simd::store(s_.highest + r * kLanes,
                   maxima_of(scores_.scores + r * kScoreStride, whole.begin, ends[r]));
     }
-    for (int64_t r = 0; r < rows; r += kLanes) raise_maxima(first, r);
+    for (int64_t r = 0; r < rows; r += kLanes) update_row_max(first, r);
     for (int64_t r = 0; r < rows; ++r) {
       const KeyRange row_keys = visible(first + r, key, seen);
       const KeyRange prepared = {whole.begin, ends[r]};
-      if (s_.maxima[r] == kInfinity) {
+      if (s_.row_max[r] == kInfinity) {
         const float here = Simd::max_of(Simd::load(s_.highest + r * kLanes));
         weigh_scores(first + r, r, here, row_keys, prepared, whole.end);
       } else {
@@ -232,7 +232,7 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
   }
 
   // Of the rows r to r + 15 of the group.
-  void raise_maxima(int64_t first, int64_t r) {
+  void update_row_max(int64_t first, int64_t r) {
     Vector here[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) here[i] = Simd::load(s_.highest + (r + i) * kLanes);
@@ -242,8 +242,8 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
 #pragma GCC unroll 8
       for (int i = 0; i < half; ++i) here[i] = Simd::max(here[i], here[i + half]);
     }
-    float* const maxima = state_.maxima + first + r;
-    const Vector before = Simd::load(maxima);
+    float* const row_max = state_.row_max + first + r;
+    const Vector before = Simd::load(row_max);
     const Vector maximum = Simd::max(here[0], before);
     // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
     const Vector lowest = Simd::broadcast(-kInfinity);
@@ -253,17 +253,17 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
     const bool scales = exponent_scale_ < kInfinity;
     const __mmask16 far =
         _mm512_cmp_ps_mask(most, Simd::broadcast(scales ? kGreatest : -kInfinity), _CMP_GE_OQ);
-    Simd::store(s_.maxima + r, _mm512_mask_mov_ps(most, far, Simd::broadcast(kInfinity)));
+    Simd::store(s_.row_max + r, _mm512_mask_mov_ps(most, far, Simd::broadcast(kInfinity)));
     Simd::store(scores_.rescale + r, exp2_of(Simd::multiply(Simd::subtract(before, most),
                                                             Simd::broadcast(exponent_scale_))));
     // weigh_scores has this yet to do.
-    Simd::store(maxima, _mm512_mask_mov_ps(maximum, far, before));
+    Simd::store(row_max, _mm512_mask_mov_ps(maximum, far, before));
   }
 
   void weigh_by_exponents(int64_t row, int64_t r, KeyRange row_keys, KeyRange prepared,
                           int64_t end) {
     float* const scores = scores_.scores + r * kScoreStride;
-    const Vector maximum = Simd::broadcast(s_.maxima[r]);
+    const Vector maximum = Simd::broadcast(s_.row_max[r]);
     const Vector scale = Simd::broadcast(exponent_scale_);
     Vector sum =
         Simd::multiply(Simd::load(state_.sums + row * kLanes), Simd::broadcast(scores_.rescale[r]));

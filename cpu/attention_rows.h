@@ -39,15 +39,15 @@ class ScratchCursor {
 
 // Of the rows of a tile, in groups of kGroupRows, between two steps.
 struct RowState {
-  float* output;  // [groups][dim_v panels][kGroupRows][kPanel]
-  float* sums;    // [groups * kGroupRows][kLanes], partial
-  float* maxima;  // [groups * kGroupRows]
-  float* sees;    // [groups * kGroupRows], not 0: some key so far; only with a bias or a mask
+  float* output;   // [groups][dim_v panels][kGroupRows][kPanel]
+  float* sums;     // [groups * kGroupRows][kLanes], partial
+  float* row_max;  // [groups * kGroupRows]
+  float* sees;     // [groups * kGroupRows], not 0: some key so far; only with a bias or a mask
 
   RowState(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_q)
       : output(scratch.take(tile_q * round_up(p.dim_v, kPanel))),
         sums(scratch.take(tile_q * kLanes)),
-        maxima(scratch.take(tile_q)),
+        row_max(scratch.take(tile_q)),
         sees(p.bias.data != nullptr || p.mask.data != nullptr ? scratch.take(tile_q) : nullptr) {}
 };
 
@@ -330,7 +330,7 @@ class AttentionRows : protected TileRows {
     }
     for (int64_t row = 0; row < rows; ++row) {
       Simd::store(state_.sums + row * kLanes, Simd::zero());
-      state_.maxima[row] = -kInfinity;
+      state_.row_max[row] = -kInfinity;
       if (this->has_pairs()) state_.sees[row] = 0.0f;
     }
   }
@@ -431,9 +431,9 @@ class AttentionRows : protected TileRows {
   void weigh_scores(int64_t row, int64_t r, float here, KeyRange row_keys, KeyRange prepared,
                     int64_t end) {
     float* const scores = scores_.scores + r * kScoreStride;
-    const float before = state_.maxima[row];
+    const float before = state_.row_max[row];
     const float maximum = here > before ? here : before;
-    state_.maxima[row] = maximum;
+    state_.row_max[row] = maximum;
     // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
     // Halves, because the difference of two finite scores may be infinite.
     const Vector half = Simd::broadcast(0.5f);
@@ -506,10 +506,10 @@ class AttentionRows : protected TileRows {
     const bool sees_keys = sees_keys_of(row);
     const float sink = sink_of(row);
     float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
-    float log_max = state_.maxima[row] * logit_scale_;
+    float log_max = state_.row_max[row] * logit_scale_;
     float rescale = 1.0f;  // of the output, where the sink is the row's maximum
     if (sink != -kInfinity) {
-      const double excess = static_cast<double>(sink) - static_cast<double>(state_.maxima[row]) *
+      const double excess = static_cast<double>(sink) - static_cast<double>(state_.row_max[row]) *
                                                             static_cast<double>(logit_scale_);
       const float weight = static_cast<float>(__builtin_exp(excess > 0 ? -excess : excess));
       sum = excess > 0 ? sum * weight + 1.0f : sum + weight;

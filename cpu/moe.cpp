@@ -6,6 +6,7 @@ namespace flashmoe {
 namespace cpu {
 
 const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype) {
+  if (dtype == Dtype::kFloat64) return kFp64Moe;
   const int index = static_cast<int>(dtype);
   switch (isa) {
 #if FLASHMOE_CPU_X86

@@ -45,6 +45,11 @@ class Counter {
   std::atomic<int64_t> next_{0};
 };
 
+// Of a pair, as the routing has it.
+inline double weight_of(const MoeForwardProblem& p, int64_t pair) {
+  return p.wide_weights != nullptr ? p.wide_weights[pair] : static_cast<double>(p.weights[pair]);
+}
+
 const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype);
 
 // Appends a launch on the CPU to a plan. `entry`: nullptr where there is one kernel for all.

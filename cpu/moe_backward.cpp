@@ -38,6 +38,7 @@ constexpr int64_t kTokensPerPiece = 16;
 // What the wanted gradients need.
 struct Needs {
   bool up_weights;
+  bool dweights;
   bool dx_rows;
   bool dz;
   bool scaled_dz;
@@ -50,13 +51,14 @@ struct Needs {
     const bool on_input = p.layer.weight_on_input;
     const bool up_biases = p.db_gate_up.data != nullptr || p.db_up.data != nullptr;
     up_weights = p.dw_gate_up.data != nullptr || p.dw_up.data != nullptr;
-    dx_rows = p.dx.data != nullptr || (p.dweights != nullptr && on_input);
+    dweights = p.dweights != nullptr || p.wide_dweights != nullptr;
+    dx_rows = p.dx.data != nullptr || (dweights && on_input);
     dz = dx_rows || up_biases || (up_weights && !on_input);
     scaled_dz = up_weights && on_input;
-    da = dz || scaled_dz || p.dweights != nullptr;
+    da = dz || scaled_dz || dweights;
     a = p.dw_down.data != nullptr;
     dw = up_weights || up_biases || a || p.db_down.data != nullptr;
-    combine = p.dx.data != nullptr || p.dweights != nullptr;
+    combine = p.dx.data != nullptr || dweights;
   }
 
   bool activation() const { return da || a; }
@@ -74,20 +76,24 @@ int64_t width_of(const Problem& p) { return p.layer.gated ? 2 * p.layer.inner : 
 // Gate and up are two matrices, whose parts of dx_k are added up in fp32.
 bool in_two_parts(const Problem& p) { return p.order == FLASHMOE_MOE_SEPARATE; }
 
-bool dx_rows_are_fp32(const Problem& p) {
-  return in_two_parts(p) || p.layer.x.dtype == Dtype::kFloat32;
+// Of sums, which are fp32 unless what is added up is fp64.
+Dtype sum_dtype(const Problem& p) {
+  return p.layer.x.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
 }
+int64_t sum_bytes(const Problem& p) { return dtype_bytes(sum_dtype(p)); }
+
+Dtype dx_rows_dtype(const Problem& p) { return in_two_parts(p) ? sum_dtype(p) : p.layer.x.dtype; }
 
 // Built on a null base it only measures. What no stage needs has no bytes. What lies between the
 // stages of I and what lies between those of H have the same place.
 struct Workspace {
   unsigned char* tiles;
-  int32_t* first;  // [experts + 1] rows
-  int32_t* slots;  // [pairs] of each row
-  int32_t* rows;   // [pairs] of each slot, or -1
-  float* weights;  // by row, from here on
-  float* dots;     // <da, a>
-  const void** x;  // pointers
+  int32_t* first;   // [experts + 1] rows
+  int32_t* slots;   // [pairs] of each row
+  int32_t* rows;    // [pairs] of each slot, or -1
+  double* weights;  // by row, from here on
+  double* dots;     // <da, a>
+  const void** x;   // pointers
   const void** dout;
   const void** before[2];  // g and u
   const void** dz_rows;
@@ -95,7 +101,7 @@ struct Workspace {
   const void** a_rows;
   unsigned char* dz;         // [rows, width], for dx of all columns
   unsigned char* computed;   // [rows, width] g, then u; of a chunk, from here on
-  float* da;                 // [rows, inner]
+  unsigned char* da;         // [rows, inner] sums
   unsigned char* scaled_dz;  // [rows, width]
   unsigned char* a;          // [rows, inner]
   unsigned char* dx;         // [rows, hidden]
@@ -111,7 +117,8 @@ struct Workspace {
     const auto inner = static_cast<uint64_t>(chunks.inner);
     const uint64_t width = p.layer.gated ? 2 * inner : inner;
     const auto hidden = static_cast<uint64_t>(chunks.hidden);
-    const auto numbers = [&] { return carver.take(pairs * sizeof(int32_t)); };
+    const auto numbers = [&](size_t each) { return carver.take(pairs * each); };
+    const auto of_sum = static_cast<uint64_t>(sum_bytes(p));
     const auto pointers = [&](bool needed) {
       return reinterpret_cast<const void**>(carver.take(needed ? pairs * sizeof(void*) : 0));
     };
@@ -121,10 +128,10 @@ struct Workspace {
     tiles = carver.take(ExpertTiles::bytes(p.layer.experts));
     first = reinterpret_cast<int32_t*>(
         carver.take((static_cast<uint64_t>(p.layer.experts) + 1) * sizeof(int32_t)));
-    slots = reinterpret_cast<int32_t*>(numbers());
-    rows = reinterpret_cast<int32_t*>(numbers());
-    weights = reinterpret_cast<float*>(numbers());
-    dots = reinterpret_cast<float*>(numbers());
+    slots = reinterpret_cast<int32_t*>(numbers(sizeof(int32_t)));
+    rows = reinterpret_cast<int32_t*>(numbers(sizeof(int32_t)));
+    weights = reinterpret_cast<double*>(numbers(sizeof(double)));
+    dots = reinterpret_cast<double*>(numbers(sizeof(double)));
     x = pointers(true);
     dout = pointers(true);
     before[0] = pointers(needs.activation());
@@ -137,10 +144,11 @@ struct Workspace {
     scratch = carver.take(static_cast<uint64_t>(threads) * ThreadScratch::bytes(kernel));
     Carver of_hidden = carver;
     computed = matrix(carver, needs.up(p), width, element);
-    da = reinterpret_cast<float*>(matrix(carver, needs.da, inner, sizeof(float)));
+    da = matrix(carver, needs.da, inner, of_sum);
     scaled_dz = matrix(carver, needs.scaled_dz, width, element);
     a = matrix(carver, needs.a, inner, element);
-    dx = matrix(of_hidden, needs.dx_rows, hidden, dx_rows_are_fp32(p) ? sizeof(float) : element);
+    dx = matrix(of_hidden, needs.dx_rows, hidden,
+                static_cast<uint64_t>(dtype_bytes(dx_rows_dtype(p))));
     bytes = std::max(carver.bytes(), of_hidden.bytes());
   }
 };
@@ -243,7 +251,7 @@ void list_rows(Launch* launch) {
       const int64_t token = pair / layer.top_k;
       w.slots[row] = static_cast<int32_t>(slot);
       w.rows[slot] = row;
-      w.weights[row] = layer.weights[pair];
+      w.weights[row] = weight_of(layer, pair);
       w.x[row] = at(layer.x.data, token * layer.x.row_stride);
       w.dout[row] = at(p.dout.data, token * p.dout.row_stride);
       ++row;
@@ -337,9 +345,9 @@ struct Worker {
     const int64_t column = rows.column_tile * launch.tile_columns;
     MoeTile tile = tile_of(rows, w.dout + rows.begin, layer.hidden, layer.inner);
     tile.weights[0] = transposed(layer.down, rows.expert, column);
-    tile.out = w.da + rows.begin * layer.inner + column;
+    tile.out = w.da + (rows.begin * layer.inner + column) * sum_bytes(p);
     tile.out_stride = layer.inner;
-    tile.out_is_fp32 = true;
+    tile.out_is_fp32 = sum_dtype(p) == Dtype::kFloat32;
     launch.kernel.multiply(tile, memory.scratch);
   }
 
@@ -350,9 +358,8 @@ struct Worker {
     MoeTile tile =
         tile_of(rows, w.dz_rows + rows.begin, two ? layer.inner : width_of(p), launch.hidden);
     tile.weights[0] = transposed(p.gate_up, rows.expert, launch.hidden_first + column);
-    tile.out_is_fp32 = dx_rows_are_fp32(p);
-    const int64_t element = tile.out_is_fp32 ? int64_t{sizeof(float)} : element_of(p);
-    tile.out = w.dx + (rows.begin * launch.hidden + column) * element;
+    tile.out_is_fp32 = dx_rows_dtype(p) == Dtype::kFloat32;
+    tile.out = w.dx + (rows.begin * launch.hidden + column) * dtype_bytes(dx_rows_dtype(p));
     tile.out_stride = launch.hidden;
     launch.kernel.multiply(tile, memory.scratch);
     if (!two) return;
@@ -384,10 +391,10 @@ struct Worker {
       return there ? const_cast<char*>(static_cast<const char*>(data)) + place * element : nullptr;
     };
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      row.weight = on_input ? 1.0f : w.weights[r];
+      row.weight = on_input ? 1.0 : w.weights[r];
       row.scale = w.weights[r];
-      float dot = launch.chunk.first > 0 ? w.dots[r] : 0.0f;
-      if (launch.chunk.first == 0 && bias != nullptr && p.dweights != nullptr && !on_input) {
+      double dot = launch.chunk.first > 0 ? w.dots[r] : 0.0;
+      if (launch.chunk.first == 0 && bias != nullptr && launch.needs.dweights && !on_input) {
         dot = launch.kernel.dot(w.dout[r], p.dout.dtype, bias, layer.down_bias.dtype, layer.hidden);
       }
       // The sum goes by blocks, whatever the chunks.
@@ -395,7 +402,7 @@ struct Worker {
         row.inner = std::min(kGradientBlock, layer.inner - i);
         row.before[0] = from(true, w.before[0][r], i);
         row.before[1] = from(layer.gated, layer.gated ? w.before[1][r] : nullptr, i);
-        row.da = launch.needs.da ? w.da + r * layer.inner + i : nullptr;
+        row.da = launch.needs.da ? w.da + (r * layer.inner + i) * sum_bytes(p) : nullptr;
         row.a_out = from(launch.needs.a, launch.needs.a ? w.a_rows[r] : nullptr, i);
         // Both kinds of dz have the same step, and each places of its own.
         row.dz_step = dz.step;
@@ -414,41 +421,52 @@ struct Worker {
   void combine(int64_t first_token, int64_t end_token) const {
     const MoeForwardProblem& layer = p.layer;
     const bool on_input = layer.weight_on_input;
-    const bool is_fp32 = dx_rows_are_fp32(p);
-    const int64_t element = is_fp32 ? int64_t{sizeof(float)} : element_of(p);
+    const int64_t element = dtype_bytes(dx_rows_dtype(p));
     const int64_t pairs = pairs_of(p);
     for (int64_t t = first_token; t < end_token; ++t) {
       MoeSum sum = {};
+      double weights[kMaxTopK];
       for (int32_t k = 0; k < layer.top_k; ++k) {
         const int64_t pair = t * layer.top_k + k;
+        weights[k] = weight_of(layer, pair);
         const int64_t slot = layer.slots[pair];
         const bool counts = slot >= 0 && slot < pairs && layer.pairs[slot] == pair;
         const int64_t row = counts ? w.rows[slot] : -1;
         if (row >= 0 && launch.needs.dx_rows) sum.y[k] = w.dx + row * launch.hidden * element;
-        if (p.dweights == nullptr) continue;
+        if (!launch.needs.dweights) continue;
         if (row >= 0 && on_input) w.dots[row] = dot_with_x(row, sum.y[k]);
         if (launch.hidden_first + launch.hidden < layer.hidden) continue;
-        const float gradient = row >= 0 ? w.dots[row] : 0.0f;
-        p.dweights[pair] = p.accumulate ? p.dweights[pair] + gradient : gradient;
+        const double gradient = row >= 0 ? w.dots[row] : 0.0;
+        if (p.wide_dweights != nullptr) {
+          write(gradient, p.wide_dweights + pair);
+        } else {
+          write(gradient, p.dweights + pair);
+        }
       }
       if (p.dx.data == nullptr) continue;
-      sum.weights = on_input ? layer.weights + t * layer.top_k : nullptr;
+      sum.weights = on_input ? weights : nullptr;
       sum.top_k = layer.top_k;
       sum.hidden = launch.hidden;
       sum.out = static_cast<char*>(p.dx.data) +
                 (t * p.dx.row_stride + launch.hidden_first) * dtype_bytes(p.dx.dtype);
-      sum.y_is_fp32 = is_fp32;
+      sum.y_is_fp32 = dx_rows_dtype(p) == Dtype::kFloat32;
       sum.out_is_fp32 = p.dx.dtype == Dtype::kFloat32;
       sum.adds = p.accumulate;
       launch.kernel.add(sum);
     }
   }
 
+  template <class Number>
+  void write(double gradient, Number* to) const {
+    const double before = p.accumulate ? static_cast<double>(*to) : 0.0;
+    *to = static_cast<Number>(before + gradient);
+  }
+
   // <y, x> of a row up to the end of this chunk of H. By blocks, whatever the chunks.
-  float dot_with_x(int64_t row, const void* y) const {
+  double dot_with_x(int64_t row, const void* y) const {
     const Dtype dtype = p.layer.x.dtype;
-    const Dtype y_dtype = dx_rows_are_fp32(p) ? Dtype::kFloat32 : dtype;
-    float dot = launch.hidden_first > 0 ? w.dots[row] : 0.0f;
+    const Dtype y_dtype = dx_rows_dtype(p);
+    double dot = launch.hidden_first > 0 ? w.dots[row] : 0.0;
     for (int64_t i = 0; i < launch.hidden; i += kGradientBlock) {
       dot += launch.kernel.dot(
           static_cast<const char*>(y) + i * dtype_bytes(y_dtype), y_dtype,

@@ -135,7 +135,7 @@ struct Worker {
       const int64_t pair = p.pairs[slot];
       if (pair < 0 || pair >= launch.pairs()) break;
       memory.x[slot - first] = data + pair / p.top_k * p.x.row_stride * launch.element();
-      memory.scale[slot - first] = p.weights[pair];
+      memory.scale[slot - first] = weight_of(p, pair);
     }
     tile->rows = slot - first;
     tile->scale = p.weight_on_input ? memory.scale : nullptr;
@@ -177,14 +177,16 @@ void combine(void* context, int32_t /*worker*/) {
     const int64_t end = std::min((i + 1) * kTokensPerSum, p.tokens);
     for (int64_t t = i * kTokensPerSum; t < end; ++t) {
       MoeSum sum = {};
+      double weights[kMaxTopK];
       for (int32_t k = 0; k < p.top_k; ++k) {
         const int64_t pair = t * p.top_k + k;
+        weights[k] = weight_of(p, pair);
         const int64_t slot = p.slots[pair];
         // Also false where the routing contradicts itself: then nothing was computed there.
         if (slot < first_slot || slot >= end_slot || p.pairs[slot] != pair) continue;
         sum.y[k] = launch.workspace.y + slot * p.hidden * launch.element();
       }
-      sum.weights = p.weight_on_input ? nullptr : p.weights + t * p.top_k;
+      sum.weights = p.weight_on_input ? nullptr : weights;
       sum.top_k = p.top_k;
       sum.hidden = p.hidden;
       sum.out = static_cast<char*>(p.out.data) + t * p.out.row_stride * dtype_bytes(p.out.dtype);

@@ -40,11 +40,11 @@ class GradientStore {
 };
 
 template <typename Element>
-float differentiate_row(const MoeActivationGradient& row) {
+double differentiate_row(const MoeActivationGradient& row) {
   const MoeActivation& activation = *row.activation;
   const bool gated = row.before[1] != nullptr;
-  const Vector weight = Simd::broadcast(row.weight);
-  const Vector scale = Simd::broadcast(row.scale);
+  const Vector weight = Simd::broadcast(static_cast<float>(row.weight));
+  const Vector scale = Simd::broadcast(static_cast<float>(row.scale));
   const GradientStore<Element> dz_store(row.dz, row.dz_places, row.dz_step);
   const GradientStore<Element> scaled_store(row.scaled_dz, row.scaled_places, row.dz_step);
   Vector total = Simd::zero();
@@ -63,7 +63,7 @@ float differentiate_row(const MoeActivationGradient& row) {
       Simd::store_first(static_cast<Element*>(row.a_out) + i, Simd::multiply(a, weight), n);
     }
     if (row.da == nullptr) continue;
-    const Vector da = Simd::load_first(row.da + i, n);
+    const Vector da = Simd::load_first(static_cast<const float*>(row.da) + i, n);
     total = Simd::multiply_add(da, a, total);
     const Vector weighted = Simd::multiply(da, weight);
     Vector dz[2];
@@ -79,7 +79,7 @@ float differentiate_row(const MoeActivationGradient& row) {
     const Vector scaled[2] = {Simd::multiply(dz[0], scale), Simd::multiply(dz[1], scale)};
     scaled_store.store(i, scaled, gated, n);
   }
-  return Simd::sum_of(total);
+  return static_cast<double>(Simd::sum_of(total));
 }
 
 // A few vectors of columns at a time, and rows in runs whose sums are then added up: errors grow
@@ -99,7 +99,8 @@ void sum_rows(const MoeRowSums& sums) {
       for (int v = 0; v < kVectors; ++v) run[v] = Simd::zero();
       for (int64_t r = begin; r < end; ++r) {
         const Element* row = static_cast<const Element*>(sums.a[r]) + sums.first + i;
-        const Vector scale = Simd::broadcast(sums.scale != nullptr ? sums.scale[r] : 1.0f);
+        const Vector scale =
+            Simd::broadcast(sums.scale != nullptr ? static_cast<float>(sums.scale[r]) : 1.0f);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
           const int64_t n = sums.columns - i - v * kLanes;
@@ -119,11 +120,11 @@ void sum_rows(const MoeRowSums& sums) {
   }
 }
 
-inline float dot_of(const void* a, Dtype a_dtype, const void* b, Dtype b_dtype, int64_t n) {
+inline double dot_of(const void* a, Dtype a_dtype, const void* b, Dtype b_dtype, int64_t n) {
   Vector total = Simd::zero();
   for (int64_t i = 0; i < n; i += kLanes) {
     total = Simd::multiply_add(load_first_of(a, a_dtype, 1, i, n - i),
                                load_first_of(b, b_dtype, 1, i, n - i), total);
   }
-  return Simd::sum_of(total);
+  return static_cast<double>(Simd::sum_of(total));
 }

@@ -35,7 +35,7 @@ void WeightGradients::add_matrix(const MatrixGradient& gradient, RowPointers a, 
 }
 
 void WeightGradients::add_bias(const BiasGradient& gradient, RowPointers a, int64_t a_first,
-                               int64_t n, const float* scale) {
+                               int64_t n, const double* scale) {
   if (gradient.data == nullptr) return;
   Job job = {};
   job.a = a;
@@ -105,7 +105,7 @@ void WeightGradients::compute(int64_t index, const MoeKernel& kernel, const int3
     return;
   }
   if (job->b == nullptr) {
-    const float* const scale = job->scale != nullptr ? job->scale + begin : nullptr;
+    const double* const scale = job->scale != nullptr ? job->scale + begin : nullptr;
     kernel.add_rows({job->a + begin, scale, first[expert + 1] - begin, job->a_first + n,
                      std::min(job->n_tile, job->n - n), out, job->is_fp32, adds_});
     return;

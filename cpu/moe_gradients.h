@@ -25,7 +25,7 @@ class WeightGradients {
                   RowPointers b, int64_t n);
   // [experts, n]: sums of a's elements, times `scale` of each row.
   void add_bias(const BiasGradient& gradient, RowPointers a, int64_t a_first, int64_t n,
-                const float* scale);
+                const double* scale);
 
   // Cuts into tiles of at most this size.
   void cut(MoeTileSize size);
@@ -42,7 +42,7 @@ class WeightGradients {
   struct Job {
     RowPointers a;
     RowPointers b;  // nullptr: sums of rows of a
-    const float* scale;
+    const double* scale;
     int64_t a_first;
     int64_t b_first;
     int64_t m;  // 1 of sums

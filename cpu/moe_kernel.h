@@ -34,7 +34,7 @@ struct MoeActivation {
 //   out[r][n] = act(g) * (u + up_offset)                     with two matrices, gate and up
 struct MoeTile {
   const void* const* x;  // [rows] pointers to `depth` contiguous elements
-  const float* scale;    // [rows]; nullptr: 1
+  const double* scale;   // [rows]; nullptr: 1
   int64_t rows;
   int64_t depth;
   int64_t columns;  // rows of the matrix, or of each of the two
@@ -54,7 +54,7 @@ struct MoeTile {
 // without `weights` they are 1. Elements are x's, or fp32.
 struct MoeSum {
   const void* y[kMaxTopK];
-  const float* weights;
+  const double* weights;
   int32_t top_k;
   int64_t hidden;
   void* out;
@@ -70,9 +70,9 @@ struct MoeSum {
 // and scaled_dz = scale * dz. Beyond the limit dz is 0.
 struct MoeActivationGradient {
   const void* before[2];  // [inner] g and u; without a gate u and nullptr
-  const float* da;        // [inner]; nullptr: dz is not wanted
-  float weight;
-  float scale;
+  const void* da;         // [inner] fp32, of fp64 fp64; nullptr: dz is not wanted
+  double weight;
+  double scale;
   const MoeActivation* activation;
   int64_t inner;
   void* a_out;      // [inner] or nullptr
@@ -103,7 +103,7 @@ struct MoeOuterProducts {
 // out[i] = sum over r of scale[r] * a[r][first + i].
 struct MoeRowSums {
   const void* const* a;  // [rows] pointers to rows of contiguous elements
-  const float* scale;    // [rows]; nullptr: 1
+  const double* scale;   // [rows]; nullptr: 1
   int64_t rows;
   int64_t first;
   int64_t columns;
@@ -118,7 +118,8 @@ struct MoeTileSize {
   int64_t columns;  // of all matrices together
 };
 
-// The kernels of one instruction set for one dtype.
+// The kernels of one instruction set for one dtype. What they add up is fp32, of fp64 fp64; numbers
+// of a routing are fp64 here, and rounded to that.
 struct MoeKernel {
   const char* isa;
   MoeTileSize many[2];  // of many rows: where depth is contiguous, where columns are
@@ -130,16 +131,17 @@ struct MoeKernel {
   void (*multiply)(const MoeTile& tile, void* scratch);
   void (*add)(const MoeSum& sum);
   // Returns the sum of da * a.
-  float (*differentiate)(const MoeActivationGradient& row);
+  double (*differentiate)(const MoeActivationGradient& row);
   MoeTileSize outer;  // the largest m and n
   void (*add_outer)(const MoeOuterProducts& tile, void* scratch);
   void (*add_rows)(const MoeRowSums& sums);
   // The sum of a[i] * b[i], each of its dtype.
-  float (*dot)(const void* a, Dtype a_dtype, const void* b, Dtype b_dtype, int64_t n);
+  double (*dot)(const void* a, Dtype a_dtype, const void* b, Dtype b_dtype, int64_t n);
 };
 
 // One per instruction set, indexed by Dtype.
 extern const MoeKernel kScalarMoe[3];
+extern const MoeKernel kFp64Moe;
 #if FLASHMOE_CPU_X86
 extern const MoeKernel kAvx2Moe[3];
 extern const MoeKernel kAvx512Moe[3];

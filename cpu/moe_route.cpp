@@ -3,7 +3,8 @@
 // Tokens are scored in chunks, each by one thread, which also counts the chunk's pairs of every
 // expert. Prefix sums of the counts, over experts and then chunks, are where each chunk's slots of
 // an expert begin; a second pass hands them out in the order of pairs. Chunks do not depend on the
-// threads, and the result does not depend on the chunks.
+// threads, and the result does not depend on the chunks. Scores are computed in fp32, or, of
+// numbers of fp64, in fp64: below that is `Number`.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -21,36 +22,43 @@ using Problem = MoeRouteProblem;
 
 constexpr int64_t kChunkTokens = 128;
 constexpr int64_t kMostChunks = 256;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+template <class Number>
+constexpr Number kLowest = -std::numeric_limits<Number>::infinity();
 
 int64_t chunks_of(const Problem& p) {
   const int64_t chunks = ceil_divide(p.tokens, kChunkTokens);
   return chunks < 1 ? 1 : chunks > kMostChunks ? kMostChunks : chunks;
 }
 
-float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+template <class Number>
+Number sigmoid(Number x) {
+  return Number{1} / (Number{1} + std::exp(-x));
+}
 
-float log_sum_exp(const float* x, int32_t count) {
-  float most = kLowest;
+template <class Number>
+Number log_sum_exp(const Number* x, int32_t count) {
+  Number most = kLowest<Number>;
   for (int32_t i = 0; i < count; ++i) most = x[i] > most ? x[i] : most;
   // exp(inf - inf) would be a NaN, where the sum is an infinity.
-  const float base = std::isfinite(most) ? most : 0.0f;
-  float sum = 0.0f;
+  const Number base = std::isfinite(most) ? most : Number{0};
+  Number sum = 0;
   for (int32_t i = 0; i < count; ++i) sum += std::exp(x[i] - base);
   return base + std::log(sum);
 }
 
 // The greatest of a sequence, in order; among equals the one that came first. A NaN counts as -inf.
+template <class Number>
 struct Greatest {
-  float values[kMaxTopK];
+  Number values[kMaxTopK];
   int32_t indices[kMaxTopK];
   int32_t wanted;
   int32_t count = 0;
 
   explicit Greatest(int32_t how_many) : wanted(how_many) {}
 
-  void put(float value, int32_t index) {
-    if (value != value) value = kLowest;
+  void put(Number value, int32_t index) {
+    if (value != value) value = kLowest<Number>;
     if (count == wanted && !(value > values[count - 1])) return;
     int32_t place = count < wanted ? count++ : count - 1;
     for (; place > 0 && value > values[place - 1]; --place) {
@@ -63,11 +71,12 @@ struct Greatest {
 };
 
 // Marks the groups that a token may choose from.
-void choose_groups(const Problem& p, const float* choice, bool* open) {
+template <class Number>
+void choose_groups(const Problem& p, const Number* choice, bool* open) {
   const int32_t size = p.experts / p.num_groups;
-  float sums[kMaxExperts / 2];
+  Number sums[kMaxExperts / 2];
   for (int32_t g = 0; g < p.num_groups; ++g) {
-    Greatest two(2);
+    Greatest<Number> two(2);
     for (int32_t i = 0; i < size; ++i) two.put(choice[g * size + i], i);
     sums[g] = two.values[0] + two.values[1];
     open[g] = false;
@@ -75,10 +84,10 @@ void choose_groups(const Problem& p, const float* choice, bool* open) {
   // More may be asked for than `Greatest` holds: one after the other.
   for (int32_t i = 0; i < p.top_groups; ++i) {
     int32_t best = -1;
-    float most = 0.0f;
+    Number most = 0;
     for (int32_t g = 0; g < p.num_groups; ++g) {
       if (open[g]) continue;
-      const float sum = sums[g] == sums[g] ? sums[g] : kLowest;
+      const Number sum = sums[g] == sums[g] ? sums[g] : kLowest<Number>;
       if (best < 0 || sum > most) best = g, most = sum;
     }
     open[best] = true;
@@ -86,14 +95,16 @@ void choose_groups(const Problem& p, const float* choice, bool* open) {
 }
 
 // What one token comes to.
+template <class Number>
 struct TokenRoute {
   int32_t ids[kMaxTopK];
-  float weights[kMaxTopK];
-  float lse;
+  Number weights[kMaxTopK];
+  Number lse;
 };
 
-void score_chosen(const Problem& p, const float* logits, const Greatest& chosen,
-                  TokenRoute* route) {
+template <class Number>
+void score_chosen(const Problem& p, const Number* logits, const Greatest<Number>& chosen,
+                  TokenRoute<Number>* route) {
   if (p.scoring == FLASHMOE_MOE_SIGMOID) {
     for (int32_t k = 0; k < p.top_k; ++k) route->weights[k] = sigmoid(logits[chosen.indices[k]]);
     return;
@@ -101,37 +112,55 @@ void score_chosen(const Problem& p, const float* logits, const Greatest& chosen,
   const bool all = p.scoring == FLASHMOE_MOE_SOFTMAX;
   const int32_t count = all ? p.experts : p.top_k;
   const auto logit = [&](int32_t i) { return logits[all ? i : chosen.indices[i]]; };
-  float most = kLowest;
+  Number most = kLowest<Number>;
   for (int32_t i = 0; i < count; ++i) most = logit(i) > most ? logit(i) : most;
-  float sum = 0.0f;
+  Number sum = 0;
   for (int32_t i = 0; i < count; ++i) sum += std::exp(logit(i) - most);
   for (int32_t k = 0; k < p.top_k; ++k) {
     route->weights[k] = std::exp(logits[chosen.indices[k]] - most) / sum;
   }
 }
 
-void choose_experts(const Problem& p, int64_t token, TokenRoute* route) {
-  float logits[kMaxExperts];
-  float biased[kMaxExperts];
+// Numbers as they are computed with, from element `first` on.
+void load(const void* from, Dtype dtype, int64_t first, int64_t count, float* to) {
+  widen(from, dtype, first, count, to);
+}
+
+// Of fp64 alone.
+void load(const void* from, Dtype /*dtype*/, int64_t first, int64_t count, double* to) {
+  std::copy_n(static_cast<const double*>(from) + first, count, to);
+}
+
+// 0 without a selection bias.
+template <class Number>
+Number selection_bias(const Problem& p, int32_t expert) {
+  if (p.wide_selection_bias != nullptr) return static_cast<Number>(p.wide_selection_bias[expert]);
+  return p.selection_bias != nullptr ? static_cast<Number>(p.selection_bias[expert]) : Number{0};
+}
+
+template <class Number>
+void choose_experts(const Problem& p, int64_t token, TokenRoute<Number>* route) {
+  Number logits[kMaxExperts];
+  Number biased[kMaxExperts];
   bool open[kMaxExperts / 2];
-  widen(p.logits, p.logits_dtype, token * p.logits_stride, p.experts, logits);
+  load(p.logits, p.logits_dtype, token * p.logits_stride, p.experts, logits);
   const bool grouped = p.num_groups > 1;
-  const float* choice = logits;
-  if (p.selection_bias != nullptr || grouped) {
+  const bool with_bias = p.selection_bias != nullptr || p.wide_selection_bias != nullptr;
+  if (with_bias || grouped) {
     for (int32_t e = 0; e < p.experts; ++e) {
-      biased[e] = sigmoid(logits[e]) + (p.selection_bias != nullptr ? p.selection_bias[e] : 0.0f);
+      biased[e] = sigmoid(logits[e]) + selection_bias<Number>(p, e);
     }
-    if (p.selection_bias != nullptr) choice = biased;
   }
+  const Number* const choice = with_bias ? biased : logits;
   if (grouped) choose_groups(p, biased, open);
   const int32_t group_size = p.experts / p.num_groups;
-  Greatest chosen(p.top_k);
+  Greatest<Number> chosen(p.top_k);
   for (int32_t e = 0; e < p.experts; ++e) {
     if (!grouped || open[e / group_size]) chosen.put(choice[e], e);
   }
   for (int32_t k = 0; k < p.top_k; ++k) route->ids[k] = chosen.indices[k];
   score_chosen(p, logits, chosen, route);
-  if (p.lse != nullptr) route->lse = log_sum_exp(logits, p.experts);
+  if (p.lse != nullptr || p.wide_lse != nullptr) route->lse = log_sum_exp(logits, p.experts);
 }
 
 // The expert of this call that a given id means, or -1.
@@ -143,41 +172,45 @@ int32_t expert_of(const Problem& p, int64_t id) {
   return id >= 0 && id < p.experts ? static_cast<int32_t>(id) : -1;
 }
 
-void take_given(const Problem& p, int64_t token, TokenRoute* route) {
+template <class Number>
+void take_given(const Problem& p, int64_t token, TokenRoute<Number>* route) {
   const int64_t first = token * p.given_ids_stride;
   for (int32_t k = 0; k < p.top_k; ++k) {
     const int64_t id = p.given_ids_are_64 ? static_cast<const int64_t*>(p.given_ids)[first + k]
                                           : static_cast<const int32_t*>(p.given_ids)[first + k];
     route->ids[k] = expert_of(p, id);
-    route->weights[k] = 1.0f;
+    route->weights[k] = 1;
   }
   if (p.given_weights != nullptr) {
-    widen(p.given_weights, p.given_weights_dtype, token * p.given_weights_stride, p.top_k,
-          route->weights);
+    load(p.given_weights, p.given_weights_dtype, token * p.given_weights_stride, p.top_k,
+         route->weights);
   }
 }
 
-void route_token(const Problem& p, int64_t token, int32_t* counts) {
-  TokenRoute route;
+// `weights` and `lse` are the problem's.
+template <class Number>
+void route_token(const Problem& p, int64_t token, Number* weights, Number* lse, int32_t* counts) {
+  TokenRoute<Number> route;
   if (p.logits != nullptr) {
     choose_experts(p, token, &route);
   } else {
     take_given(p, token, &route);
   }
-  float divisor = 1.0f;
+  Number divisor = 1;
   if (p.renormalize) {
-    float sum = 0.0f;
+    Number sum = 0;
     for (int32_t k = 0; k < p.top_k; ++k) sum += route.weights[k];
-    if (sum != 0.0f) divisor = sum;
+    if (sum != Number{0}) divisor = sum;
   }
   const int64_t first = token * p.top_k;
   for (int32_t k = 0; k < p.top_k; ++k) {
     const int32_t id = route.ids[k];
     p.ids[first + k] = id;
-    p.weights[first + k] = id < 0 ? 0.0f : route.weights[k] / divisor * p.scale;
+    const Number weight = route.weights[k] / divisor * static_cast<Number>(p.scale);
+    weights[first + k] = id < 0 ? Number{0} : weight;
     if (id >= 0) ++counts[id];
   }
-  if (p.lse != nullptr) p.lse[token] = route.lse;
+  if (lse != nullptr) lse[token] = route.lse;
 }
 
 struct Launch {
@@ -199,7 +232,11 @@ void score(void* context, int32_t /*worker*/) {
     int32_t* counts = launch.counts + chunk * p.experts;
     for (int32_t e = 0; e < p.experts; ++e) counts[e] = 0;
     for (int64_t t = launch.begin(chunk); t < launch.begin(chunk + 1); ++t) {
-      route_token(p, t, counts);
+      if (p.wide_weights != nullptr) {
+        route_token(p, t, p.wide_weights, p.wide_lse, counts);
+      } else {
+        route_token(p, t, p.weights, p.lse, counts);
+      }
     }
   }
 }

@@ -42,7 +42,7 @@ class Token {
 
   void differentiate() {
     const int32_t columns = p_.given ? p_.top_k : p_.experts;
-    widen(p_.scores.data, p_.scores.dtype, token_ * p_.scores.row_stride, columns, given_);
+    load(p_.scores, columns, given_);
     score();
     differentiate_scores();
     for (int32_t i = 0; i < columns; ++i) gradient_[i] = 0.0;
@@ -55,23 +55,41 @@ class Token {
   }
 
  private:
+  // The token's row.
+  template <class Data>
+  void load(const TokenRows<Data>& rows, int32_t columns, double* to) {
+    const int64_t first = token_ * rows.row_stride;
+    if (rows.dtype == Dtype::kFloat64) {
+      std::copy_n(static_cast<const double*>(rows.data) + first, columns, to);
+      return;
+    }
+    widen(rows.data, rows.dtype, first, columns, narrow_);
+    std::copy_n(narrow_, columns, to);
+  }
+
+  double lse_gradient() const {
+    if (p_.wide_dlse != nullptr) return p_.wide_dlse[token_];
+    return p_.dlse != nullptr ? static_cast<double>(p_.dlse[token_]) : 0.0;
+  }
+
   // Of what another routing wrote there may be ids that are none of these logits.
   bool is_expert(int32_t k) const { return ids_[k] >= 0 && (p_.given || ids_[k] < p_.experts); }
 
-  bool needs_softmax() const { return p_.scoring == FLASHMOE_MOE_SOFTMAX || p_.dlse != nullptr; }
+  bool needs_softmax() const {
+    return p_.scoring == FLASHMOE_MOE_SOFTMAX || p_.dlse != nullptr || p_.wide_dlse != nullptr;
+  }
 
   void score() {
     if (p_.given) {
-      for (int32_t k = 0; k < p_.top_k; ++k) scores_[k] = static_cast<double>(given_[k]);
+      for (int32_t k = 0; k < p_.top_k; ++k) scores_[k] = given_[k];
       return;
     }
     if (needs_softmax()) {
-      for (int32_t e = 0; e < p_.experts; ++e) softmax_[e] = static_cast<double>(given_[e]);
+      for (int32_t e = 0; e < p_.experts; ++e) softmax_[e] = given_[e];
       softmax(softmax_, p_.experts);
     }
     const auto logit = [this](int32_t k) {
-      return is_expert(k) ? static_cast<double>(given_[ids_[k]])
-                          : -std::numeric_limits<double>::infinity();
+      return is_expert(k) ? given_[ids_[k]] : -std::numeric_limits<double>::infinity();
     };
     for (int32_t k = 0; k < p_.top_k; ++k) {
       switch (p_.scoring) {
@@ -84,16 +102,22 @@ class Token {
   }
 
   void differentiate_scores() {
-    const float* dweights = p_.dweights + token_ * p_.top_k;
+    const int64_t first = token_ * p_.top_k;
     double sum = 0.0;
     double product = 0.0;
     for (int32_t k = 0; k < p_.top_k; ++k) {
-      dscores_[k] = is_expert(k) ? static_cast<double>(dweights[k]) : 0.0;
+      dscores_[k] = 0.0;
+      if (is_expert(k)) {
+        dscores_[k] = p_.wide_dweights != nullptr ? p_.wide_dweights[first + k]
+                                                  : static_cast<double>(p_.dweights[first + k]);
+      }
       sum += scores_[k];
       product += dscores_[k] * scores_[k];
     }
-    // The sum that the forward divides by is one of fp32.
-    const bool divided = p_.renormalize && static_cast<float>(sum) != 0.0f;
+    // The sum that the forward divides by is one of fp32, unless scores are fp64.
+    const bool is_zero =
+        p_.scores.dtype == Dtype::kFloat64 ? sum == 0.0 : static_cast<float>(sum) == 0.0f;
+    const bool divided = p_.renormalize && !is_zero;
     const double divisor = divided ? sum : 1.0;
     const double mean = divided ? product / sum : 0.0;
     const double factor = static_cast<double>(p_.scale) / divisor;
@@ -104,8 +128,7 @@ class Token {
     double product = 0.0;
     for (int32_t k = 0; k < p_.top_k; ++k) product += dscores_[k] * scores_[k];
     const double through_softmax =
-        (p_.scoring == FLASHMOE_MOE_SOFTMAX ? -product : 0.0) +
-        (p_.dlse != nullptr ? static_cast<double>(p_.dlse[token_]) : 0.0);
+        (p_.scoring == FLASHMOE_MOE_SOFTMAX ? -product : 0.0) + lse_gradient();
     if (needs_softmax()) {
       for (int32_t e = 0; e < p_.experts; ++e) gradient_[e] = softmax_[e] * through_softmax;
     }
@@ -120,7 +143,14 @@ class Token {
 
   void write(int32_t columns) {
     const int64_t first = token_ * p_.dscores.row_stride;
-    float* const held = given_;  // which have been read
+    if (p_.dscores.dtype == Dtype::kFloat64) {
+      double* const to = static_cast<double*>(p_.dscores.data) + first;
+      for (int32_t i = 0; i < columns; ++i) {
+        to[i] = p_.accumulate ? to[i] + gradient_[i] : gradient_[i];
+      }
+      return;
+    }
+    float* const held = narrow_;
     if (p_.accumulate) widen(p_.dscores.data, p_.dscores.dtype, first, columns, held);
     for (int32_t i = 0; i < columns; ++i) {
       const auto gradient = static_cast<float>(gradient_[i]);
@@ -132,7 +162,8 @@ class Token {
   const Problem& p_;
   const int64_t token_;
   const int32_t* const ids_;
-  float given_[kMaxExperts];  // logits or weights
+  float narrow_[kMaxExperts];
+  double given_[kMaxExperts];  // logits or weights
   double softmax_[kMaxExperts];
   double gradient_[kMaxExperts];
   double scores_[kMaxTopK];

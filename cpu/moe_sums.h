@@ -12,8 +12,8 @@ FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, i
     case Dtype::kFloat32: return load(static_cast<const float*>(p));
     case Dtype::kFloat16: return load(static_cast<const Fp16*>(p));
     case Dtype::kBFloat16: return load(static_cast<const Bf16*>(p));
-    case Dtype::kFloat8E4M3:
-    case Dtype::kFloat64: break;  // of attention alone
+    case Dtype::kFloat8E4M3:      // of attention alone
+    case Dtype::kFloat64: break;  // of other kernels
   }
   return Simd::zero();
 }
@@ -118,7 +118,7 @@ class MoeTileSums {
     for (int m = 0; m < tile_.matrices; ++m) {
       z[m] = Simd::load(sums(m, panel, r) + v * kLanes);
       if (tile_.scale != nullptr) {
-        z[m] = Simd::multiply(z[m], Simd::broadcast(tile_.scale[r]));
+        z[m] = Simd::multiply(z[m], Simd::broadcast(static_cast<float>(tile_.scale[r])));
       }
       z[m] = Simd::add(z[m], bias[m]);
       if (tile_.before[m] != nullptr) {
@@ -141,15 +141,18 @@ class MoeTileSums {
 
 template <typename Element>
 void add_rows(const MoeSum& sum) {
-  const auto add = [&sum](const auto* const* rows) {
+  float weights[kMaxTopK];
+  for (int32_t k = 0; k < sum.top_k && sum.weights != nullptr; ++k) {
+    weights[k] = static_cast<float>(sum.weights[k]);
+  }
+  const auto add = [&](const auto* const* rows) {
     for (int64_t i = 0; i < sum.hidden; i += kLanes) {
       Vector total = Simd::zero();
       for (int32_t k = 0; k < sum.top_k; ++k) {
         if (rows[k] == nullptr) continue;
         const Vector y = Simd::load_first(rows[k] + i, sum.hidden - i);
-        total = sum.weights == nullptr
-                    ? Simd::add(total, y)
-                    : Simd::multiply_add(Simd::broadcast(sum.weights[k]), y, total);
+        total = sum.weights == nullptr ? Simd::add(total, y)
+                                       : Simd::multiply_add(Simd::broadcast(weights[k]), y, total);
       }
       store_or_add<Element>(sum.out, i, sum.out_is_fp32, sum.adds, total, sum.hidden - i);
     }

@@ -97,19 +97,19 @@ struct ThreadScratch {
   static size_t bytes(const MoeKernel& kernel) {
     const size_t rows = most_rows(kernel);
     return whole_lines(kernel.scratch_bytes) + whole_lines(rows * sizeof(void*)) +
-           whole_lines(rows * sizeof(float));
+           whole_lines(rows * sizeof(double));
   }
 
   ThreadScratch(unsigned char* memory, const MoeKernel& kernel) : scratch(memory) {
     const size_t rows = most_rows(kernel);
     memory += whole_lines(kernel.scratch_bytes);
     x = reinterpret_cast<const void**>(memory);
-    scale = reinterpret_cast<float*>(memory + whole_lines(rows * sizeof(void*)));
+    scale = reinterpret_cast<double*>(memory + whole_lines(rows * sizeof(void*)));
   }
 
   void* scratch;   // the kernel's
   const void** x;  // [most_rows]
-  float* scale;    // [most_rows]
+  double* scale;   // [most_rows]
 
  private:
   static size_t most_rows(const MoeKernel& kernel) {

@@ -316,7 +316,8 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Standard normal numbers, contiguous and aligned."""
     array = aligned_empty(shape, dtype)
-    array[...] = rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+    drawn: Any = np.float64 if dtype == np.float64 else np.float32
+    array[...] = rng.standard_normal(shape, dtype=drawn).astype(dtype)
     return array
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import capi
 import numpy as np
 
+DTYPES = capi.DTYPES | {"fp64": np.dtype(np.float64)}
 SCORINGS = {"softmax": 0, "topk_softmax": 1, "sigmoid": 2}
 GATES = {"gate_up": 0, "up_gate": 1, "interleaved": 2, "separate": 3, "no_gate": 4}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
@@ -233,17 +234,21 @@ class Routing:
     lse: np.ndarray | None = None
 
     @classmethod
-    def poisoned(cls, tokens: int, experts: int, top_k: int, *, lse: bool = False) -> Routing:
+    def poisoned(
+        cls, tokens: int, experts: int, top_k: int, *, lse: bool = False, numbers: Any = np.float32
+    ) -> Routing:
+        """`numbers`: of weights and lse."""
+
         def index(*shape: int) -> np.ndarray:
             return np.full(shape, POISON_INDEX, np.int32)
 
         return cls(
             ids=index(tokens, top_k),
-            weights=np.full((tokens, top_k), np.nan, np.float32),
+            weights=np.full((tokens, top_k), np.nan, numbers),
             offsets=index(experts + 1),
             pairs=index(tokens * top_k),
             slots=index(tokens, top_k),
-            lse=np.full(tokens, 7e7, np.float32) if lse else None,
+            lse=np.full(tokens, 7e7, numbers) if lse else None,
         )
 
     def arrays(self) -> dict[str, np.ndarray | None]:
@@ -265,7 +270,9 @@ def route(
     source = logits if logits is not None else given_ids
     assert source is not None
     count = experts if experts is not None else source.shape[1]
-    routing = Routing.poisoned(source.shape[0], count, top_k, lse=lse)
+    scores = logits if logits is not None else options.get("given_weights")
+    numbers = np.float32 if scores is None else capi.sums_dtype(scores.dtype)
+    routing = Routing.poisoned(source.shape[0], count, top_k, lse=lse, numbers=numbers)
     params = make_params(
         RouteParams,
         logits=logits,

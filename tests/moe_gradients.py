@@ -19,7 +19,12 @@ ORDERS = {"float32": 8, "float16": 1, "bfloat16": 1}
 largest. In fp32 all there is to an error is the order, and a gradient of an expert with few rows
 has few sums: one order tells chance, by factors of 3, not how near such a computation comes."""
 
-_FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_FLOATS = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -148,7 +153,7 @@ def both(x: Any, *arguments: Any, **options: Any) -> tuple[dict[str, Any], dict[
         low = _FLOATS[str(x.dtype)]
         ref = of_layer(x, *arguments, torch.float64, **options)
         plain = of_layer(x, *arguments, low, **options)
-        for seed in range(1, ORDERS[str(x.dtype)]):
+        for seed in range(1, ORDERS.get(str(x.dtype), 1)):
             plain = furthest(ref, plain, reordered(seed, x, *arguments, low, **options))
         return ref, plain
 
@@ -158,11 +163,13 @@ def assert_near(
 ) -> None:
     """The rule; of gradients of matrices also expert by expert. `dtype` is that of the inputs."""
     wide = to_numpy(got)
+    if dtype == np.float64:
+        dtype = got.dtype
 
     def check(name: str, got: np.ndarray, ref: np.ndarray, plain: np.ndarray) -> None:
         if ref.size == 0:
             return
-        # As near as their own rounding, whatever the gradient's dtype.
+        # As near as their own rounding, whatever the gradient's dtype; or as that of fp32 of fp64.
         moe_oracle.assert_near(name, got.astype(dtype), ref, plain, dtype, 2)
 
     if wide.ndim == 3:

@@ -29,6 +29,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 WEIGHT_TOLERANCE = 1e-5  # relative: scores are fp32, their sums of up to 1024 terms
 LSE_TOLERANCE = 1e-5
+FP64_TOLERANCE = 1e-13  # of the greatest value: the ordinary computation is the reference itself
 FEW = 2**14  # values, of which the greatest error of the ordinary computation is a matter of luck
 
 _BLOCK = 2**26  # float64 numbers of a product of one step
@@ -323,18 +324,19 @@ def closest_choices(
 
 
 def assert_routed(got: Any, want: Routing) -> None:
-    """ids, offsets, pairs and slots exactly; weights and lse as near as fp32 allows, and not finite
-    where, and only where, those of `want` are not."""
+    """ids, offsets, pairs and slots exactly; weights and lse as near as their dtype allows, not
+    finite where, and only where, those of `want` are not."""
     a = _library_of(want.ids)
     for name in ("ids", "offsets", "pairs", "slots"):
         ours, ref = a.integers(getattr(got, name)), a.integers(getattr(want, name))
         assert ours.shape == ref.shape, name
         _assert_all(name, ours, ref, ours == ref)
-    near = [("weights", WEIGHT_TOLERANCE, 1e-37)]
+    wide = str(got.weights.dtype).endswith("float64")
+    near = [("weights", FP64_TOLERANCE if wide else WEIGHT_TOLERANCE, 1e-37)]
     if got.lse is not None and want.lse is not None:
-        near.append(("lse", LSE_TOLERANCE, LSE_TOLERANCE))
+        near.append(("lse", *(FP64_TOLERANCE if wide else LSE_TOLERANCE,) * 2))
     for name, relative, absolute in near:
-        assert str(getattr(got, name).dtype).endswith("float32"), name
+        assert str(getattr(got, name).dtype).endswith("float64" if wide else "float32"), name
         ours, ref = a.doubles(getattr(got, name)), a.doubles(getattr(want, name))
         assert ours.shape == ref.shape, name
         finite = a.xp.isfinite(ref)
@@ -398,7 +400,8 @@ def exact(library: Any) -> Arithmetic:
 
 def usual(library: Any, dtype: np.dtype[Any]) -> Arithmetic:
     """That of frameworks in `dtype`."""
-    return Arithmetic(library, library.single, library.native(dtype))
+    compute = library.double if dtype == np.float64 else library.single
+    return Arithmetic(library, compute, library.native(dtype))
 
 
 def activate(a: Arithmetic, z: Array, activation: str, alpha: float) -> Array:
@@ -536,6 +539,8 @@ def assert_near(
     error = a.xp.where(both, a.xp.abs(plain - ref), 0.0)
     largest = a.xp.where(both, size, 0.0)
     allowed = times * float(error.max()) + ulp(dtype, float(largest.max()))
+    if dtype == np.float64:
+        allowed = FP64_TOLERANCE * float(largest.max())
     ours = a.xp.where(tame, a.xp.abs(got - ref), 0.0)
     more = f"; the greatest error {float(ours.max()):.3g}, allowed {allowed:.3g}"
     _assert_all(name, got, ref, ours <= allowed, more)

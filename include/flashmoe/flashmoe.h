@@ -166,11 +166,11 @@ FLASHMOE_API flashmoe_status flashmoe_set_log(int32_t level, flashmoe_log_callba
 
 /* Type codes, equal to DLPack's. */
 typedef enum flashmoe_dtype_code {
-  FLASHMOE_DTYPE_INT = 0,    /* kDLInt: 32 and 64, of indices */
-  FLASHMOE_DTYPE_UINT = 1,   /* kDLUInt: 8, of masks */
-  FLASHMOE_DTYPE_FLOAT = 2,  /* kDLFloat: 16 = fp16, 32 = fp32, 64 = fp64 (attention on the CPU) */
-  FLASHMOE_DTYPE_BFLOAT = 4, /* kDLBfloat: 16 = bf16 */
-  FLASHMOE_DTYPE_BOOL = 6,   /* kDLBool: 8, of masks */
+  FLASHMOE_DTYPE_INT = 0,           /* kDLInt: 32 and 64, of indices */
+  FLASHMOE_DTYPE_UINT = 1,          /* kDLUInt: 8, of masks */
+  FLASHMOE_DTYPE_FLOAT = 2,         /* kDLFloat: 16 = fp16, 32 = fp32, 64 = fp64 (on the CPU) */
+  FLASHMOE_DTYPE_BFLOAT = 4,        /* kDLBfloat: 16 = bf16 */
+  FLASHMOE_DTYPE_BOOL = 6,          /* kDLBool: 8, of masks */
   FLASHMOE_DTYPE_FLOAT8_E4M3FN = 10 /* kDLFloat8_e4m3fn: 8, of caches of keys and values */
 } flashmoe_dtype_code;
 

@@ -573,16 +573,16 @@ struct KvGather {
 // Routing of T tokens to K of E experts each: flashmoe_moe_route.
 struct MoeRoute {
   ConstTensorView logits;          // [T, E]; absent with given_ids
-  ConstTensorView selection_bias;  // [E] fp32; absent: none
+  ConstTensorView selection_bias;  // [E] fp32, of fp64 logits also fp64; absent: none
   ConstTensorView given_ids;       // [T, K] int32, int64; absent with logits
   ConstTensorView given_weights;   // [T, K]; absent: all 1
   ConstTensorView expert_map;      // [any] int32; absent: as is
   TensorView ids;                  // [T, K] int32
-  TensorView weights;              // [T, K] fp32
+  TensorView weights;              // [T, K] fp32, of fp64 scores fp64
   TensorView offsets;              // [E + 1] int32
   TensorView pairs;                // [T * K] int32
   TensorView slots;                // [T, K] int32
-  TensorView lse;                  // [T] fp32; absent: not wanted
+  TensorView lse;                  // [T], dtype of weights; absent: not wanted
   Scoring scoring = Scoring::softmax;
   bool renormalize = false;
   int32_t num_groups = 0;  // 0: no groups
@@ -620,7 +620,7 @@ struct FusedMoe {
   ConstTensorView router_weights;  // [E, H]; absent with logits
   ConstTensorView router_bias;     // [E]; absent: none
   ConstTensorView logits;          // [T, E]; absent with router_weights
-  ConstTensorView selection_bias;  // [E] fp32; absent: none
+  ConstTensorView selection_bias;  // [E] fp32, of fp64 logits also fp64; absent: none
   ConstTensorView w_gate_up;       // as in MoeForward, like the next five
   ConstTensorView w_up;
   ConstTensorView w_down;
@@ -691,11 +691,11 @@ struct MoeBackward {
 
 // The gradients of a routing: flashmoe_moe_route_backward.
 struct MoeRouteBackward {
-  ConstTensorView dweights;       // [T, K] fp32
+  ConstTensorView dweights;       // [T, K] fp32, of fp64 scores fp64
   ConstTensorView ids;            // as MoeRoute wrote them
   ConstTensorView logits;         // [T, E]; absent with given_weights
   ConstTensorView given_weights;  // [T, K]
-  ConstTensorView dlse;           // [T] fp32; absent: none
+  ConstTensorView dlse;           // [T], dtype of dweights; absent: none
   TensorView dlogits;             // as logits
   TensorView dgiven_weights;      // as given_weights
   Scoring scoring = Scoring::softmax;

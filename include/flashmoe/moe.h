@@ -41,8 +41,8 @@ extern "C" {
  * top_groups greatest groups are chosen from (DeepSeek-V3, arXiv:2412.19437).
  *
  * Equal choices go to the lower expert (group). A NaN is chosen last, as a -inf is; the K experts
- * of a token are distinct whatever the logits are. Scores are computed in fp32, and a NaN or Inf
- * goes into them where IEEE arithmetic takes it.
+ * of a token are distinct whatever the logits are. Scores are computed in fp32, on the CPU those of
+ * fp64 logits and weights in fp64, and a NaN or Inf goes into them where IEEE arithmetic takes it.
  *
  * Instead of logits the choice itself may be given: given_ids, of which a negative one or one that
  * is not below E - with an expert_map: below its length, and mapped so - is no expert of this call
@@ -60,19 +60,22 @@ typedef enum flashmoe_moe_scoring {
  * Every tensor is contiguous but logits and given ones, whose last stride is 1. */
 typedef struct flashmoe_moe_route_params {
   size_t struct_size;
-  const flashmoe_tensor* logits;         /* [T, E] fp16, bf16, fp32; NULL with given_ids */
-  const flashmoe_tensor* selection_bias; /* [E] fp32; NULL: none */
+  const flashmoe_tensor* logits;         /* [T, E] fp16, bf16, fp32, on the CPU fp64; NULL
+                                            with given_ids */
+  const flashmoe_tensor* selection_bias; /* [E] fp32, with fp64 logits also fp64; NULL: none */
   const flashmoe_tensor* given_ids;      /* [T, K] int32, int64; NULL with logits */
-  const flashmoe_tensor* given_weights;  /* [T, K] fp16, bf16, fp32; NULL: all 1 */
+  const flashmoe_tensor* given_weights;  /* [T, K] dtypes as of logits; NULL: all 1 */
   const flashmoe_tensor* expert_map;     /* [any] int32, id -> expert of this call; NULL: as is */
   const flashmoe_tensor* ids;            /* out [T, K] int32: experts, greatest choice first */
-  const flashmoe_tensor* weights;        /* out [T, K] fp32 */
+  const flashmoe_tensor* weights;        /* out [T, K] fp32, of fp64 logits or given weights
+                                            fp64 */
   const flashmoe_tensor* offsets;        /* out [E + 1] int32: expert e has the slots offsets[e] to
                                             offsets[e + 1] - 1 */
   const flashmoe_tensor* pairs;          /* out [T * K] int32: the pair of each slot; -1 at
                                             offsets[E] and behind */
   const flashmoe_tensor* slots;          /* out [T, K] int32: the slot of each pair, or -1 */
-  const flashmoe_tensor* lse; /* out [T] fp32: log sum exp of the logits; NULL: not wanted */
+  const flashmoe_tensor* lse; /* out [T] dtype as of weights: log sum exp of the logits; NULL:
+                                 not wanted */
   int32_t scoring;            /* flashmoe_moe_scoring; 0 with given_ids */
   int32_t renormalize;        /* 0 or 1 */
   int32_t num_groups;         /* 0 or 1: no groups; divides E, with 2 experts or more each */
@@ -114,7 +117,7 @@ FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params*
  * With `limit` g is cut to at most limit, and u to -limit..limit, before that (gpt-oss: limit 7,
  * alpha 1.702, up_offset 1). With weight_on_input weights[t, k] multiplies x[t] instead of y.
  *
- *   x    [T, H]             fp16, bf16; on the CPU also fp32
+ *   x    [T, H]             fp16, bf16; on the CPU also fp32 and fp64
  *   out  [T, H]             same
  *   w_gate_up  [E, 2I, H]   same; order of its rows as `gate` says. SEPARATE: the gate, [E, I, H];
  *                           NO_GATE: what act is applied to, [E, I, H]
@@ -127,11 +130,12 @@ FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params*
  * too, are multiples of 16 bytes, as is where tensors begin; any stride from one expert to the
  * next. w_down may be transposed where w_gate_up is not, and the other way round; w_gate_up and
  * w_up, where they are two, are both transposed or neither, but for "cpu". "sm89_few_tokens" takes
- * no transposed weights. Products are accumulated in fp32; a and y are kept in x's dtype, the sum
- * over k is in fp32 in the order of k. The same inputs give the same bits on every run. A token
- * without experts gets 0. A NaN or Inf of a token, or of an expert, reaches the tokens and experts
- * that meet it and no others. weights, offsets, pairs and slots are those of flashmoe_moe_route,
- * for the same T and K; whatever they hold, nothing outside the tensors is read or written.
+ * no transposed weights. Products are accumulated in fp32, of fp64 in fp64; a and y are kept in x's
+ * dtype, the sum over k is in the dtype of the products, in the order of k. The same inputs give
+ * the same bits on every run. A token without experts gets 0. A NaN or Inf of a token, or of an
+ * expert, reaches the tokens and experts that meet it and no others. weights, offsets, pairs and
+ * slots are those of flashmoe_moe_route, for the same T and K; whatever they hold, nothing outside
+ * the tensors is read or written.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_moe_gate {
@@ -159,7 +163,7 @@ typedef struct flashmoe_moe_forward_params {
   const flashmoe_tensor* b_gate_up;
   const flashmoe_tensor* b_up; /* NULL unless SEPARATE */
   const flashmoe_tensor* b_down;
-  const flashmoe_tensor* weights; /* [T, K] fp32 */
+  const flashmoe_tensor* weights; /* [T, K] fp32, with an x of fp64 also fp64 */
   const flashmoe_tensor* offsets; /* [E + 1] int32 */
   const flashmoe_tensor* pairs;   /* [T * K] int32 */
   const flashmoe_tensor* slots;   /* [T, K] int32 */
@@ -252,7 +256,8 @@ FLASHMOE_API flashmoe_status flashmoe_grouped_product(const flashmoe_grouped_pro
  *   router_weights  [E, H]  dtype of tokens, strides as those of an expert's matrix; E is
  *                           a multiple of 8 (of other E's give logits); NULL with logits
  *   router_bias     [E]     fp32 or the dtype of tokens; NULL: none, and with logits
- *   logits          [T, E]  fp16, bf16, fp32; NULL with router_weights
+ *   logits          [T, E]  fp16, bf16, fp32, beside tokens of fp64 also fp64; NULL with
+ *                           router_weights
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_fused_moe_params {
@@ -312,12 +317,13 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  *               weights' either the last stride or the one before it is 1
  *   db_...      [E, rows of that matrix], last stride 1; wanted or not as the caller likes, whether
  *               or not the forward had that bias
- *   dweights    [T, K] fp32, contiguous: of the routing's weights; 0 of a pair without a slot
+ *   dweights    [T, K] dtype of weights, contiguous: of the routing's weights; 0 of a pair without
+ * a slot
  *
  * Any of them may be NULL: it is not wanted, and what only it needs is not computed. One at least
- * is required. They are fp32 or of x's dtype. With `accumulate` they are added to, in fp32, and
- * else written: an expert without rows has gradients of 0. So two calls, one for dx and dweights
- * and one for the rest, do what one does, to the same bits, but for what both compute.
+ * is required. They are fp32 or of x's dtype. With `accumulate` they are added to, in fp32 or fp64,
+ * and else written: an expert without rows has gradients of 0. So two calls, one for dx and
+ * dweights and one for the rest, do what one does, to the same bits, but for what both compute.
  *
  * The workspace is for T * K pairs whatever the routing is. With max_workspace_bytes the call goes
  * in chunks of 256 columns, or a multiple, of I and of H, each over all pairs, to the same bits.
@@ -332,11 +338,12 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
  * before is of no matter, nor what they hold until the call is over.
  *
  * Beyond `limit` g and u have gradients of 0; at it they have their own. RELU has the slope 0 at 0.
- * Products are accumulated in fp32. What lies between them, the gradient of what act was applied to
- * and the rows of dx before their sum over k, is kept in x's dtype. The same inputs give the same
- * bits on every run and with any number of threads. A NaN of a token reaches its own dx and
- * dweights and the dw and db of its experts, and nothing else. Whatever the routing holds, nothing
- * outside the tensors is read or written; a slot counts where `slots` and `pairs` agree on it.
+ * Products are accumulated in fp32, of fp64 in fp64. What lies between them, the gradient of what
+ * act was applied to and the rows of dx before their sum over k, is kept in x's dtype. The same
+ * inputs give the same bits on every run and with any number of threads. A NaN of a token reaches
+ * its own dx and dweights and the dw and db of its experts, and nothing else. Whatever the routing
+ * holds, nothing outside the tensors is read or written; a slot counts where `slots` and `pairs`
+ * agree on it.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_moe_backward_params {
@@ -450,11 +457,12 @@ flashmoe_grouped_product_backward(const flashmoe_grouped_product_backward_params
 
 typedef struct flashmoe_moe_route_backward_params {
   size_t struct_size;
-  const flashmoe_tensor* dweights; /* [T, K] fp32, contiguous */
+  const flashmoe_tensor* dweights; /* [T, K] fp32, with scores of fp64 fp64; contiguous */
   const flashmoe_tensor* ids;      /* [T, K] int32: those that the routing wrote */
   const flashmoe_tensor* logits;   /* [T, E] as in flashmoe_moe_route; NULL: weights were given */
   const flashmoe_tensor* given_weights;  /* [T, K] as there; NULL with logits */
-  const flashmoe_tensor* dlse;           /* [T] fp32, contiguous: gradient of lse; NULL: none */
+  const flashmoe_tensor* dlse;           /* [T] dtype of dweights, contiguous: gradient of lse;
+                                            NULL: none */
   const flashmoe_tensor* dlogits;        /* out [T, E] fp32 or the logits' dtype, last stride 1 */
   const flashmoe_tensor* dgiven_weights; /* out [T, K] fp32 or their dtype, last stride 1 */
   int32_t scoring;                       /* as in flashmoe_moe_route */

@@ -31,6 +31,8 @@ class Device(NamedTuple):
 
 
 _DTYPES = {
+    "fp64": Dtype(2, 64),
+    "float64": Dtype(2, 64),
     "fp32": Dtype(2, 32),
     "float32": Dtype(2, 32),
     "fp16": Dtype(2, 16),
@@ -50,7 +52,9 @@ def parse_dtype(dtype: object, name: str = "dtype") -> Dtype:
     found = _DTYPES.get(str(dtype).rpartition(".")[2])
     if found is None:
         given = printable(str(dtype))
-        raise ArgumentTypeError(f"{name}: got dtype {given}, accepted are fp16, bf16 and fp32")
+        raise ArgumentTypeError(
+            f"{name}: got dtype {given}, accepted are fp16, bf16, fp32 and fp64"
+        )
     return found
 
 

@@ -423,7 +423,7 @@ ad.primitive_transposes[_tangent] = _transpose_tangent
 
 _MULTIPLE = 8  # of the extents of matrices
 _MOST_GROUPS = 1024
-_FLOATS = ("float16", "bfloat16", "float32")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def ragged_dot(
@@ -441,11 +441,11 @@ def ragged_dot(
     in both modes and to any order. jax.vmap makes one call after another.
 
     Args:
-        lhs: [m, k], fp16 or bf16, on the CPU also fp32. k is a multiple of 8.
+        lhs: [m, k], fp16 or bf16, on the CPU also fp32 and fp64. k is a multiple of 8.
         rhs: [groups, k, n], lhs's dtype; n is a multiple of 8. At most 1024 groups.
         group_sizes: [groups], integers: so many rows of lhs belong to each group, in their order.
             They are read when the program runs. Rows behind the last group give 0.
-        precision: As in jax.lax.dot. Products are exact and their sums fp32 whatever it is, so that
+        precision: As in jax.lax.dot. Sums are fp32, of fp64 fp64, whatever it is, so that
             of any named precision there is at least that much; an algorithm is refused.
         preferred_element_type: lhs's dtype, which None is, too.
         group_offset: None.
@@ -473,7 +473,7 @@ def _check_ragged(lhs: Any, rhs: Any, group_sizes: Any) -> None:
             raise InvalidArgumentError(f"{name}: got {array.ndim} dimensions, accepted are {rank}")
     if str(lhs.dtype) not in _FLOATS:
         raise ArgumentTypeError(
-            f"lhs: got dtype {lhs.dtype}, accepted are fp16, bf16 and, on the CPU, fp32"
+            f"lhs: got dtype {lhs.dtype}, accepted are fp16, bf16 and, on the CPU, fp32 and fp64"
         )
     if rhs.dtype != lhs.dtype:
         raise ArgumentTypeError(f"rhs: got dtype {rhs.dtype}, but lhs has {lhs.dtype}")
@@ -507,12 +507,12 @@ def _check_options(lhs: Any, precision: Any, preferred: Any, group_offset: Any) 
         if not known:
             raise UnsupportedError(
                 f"precision: got {given!r}, accepted are None and jax.lax.Precision's: sums are "
-                "fp32, by no other algorithm"
+                "fp32, of fp64 fp64, by no other algorithm"
             )
     if preferred is not None and jnp.dtype(preferred) != lhs.dtype:
         raise UnsupportedError(
             f"preferred_element_type: got {jnp.dtype(preferred)}, accepted are None and lhs's "
-            f"dtype, {lhs.dtype}, to which sums in fp32 are rounded once"
+            f"dtype, {lhs.dtype}, to which sums are rounded once"
         )
     if group_offset is not None:
         raise UnsupportedError(

@@ -157,8 +157,13 @@ def _custom_call(
     def for_cuda(context: Any, *operands: Any, call: Any, attributes: Any, results: Any) -> Any:
         shapes, dtypes = _described(context.avals_in)
         plan = _plan_here(check, call, shapes, dtypes)
-        if plan is None and dtypes[0] == _FP32 and not takes_fp32_on_gpu:
-            raise UnsupportedError(f"{words}: dtype fp32, accepted on a GPU are fp16 and bf16")
+        refused = (_FP64,) if takes_fp32_on_gpu else (_FP32, _FP64)
+        if plan is None and dtypes[0] in refused:
+            accepted = "fp16, bf16 and fp32" if takes_fp32_on_gpu else "fp16 and bf16"
+            given_dtype = "fp64" if dtypes[0] == _FP64 else "fp32"
+            raise UnsupportedError(
+                f"{words}: dtype {given_dtype}, accepted on a GPU are {accepted}"
+            )
         given = dict(attributes)
         # The workspace is a result that nothing reads: of what a handler allocates XLA's CUDA
         # graphs would keep the address alone. Where its size is not known, the handler allocates.
@@ -374,14 +379,16 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
             (t, k), e = tensors["given_ids"].shape, options["num_experts"]
         else:
             (t, e), k = tensors["logits"].shape, options["top_k"]
+        scores = tensors.get("logits", tensors.get("given_weights"))
+        numbers = _FP64 if scores is not None and scores.dtype == _FP64 else _FP32
         made = {
             "ids": ((t, k), _INT32),
-            "weights": ((t, k), _FP32),
+            "weights": ((t, k), numbers),
             "offsets": ((e + 1,), _INT32),
             "pairs": ((t * k,), _INT32),
             "slots": ((t, k), _INT32),
         }
-        return made | ({"lse": ((t,), _FP32)} if options.get("return_lse") else {})
+        return made | ({"lse": ((t,), numbers)} if options.get("return_lse") else {})
     if call.operation == "fused_moe":
         return {"out": (tensors["tokens"].shape, tensors["tokens"].dtype)}
     x = tensors["x"]

@@ -30,7 +30,7 @@ class MoeRouting(NamedTuple):
     ids: Any
     """[T, K] int32: experts of each token, the greatest choice first; -1 for none of this call."""
     weights: Any
-    """[T, K] fp32."""
+    """[T, K] fp32, of logits or given weights of fp64 fp64."""
     offsets: Any
     """[E + 1] int32: expert e has the slots offsets[e] to offsets[e + 1] - 1."""
     pairs: Any
@@ -38,7 +38,8 @@ class MoeRouting(NamedTuple):
     slots: Any
     """[T, K] int32: the slot of each pair, or -1."""
     lse: Any = None
-    """[T] fp32: log-sum-exp of each token's logits; None where it was not asked for."""
+    """[T], of the dtype of weights: log-sum-exp of each token's logits; None where it was not asked
+    for."""
 
     @property
     def counts(self) -> Any:
@@ -63,18 +64,21 @@ def moe_route(
     """Chooses the top_k experts of each token, and sorts the pairs by expert.
 
     The experts of a token are distinct, whatever its logits are; equal choices go to the lower
-    expert, and NaN is chosen last, as -inf is. Scores are computed in fp32. Takes tensors of NumPy,
+    expert, and NaN is chosen last, as -inf is. Scores are computed in fp32, on
+    the CPU those of fp64 in fp64. Takes tensors of NumPy,
     torch, JAX, CuPy or any library with DLPack, and returns the same kind; a
     GPU is given at most two launches on the current stream and is not waited for.
 
     Args:
-        logits: [T, E], fp16, bf16 or fp32, last stride 1. 1 <= E <= 1024; T may be 0.
+        logits: [T, E], fp16, bf16 or fp32, on the CPU also fp64, last stride 1. 1 <= E <= 1024; T
+            may be 0.
         top_k: K, from 1 to E, at most 32; T * K at most 2**31 - 2**16.
         scoring: What makes a weight of a logit. "softmax": softmax over all E logits.
             "topk_softmax": softmax over the K chosen ones. "sigmoid": each its own; with a
             selection_bias experts are chosen by sigmoid(logits) + selection_bias.
         renormalize: Divide the weights of a token by their sum, where that is not 0.
-        selection_bias: [E] fp32; "sigmoid" only. Takes part in the choice, not in the weights.
+        selection_bias: [E] fp32, of fp64 logits also fp64; "sigmoid" only. Takes part in the
+            choice, not in the weights.
         num_groups: Groups of neighbouring experts, of which only the best are chosen from
             (DeepSeek-V3, arXiv:2412.19437): a group counts as the sum of its two greatest
             sigmoid(logits) + selection_bias. Divides E, with 2 experts or more each; "sigmoid"
@@ -126,7 +130,8 @@ def moe_route_given(
 
     Args:
         given_ids: [T, K] int32 or int64, last stride 1; K at most 32, T * K at most 2**31 - 2**16.
-        given_weights: [T, K] fp16, bf16 or fp32, last stride 1; None is 1 for each.
+        given_weights: [T, K] fp16, bf16 or fp32, on the CPU also fp64, last stride 1; None is 1
+            for each.
         num_experts: E, from 1 to 1024: the experts of this call.
         renormalize: Divide the weights of a token by the sum of all K, not mine included, where
             that is not 0.
@@ -239,8 +244,9 @@ def moe_forward(
                 = act(u)                          without a gate
 
     Weights are read where and as they are: nothing is copied, packed or padded. Products are
-    accumulated in fp32, a and y are kept in x's dtype, and the sum over k is in fp32 in the order
-    of k, so that the same inputs give the same bits on every run. A token without experts gets 0.
+    accumulated in fp32 (of fp64 in fp64), a and y are kept in x's dtype, and the sum over k is in
+    that of the products in the order of k, so that the same inputs give the same bits on every
+    run. A token without experts gets 0.
     Kinds of tensors, devices and streams as in moe_route. torch's autograd and JAX differentiate
     it, as they do moe_route, grouped_product and fused_moe; the gradients alone are moe_backward.
 
@@ -252,7 +258,7 @@ def moe_forward(
     that are interleaved.
 
     Args:
-        x: [T, H], fp16 or bf16, on the CPU also fp32.
+        x: [T, H], fp16 or bf16, on the CPU also fp32 and fp64.
         w_gate_up: [E, 2I, H], x's dtype, rows in the order of `gate`; with "separate" the gate,
             and with "none" the only matrix, [E, I, H].
         w_down: [E, H, I], x's dtype.
@@ -384,9 +390,9 @@ def fused_moe(
 ) -> _T:
     """A whole layer, from hidden states and router to output: moe_route, then moe_forward.
 
-    The logits are the router's product, accumulated in fp32 and rounded to the tokens' dtype, as
-    the models' own layers have them. What lies between is in one workspace. With a number of
-    experts that is no multiple of 8, the tensors' own library computes that product.
+    The logits are the router's product, accumulated in fp32 (of fp64 in fp64) and rounded to the
+    tokens' dtype, as the models' own layers have them. What lies between is in one workspace. With
+    a number of experts that is no multiple of 8, the tensors' own library computes that product.
 
     Args:
         tokens: [..., H]: any leading dimensions that are rows at one distance in memory.

@@ -39,7 +39,7 @@ class MoeGradients(NamedTuple):
     b_up: Any
     b_down: Any
     weights: Any
-    """[T, K] fp32: of routing.weights."""
+    """[T, K]: of routing.weights, of their dtype."""
 
 
 class ProductGradients(NamedTuple):
@@ -135,7 +135,7 @@ def moe_backward(
             not given below, is None in what is returned.
         accumulate: Add to the gradients that are given; those that are not are not computed.
         dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
-            the shape of what they are of, of its dtype or fp32 (dweights is fp32); strides are
+            the shape of what they are of, of its dtype or fp32 (dweights of theirs); strides are
             their own, as moe_forward takes them. May overlap no other tensor.
         max_workspace_bytes: The most memory that the call may take for what lies between its
             products, for which it goes in chunks of I and of H, to the same bits. One that is too
@@ -221,11 +221,11 @@ def moe_route_backward(
     routing's weights. The choice of experts has none.
 
     Args:
-        dweights: [T, K] fp32.
+        dweights: [T, K] fp32, of fp64 scores fp64.
         routing: What moe_route or moe_route_given made. Of it the ids are read.
         logits: As moe_route had them.
         given_weights: As moe_route_given had them, in place of logits.
-        dlse: [T] fp32: the gradient of routing.lse; None is none.
+        dlse: [T], of the dtype of dweights: the gradient of routing.lse; None is none.
         scoring, renormalize, scale: As in that call. Groups and a selection_bias decide the choice
             alone, and so do not matter here.
         accumulate: Add to what the output holds: the gradient of an auxiliary loss, for one.

@@ -13,7 +13,7 @@ from flashmoe_science.moe import Activation, Gate, MoeRouting, Scoring
 from flashmoe_science.plan import Launch, Plan
 
 _INT32 = Dtype(0, 32)
-_FP32 = Dtype(2, 32)
+_FP32, _FP64 = Dtype(2, 32), Dtype(2, 64)
 
 
 MoeLaunch = Launch
@@ -150,7 +150,8 @@ def moe_route_plan_for(
     """The plan of moe_route for logits of these extents, which need not exist.
 
     Args:
-        dtype: Of the logits: "fp16", "bf16", "fp32", or an object that prints as one.
+        dtype: Of the logits: "fp16", "bf16", "fp32", on the CPU also "fp64", or an object that
+            prints as one.
         device: "cpu", "cuda", "cuda:N", an object that prints as one (a torch.device), or a model
             of GPUs that need not be here: "h100", "h200", "l4", "rtx4090".
 
@@ -251,7 +252,8 @@ def moe_plan_for(
 
     Args:
         tokens, hidden, inner, experts, top_k: T, H, I, E and K of moe_forward.
-        dtype: "fp16", "bf16", "fp32", or an object that prints as one (torch.bfloat16).
+        dtype: "fp16", "bf16", on the CPU also "fp32" and "fp64", or an object that prints as one
+            (torch.bfloat16).
         device: "cpu", "cuda", "cuda:N", an object that prints as one (a torch.device), or a model
             of GPUs that need not be here: "h100", "h200", "l4", "rtx4090".
         transposed: Whether weights are stored as [E, H, 2I] and [E, I, H].
@@ -333,7 +335,7 @@ def moe_route_backward_plan_for(
     """
     layer = _Layer(tokens, 0, 0, experts, top_k, dtype, device)
     return moe_route_backward_plan(
-        layer.tensor(layer.tokens, layer.top_k, of=_FP32),
+        layer.routing().weights,
         layer.routing(),
         logits=layer.tensor(layer.tokens, layer.experts),
         scoring=scoring,
@@ -389,7 +391,7 @@ class _Layer:
         tokens, top_k = self.tokens, self.top_k
         return MoeRouting(
             ids=self.tensor(tokens, top_k, of=_INT32),
-            weights=self.tensor(tokens, top_k, of=_FP32),
+            weights=self.tensor(tokens, top_k, of=_FP64 if self._numbers == _FP64 else _FP32),
             offsets=self.tensor(self.experts + 1, of=_INT32),
             pairs=self.tensor(tokens * top_k, of=_INT32),
             slots=self.tensor(tokens, top_k, of=_INT32),

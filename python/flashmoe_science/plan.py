@@ -348,7 +348,8 @@ def attention_plan_for(
 
     Args:
         seq_k, heads_kv, dim_v: seq_q, heads_q and dim when None.
-        dtype: "fp16", "bf16", "fp32", or an object that prints as one (torch.bfloat16).
+        dtype: "fp16", "bf16", on the CPU also "fp32" and "fp64", or an object that prints as one
+            (torch.bfloat16).
         device: "cpu", "cuda", "cuda:N", an object that prints as one (a torch.device), or a model
             of GPUs that need not be here: "h100", "h200", "l4", "rtx4090".
 
@@ -400,7 +401,8 @@ def attention_backward_plan_for(
         "heads_kv": heads_kv, "dim_v": dim_v,
     }  # fmt: skip
     of = _tensors_for(extents, dtype, device, layout)
-    shape, _, where, _ = of["q"]
+    shape, numbers, where, _ = of["q"]
+    sums = numbers if numbers == parse_dtype("fp64") else parse_dtype("fp32")
     rows = (shape[1], shape[2]) if layout == "bhsd" else (shape[2], shape[1])
     return attention_backward_plan(
         of["out"],
@@ -408,7 +410,7 @@ def attention_backward_plan_for(
         of["k"],
         of["v"],
         of["out"],
-        ((shape[0], *rows), parse_dtype("fp32"), where, None),
+        ((shape[0], *rows), sums, where, None),
         causal=causal,
         window=window,
         softcap=softcap,

@@ -32,6 +32,7 @@ namespace {
 int64_t compared = 0;
 std::map<std::string, int64_t> calls_of;
 
+constexpr flashmoe_dtype kFp64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 constexpr flashmoe_dtype kFp32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
 constexpr flashmoe_dtype kFp16 = {FLASHMOE_DTYPE_FLOAT, 16, 1};
 constexpr flashmoe_dtype kBf16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
@@ -39,9 +40,13 @@ constexpr flashmoe_dtype kInt32 = {FLASHMOE_DTYPE_INT, 32, 1};
 
 // Half a step of a dtype at 1.
 double unit_of(flashmoe_dtype dtype) {
+  if (dtype.bits == 64) return 0x1p-53;
   if (dtype.bits == 32) return 0x1p-24;
   return dtype.code == FLASHMOE_DTYPE_FLOAT ? 0x1p-11 : 0x1p-8;
 }
+
+// Of a routing's numbers beside scores, and of what is added up.
+flashmoe_dtype wide_of(flashmoe_dtype dtype) { return dtype.bits == 64 ? kFp64 : kFp32; }
 
 // A number, and a bound of the numbers that it was made of: an error is units of that.
 struct Number {
@@ -139,6 +144,8 @@ class Tensor {
     if (dtype().code == FLASHMOE_DTYPE_INT) {
       const auto number = static_cast<int32_t>(value);
       std::memcpy(at(i, j, k), &number, sizeof number);
+    } else if (dtype().bits == 64) {
+      std::memcpy(at(i, j, k), &value, sizeof value);
     } else {
       std::memcpy(at(i, j, k), dtype().bits == 32 ? static_cast<const void*>(&word) : &half,
                   dtype().bits / 8);
@@ -414,7 +421,7 @@ void expect_integers(const Tensor& tensor, const std::vector<int32_t>& want) {
 }
 
 flashmoe_dtype any_float(Random* random) {
-  return random->one_of<flashmoe_dtype>({kFp32, kFp16, kBf16});
+  return random->one_of<flashmoe_dtype>({kFp32, kFp16, kBf16, kFp64});
 }
 
 int64_t any_tokens(Random* random) { return random->chance(0.05) ? 0 : random->range(1, 20); }
@@ -551,12 +558,13 @@ void fuzz_route(Random* random) {
     return made;
   };
   Tensor& ids = output("ids", &Params::ids, kInt32, {tokens, router.top_k});
-  Tensor& weights = output("weights", &Params::weights, kFp32, {tokens, router.top_k});
+  Tensor& weights =
+      output("weights", &Params::weights, wide_of(logits.dtype()), {tokens, router.top_k});
   Tensor& offsets = output("offsets", &Params::offsets, kInt32, {router.experts + 1});
   Tensor& pairs = output("pairs", &Params::pairs, kInt32, {tokens * router.top_k});
   Tensor& slots = output("slots", &Params::slots, kInt32, {tokens, router.top_k});
   Tensor* lse = nullptr;
-  if (random->chance(0.5)) lse = &output("lse", &Params::lse, kFp32, {tokens});
+  if (random->chance(0.5)) lse = &output("lse", &Params::lse, wide_of(logits.dtype()), {tokens});
   run(random, &call, [&] {
     Order order;
     order.tokens = tokens, order.top_k = router.top_k, order.experts = router.experts;
@@ -609,7 +617,8 @@ void fuzz_route_backward(Random* random) {
   call.params.scale = how.scale == 1 ? 0.0f : 0.75f;
   call.params.accumulate = adds ? 1 : 0;
   Tensor& dweights = call.add("dweights", &Params::dweights);
-  dweights.make(random, kFp32, Layout::kPacked, {tokens, top_k});
+  const flashmoe_dtype dtype = any_float(random);
+  dweights.make(random, wide_of(dtype), Layout::kPacked, {tokens, top_k});
   dweights.fill(random, 0.25, 8);
   Tensor& ids = call.add("ids", &Params::ids);
   ids.make(random, kInt32, Layout::kPacked, {tokens, top_k});
@@ -623,7 +632,6 @@ void fuzz_route_backward(Random* random) {
       ids.set(given && random->chance(0.2) ? -1 : order[static_cast<size_t>(k)], t, k);
     }
   }
-  const flashmoe_dtype dtype = any_float(random);
   Tensor& of = given ? call.add("given_weights", &Params::given_weights)
                      : call.add("logits", &Params::logits);
   of.make(random, dtype, Layout::kLast, {tokens, given ? top_k : experts});
@@ -637,7 +645,7 @@ void fuzz_route_backward(Random* random) {
   Tensor* dlse = nullptr;
   if (!given && random->chance(0.5)) {
     dlse = &call.add("dlse", &Params::dlse);
-    dlse->make(random, kFp32, Layout::kPacked, {tokens});
+    dlse->make(random, wide_of(dtype), Layout::kPacked, {tokens});
     dlse->fill(random, 0.5, 4);
   }
   Tensor& out = given ? call.add("dgiven_weights", &Params::dgiven_weights)
@@ -1006,7 +1014,8 @@ struct Routing {
       }
     }
     order.sort();
-    weights.make(random, kFp32, Layout::kPacked, {layer.tokens, layer.top_k});
+    const flashmoe_dtype numbers = random->chance(0.5) ? wide_of(layer.dtype) : kFp32;
+    weights.make(random, numbers, Layout::kPacked, {layer.tokens, layer.top_k});
     weights.each([&](int64_t t, int64_t k, int64_t) {
       weights.set(random->one_of({-1.0, -0.5, 0.5, 1.0}), t, k);
     });
@@ -1116,7 +1125,10 @@ void fuzz_fused(Random* random) {
     }
   } else {
     call.add("logits", &Params::logits, &logits);
-    logits.make(random, any_float(random), Layout::kLast, {layer.tokens, layer.experts});
+    // Of fp64 beside tokens of fp64 alone.
+    flashmoe_dtype of_logits = any_float(random);
+    if (layer.dtype.bits != 64) of_logits.bits = std::min<uint8_t>(of_logits.bits, 32);
+    logits.make(random, of_logits, Layout::kLast, {layer.tokens, layer.experts});
     fill_logits(random, logits);
   }
   choose_router(random, &router, &call);
@@ -1149,7 +1161,10 @@ void fuzz_fused(Random* random) {
       out.each([&](int64_t i, int64_t j, int64_t k) { out.put_back(i, j, k); });
       return;
     }
-    expect_values(out, unit_of(layer.dtype), false, [&](int64_t t, int64_t h, int64_t) {
+    // Weights are fp32 or fp64 as logits are.
+    const flashmoe_dtype scored = logits.given() ? logits.dtype() : layer.dtype;
+    const double unit = std::max(unit_of(layer.dtype), unit_of(wide_of(scored)));
+    expect_values(out, unit, false, [&](int64_t t, int64_t h, int64_t) {
       return want[static_cast<size_t>(t * layer.hidden + h)];
     });
   });
@@ -1264,8 +1279,9 @@ void fuzz_backward(Random* random) {
                             std::vector<int64_t> shape) {
     if ((wanted >> bit++ & 1) == 0) return;
     call.add(name, member, tensor);
-    const bool single = layout == Layout::kPacked || random->chance(0.5);
-    tensor->make(random, single ? kFp32 : layer.dtype, layout, std::move(shape), true);
+    flashmoe_dtype made = random->chance(0.5) ? kFp32 : layer.dtype;
+    if (layout == Layout::kPacked) made = routing.weights.dtype();
+    tensor->make(random, made, layout, std::move(shape), true);
     if (adds) tensor->fill(random, 0.5, 8);
   };
   gradient(&dx, "dx", &Params::dx, Layout::kRows, {layer.tokens, layer.hidden});

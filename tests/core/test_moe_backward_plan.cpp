@@ -212,7 +212,8 @@ void layers_are_refused() {
     b.params.alpha = 2;
   });
   invalid<B>("x: got a null tensor", [](B& b) { b.params.x = nullptr; });
-  invalid<B>("x: got dtype fp64", [](B& b) { b.x.view.dtype = kFp64; });
+  invalid<B>("w_gate_up: got dtype bf16, accepted is fp64 as x's",
+             [](B& b) { b.x.view.dtype = kFp64; });
   invalid<B>("dout: got a null tensor", [](B& b) { b.params.dout = nullptr; });
   invalid<B>("dout: got dtype fp32, accepted is bf16 as x's",
              [](B& b) { b.dout.view.dtype = kFp32; });

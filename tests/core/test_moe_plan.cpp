@@ -15,6 +15,7 @@ namespace {
 // An address that faults when read: planning must not look.
 void* const kUnreadable = reinterpret_cast<void*>(uintptr_t{1} << 20);
 
+constexpr flashmoe_dtype kFp64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 constexpr flashmoe_dtype kFp32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
 constexpr flashmoe_dtype kFp16 = {FLASHMOE_DTYPE_FLOAT, 16, 1};
 constexpr flashmoe_dtype kBf16 = {FLASHMOE_DTYPE_BFLOAT, 16, 1};
@@ -217,6 +218,20 @@ void routes_are_checked() {
          c->logits.refresh();
        }},
       {"logits: got dtype int32", [](Route* c) { c->logits.view.dtype = kInt32; }},
+      {"weights: got dtype fp32, accepted is fp64 as logits's",
+       [](Route* c) { c->logits.view.dtype = kFp64; }},
+      {"weights: got dtype fp64, accepted is fp32",
+       [](Route* c) { c->weights.view.dtype = kFp64; }},
+      {"lse: got dtype fp32, accepted is fp64 as logits's",
+       [](Route* c) {
+         c->logits.view.dtype = c->weights.view.dtype = kFp64;
+         c->params.lse = &c->lse.view;
+       }},
+      {nullptr,
+       [](Route* c) {
+         c->logits.view.dtype = c->weights.view.dtype = c->lse.view.dtype = kFp64;
+         c->params.lse = &c->lse.view;
+       }},
       {"logits: its last dimension has stride 2", [](Route* c) { c->logits.strides = {16, 2}; }},
       {nullptr, [](Route* c) { c->logits.strides = {-9, 1}; }},
       {"logits: its data begins", [](Route* c) { c->logits.move(2); }},
@@ -340,6 +355,17 @@ void given_ids_are_checked() {
   CHECK(many.plan(&plan) == FLASHMOE_OK);
 }
 
+void logits_of_fp64_are_for_the_cpu() {
+  Route call;
+  call.logits.view.dtype = kFp64;
+  call.logits.view.device = {FLASHMOE_DEVICE_CUDA, 0};
+  flashmoe_plan plan = flashmoe_plan_init();
+  CHECK(call.plan(&plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::string(flashmoe_last_error()) ==
+        "logits: it is on cuda:0 and of dtype fp64, accepted on a GPU are fp16, bf16 and fp32, on "
+        "the CPU also fp64");
+}
+
 void layers_are_checked() {
   check<Forward>({
       {nullptr, [](Forward*) {}},
@@ -388,7 +414,7 @@ void layers_are_checked() {
          c->b_gate_up.strides = {1, 4};
        }},
       {"b_up: got a tensor", [](Forward* c) { c->params.b_up = &c->b_up.view; }},
-      {"b_down: got dtype fp16, accepted is bf16",
+      {"b_down: got dtype fp16, accepted are fp32 and x's bf16",
        [](Forward* c) {
          c->b_down.view.dtype = kFp16;
          c->params.b_down = &c->b_down.view;
@@ -400,6 +426,8 @@ void layers_are_checked() {
        }},
       {"weights: got a null tensor", [](Forward* c) { c->params.weights = nullptr; }},
       {"weights: got dtype bf16", [](Forward* c) { c->weights.view.dtype = kBf16; }},
+      {"weights: got dtype fp64, accepted is fp32",
+       [](Forward* c) { c->weights.view.dtype = kFp64; }},
       {"weights: its number of tokens is 4", [](Forward* c) { c->weights.set({4, 2}, kFp32); }},
       {"weights: got 33 experts of a token", [](Forward* c) { c->weights.set({6, 33}, kFp32); }},
       {"weights: got strides [4, 1]", [](Forward* c) { c->weights.strides = {4, 1}; }},
@@ -535,8 +563,8 @@ void scales_are_refused() {
   const auto ends_so = [](const char* name) {
     return std::string(flashmoe_last_error()) ==
            std::string(name) +
-               ": got a tensor, accepted is none with tensors of fp16, bf16 and fp32, "
-               "which have no scales";
+               ": got a tensor, accepted is none with tensors of fp16, bf16, fp32 and "
+               "fp64, which have no scales";
   };
   flashmoe_plan plan = flashmoe_plan_init();
   struct Member {
@@ -874,6 +902,7 @@ int main() {
   routes_are_checked();
   groups_are_checked();
   given_ids_are_checked();
+  logits_of_fp64_are_for_the_cpu();
   layers_are_checked();
   other_gates_are_checked();
   products_are_checked();

@@ -52,14 +52,14 @@ def outputs_of(x: np.ndarray, w: np.ndarray, orientation: str, dtype: Any, fill:
     return made
 
 
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 @pytest.mark.parametrize("counted", [False, True], ids=["offsets", "counts"])
 @pytest.mark.parametrize("orientation", [("rows", "columns"), ("columns", "rows")])
 def test_gradients(
     isa_library: ctypes.CDLL, dtype: str, counted: bool, orientation: tuple[str, str]
 ) -> None:
     rng = np.random.default_rng(1)
-    kind = capi.DTYPES[dtype]
+    kind = capi_moe.DTYPES[dtype]
     for experts, rows, columns, out_columns in ((5, 40, 72, 104), (3, 300, 136, 40)):
         lead = (experts, rows) if counted else (rows,)
         x = capi.normal(rng, (*lead, columns), kind)
@@ -98,7 +98,7 @@ def test_gradients(
 
 def test_rows_of_nobody_and_hostile_bounds(library: ctypes.CDLL) -> None:
     rng = np.random.default_rng(2)
-    kind = capi.DTYPES["fp32"]
+    kind = capi_moe.DTYPES["fp32"]
     x, dout = capi.normal(rng, (20, 24), kind), capi.normal(rng, (20, 16), kind)
     w = matrix(capi.normal(rng, (4, 16, 24), kind), "rows", rng)
     dout[[0, 19]] = np.nan

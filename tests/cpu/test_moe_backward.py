@@ -43,7 +43,7 @@ def outputs_of(
         if name == "dx":
             made[name] = rows_apart(np.zeros(x.shape, dtype), 16)
         elif name == "dweights":
-            made[name] = np.zeros(routing.weights.shape, np.float32)
+            made[name] = np.zeros(routing.weights.shape, routing.weights.dtype)
         elif name.startswith("dw"):
             made[name] = matrix(np.zeros(given[name[1:]].shape, dtype), orientation, rng)
         else:
@@ -88,7 +88,7 @@ def reference(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """By the C ABI's names: the reference and the ordinary computation."""
     how = {n: value for n, value in options.items() if n not in ("pre_activation", "bias_gap")}
-    how |= {"alpha": how.get("alpha") or 1.0, "limit": how.get("limit") or None}
+    how |= {"alpha": float(np.float32(how.get("alpha") or 1.0)), "limit": how.get("limit") or None}
     how["weight_on_input"] = bool(how.get("weight_on_input"))
     of = layer.experts
     gated = of["gate"] != "none"
@@ -144,7 +144,7 @@ def run_and_check(
     return made
 
 
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(
     "orientation", [("rows", "columns"), ("columns", "rows"), ("columns", "columns")]
@@ -154,9 +154,9 @@ def test_layouts(
 ) -> None:
     rng = np.random.default_rng(GATES.index(gate))
     for tokens, experts, hidden, inner in ((7, 5, 72, 40), (60, 3, 104, 136)):
-        layer = make_layer(rng, experts, hidden, inner, capi.DTYPES[dtype], gate=gate,
+        layer = make_layer(rng, experts, hidden, inner, capi_moe.DTYPES[dtype], gate=gate,
                            orientation=orientation, bias="fp32")  # fmt: skip
-        x = rows_apart(capi.normal(rng, (tokens, hidden), capi.DTYPES[dtype]), 8)
+        x = rows_apart(capi.normal(rng, (tokens, hidden), capi_moe.DTYPES[dtype]), 8)
         routing = random_routing(rng, tokens, experts, 2, missing=0.1)
         run_and_check(x, layer, routing, lib=isa_library, orientation=orientation[1])
         run_and_check(x, layer, routing, lib=isa_library, orientation=orientation[0],
@@ -184,9 +184,9 @@ def test_matrices_apart(isa_library: ctypes.CDLL, dtype: str, orientation: tuple
     in falling order: nothing is read from a gap, which holds NaN, or written to one."""
     rng = np.random.default_rng(15)
     for gate, own in (("gate_up", 0), ("separate", 1)):
-        layer = make_layer(rng, 5, 72, 40, capi.DTYPES[dtype], gate=gate, orientation=orientation,
-                           bias="fp32")  # fmt: skip
-        x = rows_apart(capi.normal(rng, (37, 72), capi.DTYPES[dtype]), 8)
+        layer = make_layer(rng, 5, 72, 40, capi_moe.DTYPES[dtype], gate=gate, bias="fp32",
+                           orientation=orientation)  # fmt: skip
+        x = rows_apart(capi.normal(rng, (37, 72), capi_moe.DTYPES[dtype]), 8)
         routing = random_routing(rng, 37, 5, 2)
         made = run_and_check(x, layer, routing, lib=isa_library, orientation=orientation[own],
                              bias_gap=5)  # fmt: skip
@@ -200,9 +200,9 @@ def test_matrices_apart(isa_library: ctypes.CDLL, dtype: str, orientation: tuple
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_bits_of_a_thousand_runs(library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(16)
-    layer = make_layer(rng, 4, 72, 40, capi.DTYPES[dtype], bias="fp32")
-    x = capi.normal(rng, (33, 72), capi.DTYPES[dtype])
-    dout = capi.normal(rng, (33, 72), capi.DTYPES[dtype])
+    layer = make_layer(rng, 4, 72, 40, capi_moe.DTYPES[dtype], bias="fp32")
+    x = capi.normal(rng, (33, 72), capi_moe.DTYPES[dtype])
+    dout = capi.normal(rng, (33, 72), capi_moe.DTYPES[dtype])
     routing = random_routing(rng, 33, 4, 2)
     first = {n: g.tobytes() for n, g in run_backward(dout, x, layer, routing).items()}
     try:
@@ -234,7 +234,7 @@ def coarse(
                                 weights.astype(np.float32))  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gate", ["gate_up", "no_gate"])
 @pytest.mark.parametrize("bias", [None, "same", "fp32"])
@@ -242,8 +242,8 @@ def test_activations(
     isa_library: ctypes.CDLL, dtype: str, activation: str, gate: str, bias: str | None
 ) -> None:
     rng = np.random.default_rng(ACTIVATIONS.index(activation))
-    layer = make_layer(rng, 4, 64, 48, capi.DTYPES[dtype], gate=gate, bias=bias)
-    x = capi.normal(rng, (33, 64), capi.DTYPES[dtype])
+    layer = make_layer(rng, 4, 64, 48, capi_moe.DTYPES[dtype], gate=gate, bias=bias)
+    x = capi.normal(rng, (33, 64), capi_moe.DTYPES[dtype])
     x[:8] *= np.float64(6).astype(x.dtype)
     routing = random_routing(rng, 33, 4, 3)
     run_and_check(x, layer, routing, lib=isa_library, activation=activation)
@@ -254,14 +254,14 @@ def test_activations(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 def test_gpt_oss(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(20)
-    layer = make_layer(rng, 5, 96, 72, capi.DTYPES[dtype], gate="interleaved",
+    layer = make_layer(rng, 5, 96, 72, capi_moe.DTYPES[dtype], gate="interleaved",
                        orientation=("columns", "columns"), bias="same")  # fmt: skip
     options = {"alpha": 1.702, "limit": 1.0, "up_offset": 1.0}
     for tokens in (2, 70):
-        x = capi.normal(rng, (tokens, 96), capi.DTYPES[dtype])
+        x = capi.normal(rng, (tokens, 96), capi_moe.DTYPES[dtype])
         x, layer, routing = coarse(x, layer, random_routing(rng, tokens, 5, 4))
         run_and_check(x, layer, routing, lib=isa_library, orientation="columns", **options)
 
@@ -277,20 +277,20 @@ def test_numbers_of_rows(isa_library: ctypes.CDLL, dtype: str) -> None:
         ids[rng.permutation(tokens)[:count], e] = e
     ids[:, 8] = 8
     routing = routing_of(ids, 9, rng.standard_normal(ids.shape).astype(np.float32))
-    layer = make_layer(rng, 9, 64, 40, capi.DTYPES[dtype], bias="fp32")
-    x = capi.normal(rng, (tokens, 64), capi.DTYPES[dtype])
+    layer = make_layer(rng, 9, 64, 40, capi_moe.DTYPES[dtype], bias="fp32")
+    x = capi.normal(rng, (tokens, 64), capi_moe.DTYPES[dtype])
     made = run_and_check(x, layer, routing, lib=isa_library)
     for name in ("dw_gate_up", "dw_down", "db_gate_up", "db_down"):
         assert (made[name][0] == 0).all(), name
     assert (made["dweights"][ids < 0] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 def test_several_blocks_of_rows(isa_library: ctypes.CDLL, dtype: str) -> None:
     """More rows of an expert, and more columns, than a product takes at a time."""
     rng = np.random.default_rng(3)
-    layer = make_layer(rng, 2, 648, 304, capi.DTYPES[dtype], gate="separate")
-    x = capi.normal(rng, (701, 648), capi.DTYPES[dtype])
+    layer = make_layer(rng, 2, 648, 304, capi_moe.DTYPES[dtype], gate="separate")
+    x = capi.normal(rng, (701, 648), capi_moe.DTYPES[dtype])
     run_and_check(x, layer, random_routing(rng, 701, 2, 1), lib=isa_library)
 
 
@@ -309,13 +309,30 @@ def test_several_blocks_of_pairs_of_rows(isa_library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("weight_on_input", [0, 1])
+def test_weights_of_fp64(gate: str, weight_on_input: int) -> None:
+    """Whose gradients are fp64, added to as such."""
+    rng = np.random.default_rng(16)
+    layer = make_layer(rng, 6, 72, 40, np.dtype(np.float64), gate=gate, bias="same")
+    x = rng.standard_normal((37, 72))
+    routing = capi_moe.route(rng.standard_normal((37, 6)), top_k=3, renormalize=1)
+    made = run_and_check(x, layer, routing, weight_on_input=weight_on_input)
+    assert made["dweights"].dtype == np.float64
+    dout = capi.normal(np.random.default_rng(0), x.shape, x.dtype)
+    once = run_backward(dout, x, layer, routing, weight_on_input=weight_on_input)["dweights"]
+    more = run_backward(dout, x, layer, routing, weight_on_input=weight_on_input, accumulate=1,
+                        fill=0.1, wanted=["dweights"])["dweights"]  # fmt: skip
+    assert (more == 0.1 + once).all()
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_each_alone(library: ctypes.CDLL, gate: str, dtype: str) -> None:
     """What is wanted beside a gradient changes none of its bits, and neither does saving."""
     rng = np.random.default_rng(4)
-    layer = make_layer(rng, 4, 72, 40, capi.DTYPES[dtype], gate=gate, bias="same")
-    x = capi.normal(rng, (50, 72), capi.DTYPES[dtype])
-    dout = capi.normal(rng, (50, 72), capi.DTYPES[dtype])
+    layer = make_layer(rng, 4, 72, 40, capi_moe.DTYPES[dtype], gate=gate, bias="same")
+    x = capi.normal(rng, (50, 72), capi_moe.DTYPES[dtype])
+    dout = capi.normal(rng, (50, 72), capi_moe.DTYPES[dtype])
     routing = random_routing(rng, 50, 4, 2, missing=0.2)
     for options in ({}, {"weight_on_input": 1}):
         whole = run_backward(dout, x, layer, routing, **options)
@@ -332,13 +349,13 @@ def test_each_alone(library: ctypes.CDLL, gate: str, dtype: str) -> None:
             assert again[name].tobytes() == gradient.tobytes(), name
 
 
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 def test_accumulated_twice_is_twice(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(5)
-    layer = make_layer(rng, 3, 64, 40, capi.DTYPES[dtype], gate="separate",
+    layer = make_layer(rng, 3, 64, 40, capi_moe.DTYPES[dtype], gate="separate",
                        orientation=("columns", "rows"), bias="same")  # fmt: skip
-    x = capi.normal(rng, (40, 64), capi.DTYPES[dtype])
-    dout = capi.normal(rng, (40, 64), capi.DTYPES[dtype])
+    x = capi.normal(rng, (40, 64), capi_moe.DTYPES[dtype])
+    dout = capi.normal(rng, (40, 64), capi_moe.DTYPES[dtype])
     routing = random_routing(rng, 40, 3, 2)
     for kind in (x.dtype, np.dtype(np.float32)):
         options: dict[str, Any] = {"lib": isa_library, "dtype": kind, "orientation": "columns"}
@@ -369,14 +386,14 @@ def _aligned_like(like: np.ndarray, values: np.ndarray) -> np.ndarray:
     return made
 
 
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 def test_nan_of_one_token_stays_with_its_experts(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(6)
     for where in ("x", "dout"):
         for gate in ("gate_up", "no_gate"):
-            layer = make_layer(rng, 6, 64, 40, capi.DTYPES[dtype], gate=gate)
-            x = capi.normal(rng, (47, 64), capi.DTYPES[dtype])
-            dout = capi.normal(rng, (47, 64), capi.DTYPES[dtype])
+            layer = make_layer(rng, 6, 64, 40, capi_moe.DTYPES[dtype], gate=gate)
+            x = capi.normal(rng, (47, 64), capi_moe.DTYPES[dtype])
+            dout = capi.normal(rng, (47, 64), capi_moe.DTYPES[dtype])
             routing = random_routing(rng, 47, 6, 2)
             clean = run_backward(dout, x, layer, routing, lib=isa_library)
             (x if where == "x" else dout)[11] = np.nan
@@ -396,12 +413,12 @@ def test_nan_of_one_token_stays_with_its_experts(isa_library: ctypes.CDLL, dtype
                 assert gradient[rest].tobytes() == clean[name][rest].tobytes(), name
 
 
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 def test_bits_with_any_number_of_threads(isa_library: ctypes.CDLL, dtype: str) -> None:
     rng = np.random.default_rng(7)
-    layer = make_layer(rng, 5, 264, 136, capi.DTYPES[dtype], gate="interleaved", bias="fp32")
-    x = capi.normal(rng, (150, 264), capi.DTYPES[dtype])
-    dout = capi.normal(rng, (150, 264), capi.DTYPES[dtype])
+    layer = make_layer(rng, 5, 264, 136, capi_moe.DTYPES[dtype], gate="interleaved", bias="fp32")
+    x = capi.normal(rng, (150, 264), capi_moe.DTYPES[dtype])
+    dout = capi.normal(rng, (150, 264), capi_moe.DTYPES[dtype])
     routing = random_routing(rng, 150, 5, 3, missing=0.1)
     made = []
     try:
@@ -425,14 +442,14 @@ def least_bound(*arguments: Any, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("dtype", capi.DTYPES)
+@pytest.mark.parametrize("dtype", capi_moe.DTYPES)
 def test_bits_with_any_bound(isa_library: ctypes.CDLL, dtype: str, gate: str) -> None:
     """Chunks of I and of H, the last of which are no whole ones: of all gradients, of each alone,
     and added to what there is."""
     rng = np.random.default_rng(11)
-    layer = make_layer(rng, 3, 264, 520, capi.DTYPES[dtype], gate=gate, bias="fp32")
-    x = capi.normal(rng, (20, 264), capi.DTYPES[dtype])
-    dout = capi.normal(rng, (20, 264), capi.DTYPES[dtype])
+    layer = make_layer(rng, 3, 264, 520, capi_moe.DTYPES[dtype], gate=gate, bias="fp32")
+    x = capi.normal(rng, (20, 264), capi_moe.DTYPES[dtype])
+    dout = capi.normal(rng, (20, 264), capi_moe.DTYPES[dtype])
     routing = random_routing(rng, 20, 3, 2, missing=0.1)
     call = (dout, x, layer, routing)
     of_weights = ["dw_gate_up", "dw_down", "db_gate_up"]
@@ -457,8 +474,8 @@ def test_bits_with_any_bound(isa_library: ctypes.CDLL, dtype: str, gate: str) ->
 def test_workspaces_stay_within_their_bound(library: ctypes.CDLL) -> None:
     """Of any number of threads, and of no more than one that is large enough."""
     rng = np.random.default_rng(12)
-    layer = make_layer(rng, 4, 1024, 1024, capi.DTYPES["bf16"])
-    x = capi.normal(rng, (256, 1024), capi.DTYPES["bf16"])
+    layer = make_layer(rng, 4, 1024, 1024, capi_moe.DTYPES["bf16"])
+    x = capi.normal(rng, (256, 1024), capi_moe.DTYPES["bf16"])
     routing = random_routing(rng, 256, 4, 4)
     arrays = {name: getattr(routing, name) for name in ("weights", "offsets", "pairs", "slots")}
     outputs = outputs_of(layer, x, routing, ALL, x.dtype, "rows", 0.0, rng)
@@ -510,9 +527,9 @@ def test_limits_at_the_kink(isa_library: ctypes.CDLL) -> None:
 def test_hostile_routing_stays_inside(library: ctypes.CDLL) -> None:
     """Whatever the routing holds: guards around tensors and workspace stay, and nothing raises."""
     rng = np.random.default_rng(8)
-    layer = make_layer(rng, 4, 64, 40, capi.DTYPES["fp32"])
-    x = capi.normal(rng, (20, 64), capi.DTYPES["fp32"])
-    dout = capi.normal(rng, (20, 64), capi.DTYPES["fp32"])
+    layer = make_layer(rng, 4, 64, 40, capi_moe.DTYPES["fp32"])
+    x = capi.normal(rng, (20, 64), capi_moe.DTYPES["fp32"])
+    dout = capi.normal(rng, (20, 64), capi_moe.DTYPES["fp32"])
     for _ in range(50):
         routing = random_routing(rng, 20, 4, 2)
         for array in (routing.offsets, routing.pairs, routing.slots):
@@ -525,9 +542,9 @@ def test_hostile_routing_stays_inside(library: ctypes.CDLL) -> None:
 def test_two_slots_of_one_pair(library: ctypes.CDLL) -> None:
     """The one that `slots` names counts, and the other does not: as in the forward."""
     rng = np.random.default_rng(10)
-    layer = make_layer(rng, 3, 64, 40, capi.DTYPES["fp32"])
-    x = capi.normal(rng, (12, 64), capi.DTYPES["fp32"])
-    dout = capi.normal(rng, (12, 64), capi.DTYPES["fp32"])
+    layer = make_layer(rng, 3, 64, 40, capi_moe.DTYPES["fp32"])
+    x = capi.normal(rng, (12, 64), capi_moe.DTYPES["fp32"])
+    dout = capi.normal(rng, (12, 64), capi_moe.DTYPES["fp32"])
     ids = np.full((12, 2), -1, np.int32)
     ids[:, 0] = np.arange(12) % 3
     routing = routing_of(ids, 3, rng.standard_normal((12, 2)).astype(np.float32))
@@ -542,7 +559,7 @@ def test_two_slots_of_one_pair(library: ctypes.CDLL) -> None:
 
 def test_no_tokens(library: ctypes.CDLL) -> None:
     rng = np.random.default_rng(9)
-    layer = make_layer(rng, 3, 64, 40, capi.DTYPES["bf16"], bias="fp32")
+    layer = make_layer(rng, 3, 64, 40, capi_moe.DTYPES["bf16"], bias="fp32")
     x = capi.aligned_empty((0, 64), capi.BF16)
     routing = random_routing(rng, 0, 3, 2)
     made = run_backward(x, x, layer, routing)

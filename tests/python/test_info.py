@@ -161,7 +161,11 @@ def test_torch_dtypes_and_devices_print_as_names() -> None:
 def test_bad_plans() -> None:
     good = {"batch": 1, "seq_q": 8, "heads_q": 4, "dim": 16}
     for change, kind, match in (
-        ({"dtype": "int8"}, TypeError, "^dtype: got dtype int8, accepted are fp16, bf16 and fp32$"),
+        (
+            {"dtype": "int8"},
+            TypeError,
+            "^dtype: got dtype int8, accepted are fp16, bf16, fp32 and fp64$",
+        ),
         ({"device": "tpu"}, ValueError, "^device: got 'tpu'"),
         ({"heads_kv": 3}, ValueError, "^k: got 3 heads, accepted are divisors of q's 4$"),
         (

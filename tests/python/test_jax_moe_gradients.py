@@ -659,3 +659,28 @@ def test_exported_gradient(dims: str | None) -> None:
         types = a | {"tokens": jax.ShapeDtypeStruct(shape, np.float32)}
     made = export.export(jax.jit(grad), disabled_checks=_ALLOWED, platforms=("cpu",))(types)
     assert_equal(made.call(a), grad(a))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "topk_softmax", "sigmoid"])
+def test_in_float64(scoring: str) -> None:
+    """With x64 calls and gradients of fp64 are computed as such."""
+    how: dict[str, Any] = {"scoring": scoring, "renormalize": scoring != "topk_softmax"}
+    with plain.x64():
+        given = leaves("float64", tokens=(7,))
+        logits = given["tokens"] @ given["router_weights"].T + given["router_bias"]
+        ids = np.asarray(jax.lax.top_k(logits, K)[1])
+        out = jax.jit(lambda a: call(a, **how))(given)
+        made = jax.jit(jax.grad(lambda a: loss(a, **how)))(given)
+
+        def reference(a: Any) -> Any:
+            return plain.fused(a, ids, how)
+
+        def weighed(a: Any) -> Any:
+            return (reference(a) * normal(*out.shape, seed=9)).sum()
+
+        np.testing.assert_allclose(out, reference(given), rtol=0, atol=1e-12)
+        want = jax.grad(weighed)(given)
+        for name, gradient in made.items():
+            assert gradient.dtype == np.float64, name
+            largest = np.abs(want[name]).max()
+            np.testing.assert_allclose(gradient, want[name], rtol=0, atol=1e-12 * largest)

@@ -171,7 +171,7 @@ ERRORS: list[tuple[type, str, Any]] = [
      lambda o, s: fm.merge_states((o[0], o[1]), (s[0], s[1][:, :3]))),
     (TypeError, r"lses: got dtype fp16, accepted is fp32",
      lambda o, s: fm.merge_states(o, s.astype(np.float16))),
-    (TypeError, r"dtype: got dtype int8, accepted are fp16, bf16 and fp32",
+    (TypeError, r"dtype: got dtype int8, accepted are fp16, bf16, fp32 and fp64",
      lambda o, s: fm.merge_states(o, s, dtype="int8")),
     (ValueError, r"layout: got 'sbhd'", lambda o, s: fm.merge_states(o, s, layout="sbhd")),
     (TypeError, r"return_lse: got 1 of type int", lambda o, s: fm.merge_states(o, s, return_lse=1)),

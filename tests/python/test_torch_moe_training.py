@@ -38,73 +38,30 @@ class Gradients(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-# ---- derivatives by differences ----
-#
-# Of our functions, which compute in fp32, with steps of 1e-2: their rounding leaves 1e-5 of a
-# difference, and a third derivative as much.
-
-
-def by_differences(function: Any, *tensors: Any) -> bool:
-    inputs = [x.double().requires_grad_() for x in tensors]
-
-    def wide(*given: Any) -> Any:
-        made = function(*(x.float() for x in given))
-        return tuple(x.double() for x in made) if isinstance(made, tuple) else made.double()
-
-    result: bool = torch.autograd.gradcheck(wide, inputs, eps=1e-2, atol=3e-3, rtol=3e-3)
-    return result
-
-
-def layer_without_kinks(gate: str) -> list[Any]:
-    """x, weights of the routing, w_gate_up, w_down, of which no product is near 0."""
-    for seed in range(200):
-        x = normal(3, 8, seed=seed)
-        w_gate_up = normal(2, 8 if gate == "none" else 16, 8, seed=seed + 1000, scale=0.5)
-        if (torch.einsum("th,enh->ten", x, w_gate_up).abs() > 0.03).all():
-            return [x, normal(3, 2, seed=seed), w_gate_up, normal(2, 8, 8, scale=0.5)]
-    raise AssertionError("no such seed")
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("gate", ["gate_up", "interleaved", "none"])
-@pytest.mark.parametrize("weight_on_input", [False, True])
-def test_layers_by_differences(activation: Any, gate: Any, weight_on_input: bool) -> None:
-    x, weights, *matrices = layer_without_kinks(gate)
-    ids = torch.tensor([[0, 1], [1, 0], [1, -1]], dtype=torch.int32)
-    if weight_on_input:  # which multiplies what is away from kinks
-        weights = weights.sign() * (weights.abs() + 1)
-
-    def call(x: Any, weights: Any, *w: Any) -> Any:
-        routing = fm.moe_route_given(ids, weights, num_experts=2)
-        return fm.moe_forward(x, *w, routing, gate=gate, activation=activation,
-                              weight_on_input=weight_on_input)  # fmt: skip
-
-    assert by_differences(call, x, weights, *matrices)
-
+# ---- derivatives by differences, in float64 ----
 
 IDS = torch.tensor([[0, 1], [1, 0], [1, -1]], dtype=torch.int32)
 LIMIT = 1.5
 
 
-def clamped_layer(gate: str, **options: Any) -> dict[str, Any]:
-    """Tensors of a layer with biases, whose activation is applied to nothing near 0 or LIMIT."""
-    for seed in range(3000):
-        rows = 8 if gate in ("none", "separate") else 16
-        made = {
-            "x": normal(3, 8, seed=seed), "weights": normal(3, 2, seed=seed).sign() * 1.25,
-            "w_gate_up": normal(2, rows, 8, seed=seed + 1, scale=0.5),
-            "w_down": normal(2, 8, 8, seed=seed + 2, scale=0.5),
-            "b_gate_up": normal(2, rows, seed=seed + 3), "b_down": normal(2, 8, seed=seed + 4),
-        }  # fmt: skip
-        if gate == "separate":
-            made |= {"w_up": normal(2, 8, 8, seed=seed + 5, scale=0.5),
-                     "b_up": normal(2, 8, seed=seed + 6)}  # fmt: skip
-        before = run_layer(made, gate=gate, return_pre_activation=True, **options)[1][:5]
-        kinks = torch.tensor([-LIMIT, 0.0, LIMIT])
-        beyond = [(before > LIMIT).any(), (before < -LIMIT).any()]
-        if all(beyond) and ((before[..., None] - kinks).abs() > 0.04).all():
-            return made
-    raise AssertionError("no such seed")
+def by_differences(function: Any, *tensors: Any) -> bool:
+    inputs = [x.double().requires_grad_() for x in tensors]
+    result: bool = torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    return result
+
+
+def layer_of_tensors(gate: str, seed: int = 0) -> dict[str, Any]:
+    """By moe_forward's names, beside the weights of IDS."""
+    rows = 8 if gate in ("none", "separate") else 16
+    made = {
+        "x": normal(3, 8, seed=seed), "weights": normal(3, 2, seed=seed + 1),
+        "w_gate_up": normal(2, rows, 8, seed=seed + 2, scale=0.5),
+        "w_down": normal(2, 8, 8, seed=seed + 3, scale=0.5),
+        "b_gate_up": normal(2, rows, seed=seed + 4), "b_down": normal(2, 8, seed=seed + 5),
+    }  # fmt: skip
+    if gate == "separate":
+        made |= {"w_up": normal(2, 8, 8, seed=seed + 6, scale=0.5), "b_up": normal(2, 8, seed=7)}
+    return made
 
 
 def run_layer(tensors: dict[str, Any], **options: Any) -> Any:
@@ -117,13 +74,18 @@ def run_layer(tensors: dict[str, Any], **options: Any) -> Any:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gate", get_args(Gate))
 @pytest.mark.parametrize("weight_on_input", [False, True])
-def test_clamped_layers_by_differences(activation: Any, gate: Any, weight_on_input: bool) -> None:
+@pytest.mark.parametrize("limit", [None, LIMIT])
+def test_layers_by_differences(
+    activation: Any, gate: Any, weight_on_input: bool, limit: float | None
+) -> None:
     """As gpt-oss has them, in every layout of gate and up: biases, a limit, alpha, an offset."""
     options: dict[str, Any] = {
-        "gate": gate, "activation": activation, "limit": LIMIT, "weight_on_input": weight_on_input,
+        "gate": gate, "activation": activation, "limit": limit, "weight_on_input": weight_on_input,
         "alpha": 1.7 if activation == "silu" else 1.0, "up_offset": 0.0 if gate == "none" else 1.0,
     }  # fmt: skip
-    tensors = clamped_layer(gate, weight_on_input=weight_on_input)
+    tensors = layer_of_tensors(gate)
+    before = run_layer(tensors, return_pre_activation=True, **options)[1][:5]
+    assert (before > LIMIT).any() and (before < -LIMIT).any(), "choose another seed"
 
     def call(*given: Any) -> Any:
         return run_layer(dict(zip(tensors, given, strict=True)), **options)
@@ -137,8 +99,6 @@ def test_clamped_layers_by_differences(activation: Any, gate: Any, weight_on_inp
     [*((scoring, {}) for scoring in SCORINGS), ("sigmoid", {"num_groups": 4, "top_groups": 2})],
 )
 def test_routing_by_differences(scoring: Any, groups: Any, renormalize: bool) -> None:
-    """Of logits so far apart that no step changes the choice, of groups neither."""
-    order = torch.stack([torch.arange(E).roll(2 * i) for i in range(5)])
     lse = scoring == "softmax"
 
     def call(logits: Any) -> Any:
@@ -146,37 +106,89 @@ def test_routing_by_differences(scoring: Any, groups: Any, renormalize: bool) ->
                             return_lse=lse, **groups)  # fmt: skip
         return (made.weights, made.lse) if lse else made.weights
 
-    assert by_differences(call, order * 0.3 - 1)
+    assert by_differences(call, normal(5, E))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_given_weights_by_differences(renormalize: bool) -> None:
+    ids = torch.tensor([[0, 3, 1], [2, -1, 0]], dtype=torch.int32)
+
+    def call(weights: Any) -> Any:
+        return fm.moe_route_given(ids, weights, num_experts=4, renormalize=renormalize).weights
+
+    assert by_differences(call, normal(2, 3).abs() + 0.1)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["offsets", "counts"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_products_by_differences(counted: bool, transposed: bool) -> None:
+    bounds = torch.tensor([2, 0, 3] if counted else [0, 2, 2, 5], dtype=torch.int32)
+    rows = {"counts" if counted else "offsets": bounds}
+
+    def call(x: Any, w: Any, bias: Any) -> Any:
+        made = fm.grouped_product(x, w.mT if transposed else w, bias=bias, **rows)
+        # Rows that no expert has are left as they are.
+        return torch.cat([made[0, :2], made[2, :3]]) if counted else made
+
+    shape = (3, 16, 8) if transposed else (3, 8, 16)
+    x = normal(3, 3, 16, seed=1) if counted else normal(5, 16, seed=1)
+    assert by_differences(call, x, normal(*shape, seed=2), normal(3, 8, seed=3))
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_whole_layers_by_differences(scoring: Any) -> None:
-    """Through the router's product, which decides the choice by far."""
-    tokens, router = normal(3, 8), normal(8, 8, seed=5, scale=2.0)
-    logits = (tokens @ router.T).sort().values
-    assert (logits.diff() > 0.1).all(), "choose another seed"
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_whole_layers_by_differences(scoring: Any, activation: Any) -> None:
+    """Through the router's product, and its bias."""
 
-    def call(*tensors: Any) -> Any:
-        return fm.fused_moe(*tensors, top_k=2, scoring=scoring, renormalize=True)
+    def call(tokens: Any, router: Any, w_gate_up: Any, w_down: Any, bias: Any) -> Any:
+        return fm.fused_moe(tokens, router, w_gate_up, w_down, top_k=2, scoring=scoring,
+                            renormalize=True, activation=activation, router_bias=bias)  # fmt: skip
 
     matrices = (normal(8, 16, 8, seed=1, scale=0.5), normal(8, 8, 8, seed=2, scale=0.5))
-    assert by_differences(call, tokens, router, *matrices)
+    assert by_differences(call, normal(3, 8), normal(8, 8, seed=5), *matrices, normal(8, seed=6))
+
+
+@pytest.mark.parametrize("experts", [8, 6])  # whose product with the router torch makes
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_modules_by_differences(experts: int, scoring: Any) -> None:
+    torch.manual_seed(0)
+    layer = fmt.FlashMoELayer(
+        8, 8, experts, 2, scoring=scoring, expert_bias=True, router_bias=True,
+        selection_bias=scoring == "sigmoid", dtype=torch.float64,
+    )  # fmt: skip
+    names, given = zip(*layer.named_parameters(), strict=True)
+
+    def call(tokens: Any, *parameters: Any) -> Any:
+        return torch.func.functional_call(
+            layer, dict(zip(names, parameters, strict=True)), (tokens,)
+        )
+
+    assert by_differences(call, normal(3, 8, seed=1), *(x.detach() for x in given))
+
+
+def test_a_graph_of_routing_in_float64() -> None:
+    """Knows what the calls will give: weights, and a log-sum-exp, of fp64."""
+    logits = normal(5, E).double()
+    routed = (logits, 2, "softmax", True, None, 1, None, 1.0)
+    torch.library.opcheck(torch.ops.flashmoe.moe_route_with_lse.default, routed)
+    given = (IDS, normal(3, 2).double(), 2, False, 1.0, None)
+    torch.library.opcheck(torch.ops.flashmoe.moe_route_given.default, given)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_reference_by_differences_in_float64(activation: str, gated: bool) -> None:
     """What all tests of gradients hold ours to."""
-    x, weights, w_up, w_down = layer_without_kinks("none")
-    w = {"w_up": w_up, "w_down": w_down, "b_up": normal(2, 8, scale=0.01), "b_down": normal(2, 8)}
+    given = layer_of_tensors("separate")
+    x, weights = given["x"], given["weights"]
+    w = {name: given[name] for name in ("w_up", "w_down", "b_up", "b_down")}
     if gated:
-        w |= {"w_gate": w_up.flip(1), "b_gate": normal(2, 8, scale=0.01)}
+        w |= {"w_gate": given["w_gate_up"], "b_gate": given["b_gate_up"]}
     names = list(w)
-    ids = torch.tensor([[0, 1], [1, 0], [1, -1]]).numpy()
 
     def call(x: Any, weights: Any, *matrices: Any) -> Any:
         of = dict(zip(names, matrices, strict=True))
-        return moe_gradients.layer(x, ids, weights, of, activation=activation, limit=50.0)
+        return moe_gradients.layer(x, IDS.numpy(), weights, of, activation=activation, limit=LIMIT)
 
     inputs = [t.double().requires_grad_() for t in (x, weights, *w.values())]
     assert torch.autograd.gradcheck(call, inputs)

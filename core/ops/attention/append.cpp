@@ -133,24 +133,11 @@ class Reader {
                 static_cast<long long>(kMostAppendedDim));
   }
 
-  // fp64 is the CPU's alone.
-  flashmoe_status read_dtype() {
-    if (!is_on_cuda(p_.device)) {
-      return check_attention_dtype("k", *given_.k, p_.device, &p_.k.dtype);
-    }
-    FLASHMOE_TRY(check_attention_dtype("k", *given_.k, {FLASHMOE_DEVICE_CPU, 0}, &p_.k.dtype));
-    if (p_.k.dtype != Dtype::kFloat64) return FLASHMOE_OK;
-    return fail(FLASHMOE_ERROR_UNSUPPORTED,
-                "k: it is on %s and of dtype fp64, accepted on a GPU are fp16, bf16 and fp32, on "
-                "the CPU also fp64",
-                DeviceName(p_.device).text);
-  }
-
   flashmoe_status read_new_rows() {
     View view;
     FLASHMOE_TRY(check_view("k", given_.k, 4, &view));
     FLASHMOE_TRY(check_device("k", *given_.k, &p_.device));
-    FLASHMOE_TRY(read_dtype());
+    FLASHMOE_TRY(check_float_dtype("k", *given_.k, p_.device, &p_.k.dtype));
     FLASHMOE_TRY(check_rows("k", view, 4, dtype_bytes(p_.k.dtype)));
     set(view, &p_.k);
     p_.batch = rows_of_batch_ = view.shape[0];

@@ -149,7 +149,7 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   auto& [q, k, v, out] = *views;
   FLASHMOE_TRY(check_view("q", arguments.q, 4, &q));
   FLASHMOE_TRY(check_device("q", *arguments.q, &p.device));
-  FLASHMOE_TRY(check_attention_dtype("q", *arguments.q, p.device, &p.q.dtype));
+  FLASHMOE_TRY(check_first_dtype("q", *arguments.q, p.device, &p.q.dtype));
   const Dtype dtype = p.q.dtype;
   // Head dimensions come before the rows: a wrong one would be reported as rows at odd addresses.
   FLASHMOE_TRY(check_head_dim("q", q.shape[3], arguments.most_dim));

@@ -68,22 +68,11 @@ class Reader {
                 static_cast<long long>(kMostAppendedDim));
   }
 
-  // fp64 is the CPU's alone.
-  flashmoe_status read_dtype() {
-    Dtype& dtype = p_.k.dtype;
-    FLASHMOE_TRY(check_attention_dtype("k", *given_.k, {FLASHMOE_DEVICE_CPU, 0}, &dtype));
-    if (!is_on_cuda(p_.device) || dtype != Dtype::kFloat64) return FLASHMOE_OK;
-    return fail(FLASHMOE_ERROR_UNSUPPORTED,
-                "k: it is on %s and of dtype fp64, accepted on a GPU are fp16, bf16 and fp32, on "
-                "the CPU also fp64",
-                DeviceName(p_.device).text);
-  }
-
   flashmoe_status read_results() {
     View view;
     FLASHMOE_TRY(check_view("k", given_.k, 4, &view));
     FLASHMOE_TRY(check_device("k", *given_.k, &p_.device));
-    FLASHMOE_TRY(read_dtype());
+    FLASHMOE_TRY(check_float_dtype("k", *given_.k, p_.device, &p_.k.dtype));
     const Dtype dtype = p_.k.dtype;
     FLASHMOE_TRY(check_rows("k", view, 4, dtype_bytes(dtype)));
     set(view, dtype, &p_.k);

@@ -42,7 +42,7 @@ class Common {
     FLASHMOE_TRY(check_device("outs", *tensor, &p_.device));
     FLASHMOE_TRY(is_on_cuda(p_.device)
                      ? check_dtype("outs", *tensor, &p_.outs.dtype)
-                     : check_attention_dtype("outs", *tensor, p_.device, &p_.outs.dtype));
+                     : check_first_dtype("outs", *tensor, p_.device, &p_.outs.dtype));
     FLASHMOE_TRY(check_rows("outs", view, rank, dtype_bytes(p_.outs.dtype)));
     p_.partials = *lead == 1 ? view.shape[0] : 1;
     p_.outs_stride = *lead == 1 ? view.strides[0] : 0;

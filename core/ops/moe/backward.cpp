@@ -139,12 +139,14 @@ flashmoe_status read_outputs(const Params& params, MoeBackwardProblem* p) {
   FLASHMOE_TRY(bias("db_down", params.db_down, "w_down", layer.hidden, &p->db_down));
   if (params.dweights == nullptr) return FLASHMOE_OK;
   View dweights;
-  FLASHMOE_TRY(check_fp32_tensor("dweights", params.dweights, 2, "x", p->device, &dweights));
+  const Dtype of_weights = layer.wide_weights != nullptr ? Dtype::kFloat64 : Dtype::kFloat32;
+  FLASHMOE_TRY(
+      check_numbers("dweights", params.dweights, 2, "weights", of_weights, p->device, &dweights));
   FLASHMOE_TRY(
       check_extent("dweights", "number of tokens", dweights.shape[0], "weights", layer.tokens));
   FLASHMOE_TRY(check_extent("dweights", "number of experts of a token", dweights.shape[1],
                             "weights", layer.top_k));
-  p->dweights = static_cast<float*>(dweights.data);
+  set_numbers(dweights, of_weights, &p->dweights, &p->wide_dweights);
   return FLASHMOE_OK;
 }
 
@@ -210,16 +212,20 @@ struct MoeBackward {
     return FLASHMOE_OK;
   }
 
+  static bool wants_dweights(const Problem& p) {
+    return p.dweights != nullptr || p.wide_dweights != nullptr;
+  }
+
   // Of the products that the outputs need.
   static double flops(const Problem& p) {
     const MoeForwardProblem& layer = p.layer;
     const double ups = layer.gated ? 2.0 : 1.0;
     const bool up_weights = p.dw_gate_up.data != nullptr || p.dw_up.data != nullptr;
-    const bool of_pre_activation = p.dx.data != nullptr || p.dweights != nullptr || up_weights ||
+    const bool of_pre_activation = p.dx.data != nullptr || wants_dweights(p) || up_weights ||
                                    p.db_gate_up.data != nullptr || p.db_up.data != nullptr;
     double products = 0.0;
     if (of_pre_activation) products += 1.0;
-    if (p.dx.data != nullptr || (p.dweights != nullptr && layer.weight_on_input)) products += ups;
+    if (p.dx.data != nullptr || (wants_dweights(p) && layer.weight_on_input)) products += ups;
     if (up_weights) products += ups;
     if (p.dw_down.data != nullptr) products += 1.0;
     if (p.pre_activation.data == nullptr && (of_pre_activation || p.dw_down.data != nullptr)) {
@@ -249,7 +255,7 @@ struct MoeBackward {
                   p.pre_activation.data != nullptr ? "yes" : "no", dtype_of(p.dx),
                   dtype_of(p.dw_gate_up), dtype_of(p.dw_up), dtype_of(p.dw_down),
                   dtype_of(p.db_gate_up), dtype_of(p.db_up), dtype_of(p.db_down),
-                  p.dweights != nullptr ? "yes" : "no");
+                  wants_dweights(p) ? "yes" : "no");
   }
 };
 

@@ -4,13 +4,27 @@
 
 namespace flashmoe {
 
-flashmoe_status check_fp32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,
-                                  const char* of, flashmoe_device device, View* view) {
+flashmoe_status check_numbers(const char* name, const flashmoe_tensor* tensor, int rank,
+                              const char* of, Dtype dtype, flashmoe_device device, View* view) {
   FLASHMOE_TRY(check_view(name, tensor, rank, view));
   FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
-  FLASHMOE_TRY(check_fp32(name, *tensor));
+  const bool wide = dtype == Dtype::kFloat64;
+  FLASHMOE_TRY(wide ? check_same_dtype(name, *tensor, of, dtype) : check_fp32(name, *tensor));
   FLASHMOE_TRY(check_contiguous(name, *view, rank));
-  return check_alignment(name, *view, alignof(float));
+  return check_alignment(name, *view, wide ? alignof(double) : alignof(float));
+}
+
+flashmoe_status check_numbers_or_fp32(const char* name, const flashmoe_tensor* tensor, int rank,
+                                      const char* of, Dtype dtype, flashmoe_device device,
+                                      View* view, Dtype* own) {
+  *own = Dtype::kFloat32;
+  if (dtype != Dtype::kFloat64) {
+    return check_numbers(name, tensor, rank, of, *own, device, view);
+  }
+  FLASHMOE_TRY(check_view(name, tensor, rank, view));
+  FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
+  FLASHMOE_TRY(check_same_dtype_or_fp32(name, *tensor, of, dtype, own));
+  return check_numbers(name, tensor, rank, of, *own, device, view);
 }
 
 flashmoe_status check_int32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,
@@ -74,7 +88,8 @@ flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, co
 }
 
 flashmoe_status check_no_scale(const char* name, const flashmoe_tensor* scale) {
-  return check_absent(name, scale, "with tensors of fp16, bf16 and fp32, which have no scales");
+  return check_absent(name, scale,
+                      "with tensors of fp16, bf16, fp32 and fp64, which have no scales");
 }
 
 flashmoe_status check_matrix_layout(const char* name, const View& view, int rank,
@@ -120,10 +135,7 @@ flashmoe_status check_bias(const char* name, const flashmoe_tensor* tensor, cons
                            const char* matrix, View* view, Dtype* bias_dtype) {
   FLASHMOE_TRY(check_view(name, tensor, 2, view));
   FLASHMOE_TRY(check_same_device(name, *tensor, of, device));
-  FLASHMOE_TRY(check_dtype(name, *tensor, bias_dtype));
-  if (*bias_dtype != Dtype::kFloat32) {
-    FLASHMOE_TRY(check_same_dtype(name, *tensor, of, dtype));
-  }
+  FLASHMOE_TRY(check_same_dtype_or_fp32(name, *tensor, of, dtype, bias_dtype));
   FLASHMOE_TRY(check_extent(name, "number of experts", view->shape[0], matrix, experts));
   FLASHMOE_TRY(check_extent(name, "number of rows", view->shape[1], matrix, rows));
   FLASHMOE_TRY(check_last_stride(name, *view, 2));

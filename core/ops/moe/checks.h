@@ -13,9 +13,14 @@ inline constexpr int64_t kExtentMultiple = 8;  // of H, I, N and K of a product
 // bits.
 inline constexpr int64_t kMostPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
 
-// A contiguous tensor of fp32 or int32 on `device`, which is that of `of`.
-flashmoe_status check_fp32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,
-                                  const char* of, flashmoe_device device, View* view);
+// A contiguous tensor on `device`, which is that of `of`: of int32, or of numbers, which are fp32
+// or, as problems have them, wide. Numbers of `dtype` are fp64 where it is fp64, else fp32.
+flashmoe_status check_numbers(const char* name, const flashmoe_tensor* tensor, int rank,
+                              const char* of, Dtype dtype, flashmoe_device device, View* view);
+// Also fp32 where `dtype` is fp64.
+flashmoe_status check_numbers_or_fp32(const char* name, const flashmoe_tensor* tensor, int rank,
+                                      const char* of, Dtype dtype, flashmoe_device device,
+                                      View* view, Dtype* own);
 flashmoe_status check_int32_tensor(const char* name, const flashmoe_tensor* tensor, int rank,
                                    const char* of, flashmoe_device device, View* view);
 
@@ -33,6 +38,16 @@ flashmoe_status check_multiple(const char* name, const char* extent, int64_t got
 flashmoe_status check_flag(const char* name, int32_t got);
 
 flashmoe_status check_finite(const char* name, float got);
+
+// Checked numbers as a problem has them.
+template <class Narrow, class Wide>
+void set_numbers(const View& view, Dtype dtype, Narrow** narrow, Wide** wide) {
+  if (dtype == Dtype::kFloat64) {
+    *wide = static_cast<Wide*>(view.data);
+  } else {
+    *narrow = static_cast<Narrow*>(view.data);
+  }
+}
 
 // An argument that must be null: "selection_bias: got a tensor, accepted is NULL without ...".
 flashmoe_status check_absent(const char* name, const flashmoe_tensor* tensor, const char* why);

@@ -115,7 +115,9 @@ flashmoe_status read_biases(const flashmoe_moe_forward_params& params, const cha
 flashmoe_status read_routing(const flashmoe_moe_forward_params& params, const char* x_name,
                              MoeForwardProblem* p) {
   View weights, offsets, pairs, slots;
-  FLASHMOE_TRY(check_fp32_tensor("weights", params.weights, 2, x_name, p->device, &weights));
+  Dtype dtype;
+  FLASHMOE_TRY(check_numbers_or_fp32("weights", params.weights, 2, x_name, p->x.dtype, p->device,
+                                     &weights, &dtype));
   FLASHMOE_TRY(check_extent("weights", "number of tokens", weights.shape[0], x_name, p->tokens));
   FLASHMOE_TRY(check_top_k("weights", weights.shape[1]));
   p->top_k = static_cast<int32_t>(weights.shape[1]);
@@ -130,7 +132,7 @@ flashmoe_status read_routing(const flashmoe_moe_forward_params& params, const ch
   FLASHMOE_TRY(check_extent("slots", "number of tokens", slots.shape[0], x_name, p->tokens));
   FLASHMOE_TRY(
       check_extent("slots", "number of experts of a token", slots.shape[1], "weights", p->top_k));
-  p->weights = static_cast<const float*>(weights.data);
+  set_numbers(weights, dtype, &p->weights, &p->wide_weights);
   p->offsets = static_cast<const int32_t*>(offsets.data);
   p->pairs = static_cast<const int32_t*>(pairs.data);
   p->slots = static_cast<const int32_t*>(slots.data);

@@ -17,6 +17,7 @@ constexpr int32_t kAllRows[2] = {
     0, INT32_MAX};  // of a product of one expert: cut to the rows there are
 constexpr flashmoe_dtype kInt32 = {FLASHMOE_DTYPE_INT, 32, 1};
 constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
+constexpr flashmoe_dtype kFloat64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 
 struct FusedMoe {
   using Params = flashmoe_fused_moe_params;
@@ -83,6 +84,7 @@ struct Call {
   flashmoe_device device;  // as it was given
   flashmoe_device where;   // as problems have it
   bool with_product;
+  bool wide_weights;
   int64_t bytes;  // of the workspace, for what is between the operations
 
   OwnTensor router_weights, router_bias, all_rows;
@@ -136,7 +138,7 @@ flashmoe_status check_router(const Call& call, const View& tokens, Dtype dtype, 
   return check_extent("router_bias", "number of experts", bias.shape[0], kName, *experts);
 }
 
-flashmoe_status check_logits(const Call& call, const View& tokens, int64_t* experts) {
+flashmoe_status check_logits(const Call& call, const View& tokens, Dtype dtype, int64_t* experts) {
   const flashmoe_tensor* const given = call.params.logits;
   View logits;
   FLASHMOE_TRY(check_view("logits", given, 2, &logits));
@@ -144,13 +146,17 @@ flashmoe_status check_logits(const Call& call, const View& tokens, int64_t* expe
   FLASHMOE_TRY(
       check_extent("logits", "number of tokens", logits.shape[0], "tokens", tokens.shape[0]));
   *experts = logits.shape[1];
-  return check_experts("logits", *experts);
+  FLASHMOE_TRY(check_experts("logits", *experts));
+  // Weights of fp64 multiply rows of fp64 alone.
+  Dtype of_logits;
+  return dtype == Dtype::kFloat64 ? check_float_dtype("logits", *given, call.where, &of_logits)
+                                  : check_dtype("logits", *given, &of_logits);
 }
 
 // The number of experts, which a router's weights or logits tell, and the layer's weights too.
 flashmoe_status read_experts(const Call& call, const View& tokens, Dtype dtype, int64_t* experts) {
   FLASHMOE_TRY(call.with_product ? check_router(call, tokens, dtype, experts)
-                                 : check_logits(call, tokens, experts));
+                                 : check_logits(call, tokens, dtype, experts));
   const flashmoe_tensor* const held = call.params.w_gate_up;
   if (held == nullptr || held->ndim != 3 || held->shape == nullptr) {
     return FLASHMOE_OK;  // the layer's checks tell
@@ -165,6 +171,8 @@ char* const kNowhere = reinterpret_cast<char*>(uintptr_t{kRegionAlignment});
 
 void lay_out(int64_t tokens, int64_t experts, Call* call) {
   const int64_t top_k = call->params.top_k;
+  const flashmoe_tensor& scored = call->with_product ? *call->params.tokens : *call->params.logits;
+  call->wide_weights = scored.dtype.bits == kFloat64.bits;
   int64_t used = 0;
   const auto add = [&](OwnTensor* own, flashmoe_dtype dtype, std::initializer_list<int64_t> shape) {
     describe(own, kNowhere + used, call->device, dtype, shape);
@@ -174,7 +182,7 @@ void lay_out(int64_t tokens, int64_t experts, Call* call) {
   };
   if (call->with_product) add(&call->logits, call->params.tokens->dtype, {tokens, experts});
   add(&call->ids, kInt32, {tokens, top_k});
-  add(&call->weights, kFloat32, {tokens, top_k});
+  add(&call->weights, call->wide_weights ? kFloat64 : kFloat32, {tokens, top_k});
   add(&call->offsets, kInt32, {experts + 1});
   add(&call->pairs, kInt32, {tokens * top_k});
   add(&call->slots, kInt32, {tokens, top_k});
@@ -189,7 +197,11 @@ void place(void* workspace, Call* call) {
   MoeForwardProblem& forward = call->forward;
   if (call->with_product) route.logits = call->product.out.data = at(call->logits);
   route.ids = static_cast<int32_t*>(at(call->ids));
-  forward.weights = route.weights = static_cast<float*>(at(call->weights));
+  if (call->wide_weights) {
+    forward.wide_weights = route.wide_weights = static_cast<double*>(at(call->weights));
+  } else {
+    forward.weights = route.weights = static_cast<float*>(at(call->weights));
+  }
   forward.offsets = route.offsets = static_cast<int32_t*>(at(call->offsets));
   forward.pairs = route.pairs = static_cast<int32_t*>(at(call->pairs));
   forward.slots = route.slots = static_cast<int32_t*>(at(call->slots));

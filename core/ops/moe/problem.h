@@ -12,8 +12,11 @@ namespace flashmoe {
 inline constexpr int64_t kMaxExperts = 1024;
 inline constexpr int64_t kMaxTopK = 32;
 
+// Numbers of a routing are fp32, or fp64 on the CPU: then they are at the pointer that is named
+// wide_..., and the other one is nullptr.
+
 // A validated call of flashmoe_moe_route. T * K <= 2^31 - 2^16; every pointer is aligned to its
-// elements.
+// elements. Weights and lse are wide where logits or given weights are of fp64.
 struct MoeRouteProblem {
   flashmoe_device device;
   int64_t tokens;
@@ -24,7 +27,8 @@ struct MoeRouteProblem {
   Dtype logits_dtype;
   int64_t logits_stride;
   const float* selection_bias;  // [experts] or nullptr
-  const void* given_ids;        // [tokens, top_k], rows given_ids_stride elements apart
+  const double* wide_selection_bias;
+  const void* given_ids;  // [tokens, top_k], rows given_ids_stride elements apart
   bool given_ids_are_64;
   int64_t given_ids_stride;
   const void* given_weights;  // [tokens, top_k], rows given_weights_stride apart; nullptr: all 1
@@ -33,12 +37,14 @@ struct MoeRouteProblem {
   const int32_t* expert_map;  // [expert_map_size] or nullptr
   int64_t expert_map_size;
 
-  int32_t* ids;      // [tokens, top_k]
-  float* weights;    // [tokens, top_k]
+  int32_t* ids;    // [tokens, top_k]
+  float* weights;  // [tokens, top_k]
+  double* wide_weights;
   int32_t* offsets;  // [experts + 1]
   int32_t* pairs;    // [tokens * top_k]
   int32_t* slots;    // [tokens, top_k]
   float* lse;        // [tokens] or nullptr
+  double* wide_lse;
 
   flashmoe_moe_scoring scoring;
   bool renormalize;
@@ -102,10 +108,11 @@ struct MoeForwardProblem {
   ExpertBias up_bias;
   ExpertBias down_bias;
 
-  const float* weights;    // [tokens, top_k]
-  const int32_t* offsets;  // [experts + 1]
-  const int32_t* pairs;    // [tokens * top_k]
-  const int32_t* slots;    // [tokens, top_k]
+  const float* weights;        // [tokens, top_k]
+  const double* wide_weights;  // of an x of fp64 alone, which may have either
+  const int32_t* offsets;      // [experts + 1]
+  const int32_t* pairs;        // [tokens * top_k]
+  const int32_t* slots;        // [tokens, top_k]
 
   flashmoe_activation activation;
   float alpha;
@@ -170,6 +177,7 @@ struct MoeBackwardProblem {
   BiasGradient db_up;
   BiasGradient db_down;
   float* dweights;               // [tokens, top_k] or nullptr
+  double* wide_dweights;         // of wide weights
   uint64_t max_workspace_bytes;  // 0: no bound
   bool accumulate;
   KernelName kernel;
@@ -203,8 +211,10 @@ struct MoeRouteBackwardProblem {
   int32_t top_k;
 
   const float* dweights;         // [tokens, top_k]
+  const double* wide_dweights;   // where the scores are of fp64
   const int32_t* ids;            // [tokens, top_k]
   const float* dlse;             // [tokens] or nullptr
+  const double* wide_dlse;       // likewise
   TokenRows<const void> scores;  // logits, or given weights
   TokenRows<void> dscores;
   bool given;
@@ -219,15 +229,18 @@ template <class Visit>
 void visit_addresses(MoeRouteProblem* p, const Visit& visit) {
   visit(&p->logits);
   visit(&p->selection_bias);
+  visit(&p->wide_selection_bias);
   visit(&p->given_ids);
   visit(&p->given_weights);
   visit(&p->expert_map);
   visit(&p->ids);
   visit(&p->weights);
+  visit(&p->wide_weights);
   visit(&p->offsets);
   visit(&p->pairs);
   visit(&p->slots);
   visit(&p->lse);
+  visit(&p->wide_lse);
 }
 
 template <class Visit>
@@ -242,6 +255,7 @@ void visit_addresses(MoeForwardProblem* p, const Visit& visit) {
   visit(&p->up_bias.data);
   visit(&p->down_bias.data);
   visit(&p->weights);
+  visit(&p->wide_weights);
   visit(&p->offsets);
   visit(&p->pairs);
   visit(&p->slots);
@@ -271,6 +285,7 @@ void visit_addresses(MoeBackwardProblem* p, const Visit& visit) {
   visit(&p->db_up.data);
   visit(&p->db_down.data);
   visit(&p->dweights);
+  visit(&p->wide_dweights);
 }
 
 template <class Visit>
@@ -288,8 +303,10 @@ void visit_addresses(GroupedProductBackwardProblem* p, const Visit& visit) {
 template <class Visit>
 void visit_addresses(MoeRouteBackwardProblem* p, const Visit& visit) {
   visit(&p->dweights);
+  visit(&p->wide_dweights);
   visit(&p->ids);
   visit(&p->dlse);
+  visit(&p->wide_dlse);
   visit(&p->scores.data);
   visit(&p->dscores.data);
 }

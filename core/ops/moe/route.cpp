@@ -52,7 +52,7 @@ flashmoe_status read_logits(const flashmoe_moe_route_params& params, const char*
   View logits;
   FLASHMOE_TRY(check_view(name, params.logits, 2, &logits));
   FLASHMOE_TRY(check_device(name, *params.logits, &p->device));
-  FLASHMOE_TRY(check_dtype(name, *params.logits, &p->logits_dtype));
+  FLASHMOE_TRY(check_float_dtype(name, *params.logits, p->device, &p->logits_dtype));
   FLASHMOE_TRY(check_last_stride(name, logits, 2));
   FLASHMOE_TRY(check_alignment(name, logits, static_cast<size_t>(dtype_bytes(p->logits_dtype))));
   FLASHMOE_TRY(check_experts(name, logits.shape[1]));
@@ -62,11 +62,12 @@ flashmoe_status read_logits(const flashmoe_moe_route_params& params, const char*
   p->logits_stride = logits.strides[0];
   if (params.selection_bias != nullptr) {
     View bias;
-    FLASHMOE_TRY(
-        check_fp32_tensor("selection_bias", params.selection_bias, 1, name, p->device, &bias));
+    Dtype dtype;
+    FLASHMOE_TRY(check_numbers_or_fp32("selection_bias", params.selection_bias, 1, name,
+                                       p->logits_dtype, p->device, &bias, &dtype));
     FLASHMOE_TRY(
         check_extent("selection_bias", "number of experts", bias.shape[0], name, p->experts));
-    p->selection_bias = static_cast<const float*>(bias.data);
+    set_numbers(bias, dtype, &p->selection_bias, &p->wide_selection_bias);
   }
   return FLASHMOE_OK;
 }
@@ -86,7 +87,8 @@ flashmoe_status read_given(const flashmoe_moe_route_params& params, MoeRouteProb
     View weights;
     FLASHMOE_TRY(check_view("given_weights", params.given_weights, 2, &weights));
     FLASHMOE_TRY(check_same_device("given_weights", *params.given_weights, "given_ids", p->device));
-    FLASHMOE_TRY(check_dtype("given_weights", *params.given_weights, &p->given_weights_dtype));
+    FLASHMOE_TRY(check_float_dtype("given_weights", *params.given_weights, p->device,
+                                   &p->given_weights_dtype));
     FLASHMOE_TRY(check_last_stride("given_weights", weights, 2));
     FLASHMOE_TRY(check_alignment("given_weights", weights,
                                  static_cast<size_t>(dtype_bytes(p->given_weights_dtype))));
@@ -112,6 +114,8 @@ flashmoe_status read_outputs(const flashmoe_moe_route_params& params, const char
                              MoeRouteProblem* p) {
   const bool from_logits = params.logits != nullptr;  // which of no tokens may have no data
   const char* const of = from_logits ? logits : "given_ids";
+  const char* const scores = params.given_weights != nullptr ? "given_weights" : of;
+  const Dtype dtype = from_logits ? p->logits_dtype : p->given_weights_dtype;
   const auto has_pairs = [p, of](const char* name, const View& view) {
     FLASHMOE_TRY(check_extent(name, "number of tokens", view.shape[0], of, p->tokens));
     return check_extent(name, "number of experts of a token", view.shape[1], "ids", p->top_k);
@@ -122,7 +126,7 @@ flashmoe_status read_outputs(const flashmoe_moe_route_params& params, const char
   p->top_k = static_cast<int32_t>(ids.shape[1]);
   FLASHMOE_TRY(has_pairs("ids", ids));
   FLASHMOE_TRY(check_pairs("ids", p->tokens, p->top_k));
-  FLASHMOE_TRY(check_fp32_tensor("weights", params.weights, 2, of, p->device, &weights));
+  FLASHMOE_TRY(check_numbers("weights", params.weights, 2, scores, dtype, p->device, &weights));
   FLASHMOE_TRY(has_pairs("weights", weights));
   FLASHMOE_TRY(check_int32_tensor("slots", params.slots, 2, of, p->device, &slots));
   FLASHMOE_TRY(has_pairs("slots", slots));
@@ -131,15 +135,15 @@ flashmoe_status read_outputs(const flashmoe_moe_route_params& params, const char
       check_extent("pairs", "number of pairs", pairs.shape[0], "ids", p->tokens * p->top_k));
   FLASHMOE_TRY(check_int32_tensor("offsets", params.offsets, 1, of, p->device, &offsets));
   p->ids = static_cast<int32_t*>(ids.data);
-  p->weights = static_cast<float*>(weights.data);
+  set_numbers(weights, dtype, &p->weights, &p->wide_weights);
   p->offsets = static_cast<int32_t*>(offsets.data);
   p->pairs = static_cast<int32_t*>(pairs.data);
   p->slots = static_cast<int32_t*>(slots.data);
   if (params.lse != nullptr) {
     View lse;
-    FLASHMOE_TRY(check_fp32_tensor("lse", params.lse, 1, of, p->device, &lse));
+    FLASHMOE_TRY(check_numbers("lse", params.lse, 1, of, dtype, p->device, &lse));
     FLASHMOE_TRY(check_extent("lse", "number of tokens", lse.shape[0], of, p->tokens));
-    p->lse = static_cast<float*>(lse.data);
+    set_numbers(lse, dtype, &p->lse, &p->wide_lse);
   }
   if (!from_logits) {
     FLASHMOE_TRY(check_experts("offsets", offsets.shape[0] - 1));
@@ -210,13 +214,15 @@ void MoeRoute::print(const Params& params, const Problem& p, char* text, size_t 
   const char* source = p.logits != nullptr  ? dtype_name(p.logits_dtype)
                        : p.given_ids_are_64 ? "int64"
                                             : "int32";
+  const bool biased = p.selection_bias != nullptr || p.wide_selection_bias != nullptr;
+  const bool with_lse = p.lse != nullptr || p.wide_lse != nullptr;
   char options[96];
   print_options(kOptions, params, options, sizeof options);
   std::snprintf(
       text, size, "tokens=%lld experts=%d top_k=%d %s=%s%s groups=%d/%d bias=%s map=%s lse=%s",
       static_cast<long long>(p.tokens), p.experts, p.top_k, p.logits != nullptr ? "logits" : "ids",
-      source, options, p.top_groups, p.num_groups, p.selection_bias != nullptr ? "yes" : "no",
-      p.expert_map != nullptr ? "yes" : "no", p.lse != nullptr ? "yes" : "no");
+      source, options, p.top_groups, p.num_groups, biased ? "yes" : "no",
+      p.expert_map != nullptr ? "yes" : "no", with_lse ? "yes" : "no");
 }
 
 }  // namespace flashmoe

@@ -45,7 +45,7 @@ flashmoe_status read_scores(const char* name, const flashmoe_tensor* tensor,
   View scores, dscores;
   FLASHMOE_TRY(check_view(name, tensor, 2, &scores));
   FLASHMOE_TRY(check_same_device(name, *tensor, "dweights", p->device));
-  FLASHMOE_TRY(check_dtype(name, *tensor, &p->scores.dtype));
+  FLASHMOE_TRY(check_float_dtype(name, *tensor, p->device, &p->scores.dtype));
   FLASHMOE_TRY(check_last_stride(name, scores, 2));
   FLASHMOE_TRY(check_alignment(name, scores, static_cast<size_t>(dtype_bytes(p->scores.dtype))));
   FLASHMOE_TRY(check_extent(name, "number of tokens", scores.shape[0], "dweights", p->tokens));
@@ -108,8 +108,6 @@ struct MoeRouteBackward {
     View dweights, ids, dlse;
     FLASHMOE_TRY(check_view("dweights", params.dweights, 2, &dweights));
     FLASHMOE_TRY(check_device("dweights", *params.dweights, &p.device));
-    FLASHMOE_TRY(
-        check_fp32_tensor("dweights", params.dweights, 2, "dweights", p.device, &dweights));
     p.tokens = dweights.shape[0];
     FLASHMOE_TRY(check_top_k("dweights", dweights.shape[1]));
     p.top_k = static_cast<int32_t>(dweights.shape[1]);
@@ -122,12 +120,15 @@ struct MoeRouteBackward {
     FLASHMOE_TRY(p.given ? read_scores("given_weights", params.given_weights, "dgiven_weights",
                                        params.dgiven_weights, p.top_k, &p)
                          : read_scores("logits", params.logits, "dlogits", params.dlogits, 0, &p));
+    const char* const scores = p.given ? "given_weights" : "logits";
+    FLASHMOE_TRY(
+        check_numbers("dweights", params.dweights, 2, scores, p.scores.dtype, p.device, &dweights));
     if (params.dlse != nullptr) {
-      FLASHMOE_TRY(check_fp32_tensor("dlse", params.dlse, 1, "dweights", p.device, &dlse));
+      FLASHMOE_TRY(check_numbers("dlse", params.dlse, 1, scores, p.scores.dtype, p.device, &dlse));
       FLASHMOE_TRY(check_extent("dlse", "number of tokens", dlse.shape[0], "dweights", p.tokens));
-      p.dlse = static_cast<const float*>(dlse.data);
+      set_numbers(dlse, p.scores.dtype, &p.dlse, &p.wide_dlse);
     }
-    p.dweights = static_cast<const float*>(dweights.data);
+    set_numbers(dweights, p.scores.dtype, &p.dweights, &p.wide_dweights);
     p.ids = static_cast<const int32_t*>(ids.data);
     p.scoring = static_cast<flashmoe_moe_scoring>(params.scoring);
     p.renormalize = params.renormalize != 0;
@@ -145,7 +146,7 @@ struct MoeRouteBackward {
     std::snprintf(text, size, "tokens=%lld experts=%d top_k=%d %s=%s%s dlse=%s",
                   static_cast<long long>(p.tokens), p.experts, p.top_k,
                   p.given ? "weights" : "logits", dtype_name(p.scores.dtype), options,
-                  p.dlse != nullptr ? "yes" : "no");
+                  p.dlse != nullptr || p.wide_dlse != nullptr ? "yes" : "no");
   }
 };
 

@@ -1133,11 +1133,19 @@ def _chosen(made: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, ...]:
 _PARTS = "(Tensor ids, Tensor weights, Tensor offsets, Tensor pairs, Tensor slots"
 
 
-def _empty_routing(like: torch.Tensor, tokens: Any, experts: Any, top_k: Any) -> tuple[Any, ...]:
+def _numbers_of(scores: torch.Tensor | None) -> torch.dtype:
+    """Of a routing's weights and lse, by logits or given weights."""
+    wide = scores is not None and scores.dtype == torch.float64
+    return torch.float64 if wide else torch.float32
+
+
+def _empty_routing(
+    like: torch.Tensor, scores: torch.Tensor | None, tokens: Any, experts: Any, top_k: Any
+) -> tuple[Any, ...]:
     def integers(*shape: Any) -> torch.Tensor:
         return like.new_empty(shape, dtype=torch.int32)
 
-    weights = like.new_empty((tokens, top_k), dtype=torch.float32)
+    weights = like.new_empty((tokens, top_k), dtype=_numbers_of(scores))
     pairs = integers(tokens * top_k)
     return integers(tokens, top_k), weights, integers(experts + 1), pairs, integers(tokens, top_k)
 
@@ -1147,12 +1155,12 @@ def _route_fake(
     top_groups: Any, scale: float,
 ) -> Any:  # fmt: skip
     _check_rank("logits", logits, 2)
-    return _empty_routing(logits, logits.shape[0], logits.shape[1], top_k)
+    return _empty_routing(logits, logits, logits.shape[0], logits.shape[1], top_k)
 
 
 def _route_with_lse_fake(logits: Any, *options: Any) -> Any:
     routing = _route_fake(logits, *options)
-    return *routing, logits.new_empty((logits.shape[0],), dtype=torch.float32)
+    return *routing, logits.new_empty((logits.shape[0],), dtype=_numbers_of(logits))
 
 
 def _route_kernel(return_lse: bool) -> Callable[..., Any]:
@@ -1185,7 +1193,7 @@ def _routing_gradient(grads: _Arguments, ids: Any, logits: Any, weights: Any, *o
     dweights = grads[1]
     dlse = grads[5] if len(grads) > 5 else None
     if dweights is None:
-        dweights = torch.zeros_like(ids, dtype=torch.float32)
+        dweights = torch.zeros_like(ids, dtype=_numbers_of(weights if logits is None else logits))
     dlse = None if dlse is None else dlse.resolve_neg()
     return _call(
         _route_backward, dweights.resolve_neg(), ids, logits, weights, dlse, *options
@@ -1239,7 +1247,8 @@ def _route_given_fake(
     expert_map: Any,
 ) -> Any:
     _check_rank("given_ids", given_ids, 2)
-    return _empty_routing(given_ids, given_ids.shape[0], num_experts, given_ids.shape[1])
+    tokens, top_k = given_ids.shape
+    return _empty_routing(given_ids, given_weights, tokens, num_experts, top_k)
 
 
 def _route_given_kernel(
