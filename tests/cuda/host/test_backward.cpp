@@ -784,6 +784,36 @@ void tensors_may_have_no_rows() {
   }
 }
 
+// Sinks of a batch of none have gradients, which are zeros: no launch is of no blocks, and none
+// reads a row.
+void sinks_of_no_batch_have_gradients(const char* family) {
+  Call call({0, 700, 1000, 6, 2, 64, 64});
+  for (flashmoe_tensor& tensor : call.tensors) tensor.data = nullptr;
+  int64_t shape[] = {6};
+  const flashmoe_tensor sinks = {reinterpret_cast<void*>(int64_t{1} << 20),
+                                 {FLASHMOE_DEVICE_CUDA, 0},
+                                 1,
+                                 {FLASHMOE_DTYPE_FLOAT, 32, 1},
+                                 shape,
+                                 nullptr,
+                                 0};
+  flashmoe_tensor dsinks = sinks;
+  dsinks.data = reinterpret_cast<void*>(int64_t{1} << 21);
+  call.params.sinks = &sinks;
+  call.params.dsinks = &dsinks;
+  call.params.kernel = family;
+  watch<sizeof(CommonParams)>();
+  CHECK(call.run() == FLASHMOE_OK && seen.size() == 3);
+  for (const Seen& each : seen) {
+    CHECK(each.launch.grid.x > 0 && each.params.batch == 0 && each.params.seq_q == 0);
+    CHECK(each.params.tiles_q == 1 && each.params.dsinks == dsinks.data);
+  }
+  CHECK(seen[1].launch.grid.x == 1 && seen[2].launch.grid.x == 6);
+  // The prologue's blocks have a tile of the workspace.
+  const int64_t lse = offset(seen[0].params.row_delta) - offset(seen[0].params.row_lse);
+  CHECK(lse >= 4 * (std::strcmp(family, "sm90") == 0 ? 80 : 48));
+}
+
 void what_no_kernel_computes_is_refused() {
   const auto refuses = [](const Call& call, const char* sentence) {
     const std::string got = call.refusal();
@@ -1216,6 +1246,14 @@ void ragged_maps_count_rows_of_the_batch() {
   CHECK(odd.refusal().find("sm90: k has sequences with a stride of") != std::string::npos);
   odd.params.kernel = "sm89";
   CHECK(std::strcmp(odd.plan().family, "sm89") == 0);
+  // Views of one row, as a mean over a sequence has for its gradient.
+  for (const int tensor : {kQ, kK, kV, kDout}) {
+    RaggedCall repeated("sm90", false);
+    repeated.strides[tensor][1] = 0;
+    CHECK(repeated.refusal().find("0 along the sequence") != std::string::npos);
+    repeated.params.kernel = nullptr;
+    CHECK(std::strcmp(repeated.plan().family, "sm89") == 0 && repeated.run() == FLASHMOE_OK);
+  }
   // Written by consumers, gradients may lie so.
   RaggedCall added("sm90", false);
   added.strides[kDk][0] += 8;
@@ -1334,6 +1372,7 @@ int main(int argc, char** argv) {
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();
   tensors_may_have_no_rows();
+  for (const char* family : {"sm90", "sm89"}) sinks_of_no_batch_have_gradients(family);
   what_no_kernel_computes_is_refused();
   models_are_planned_for_and_run_nothing();
   estimates_are_near(kMeasuredSm90, "sm90", 1.7, 1.1);
