@@ -3,11 +3,13 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 #include "core/dtype.h"
 #include "core/ops/moe/gradient_chunks.h"
 #include "core/ops/moe/problem.h"
+#include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/backward/params.h"
 
@@ -20,6 +22,15 @@ extern const Kernel zeros_kernel_entry;
 
 inline const Kernel& kernel_for(const Kernel (&kernels)[2], Dtype dtype) {
   return kernels[dtype == Dtype::kFloat16 ? 0 : 1];
+}
+
+// Of `sums`, which number columns in 32 bits, those beyond the last of a block too.
+inline flashmoe_status check_sum_columns(int64_t columns, const Reason& reason) {
+  constexpr int64_t kMost = INT_MAX - kSumColumns;
+  if (columns <= kMost) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "gradients of biases: got %lld columns, accepted are at most %lld",
+                       static_cast<long long>(columns), static_cast<long long>(kMost));
 }
 
 // How `combine` is launched.
