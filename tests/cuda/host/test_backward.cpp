@@ -1106,14 +1106,16 @@ void sm89_refuses_what_it_cannot_compute() {
 
 // ---- sequences ----------------------------------------------------------------------------------
 
-// Three of them, packed one behind the other, or in padded rows.
+// Three of them, packed one behind the other, or in padded rows; or others.
 struct RaggedCall : Call {
   int64_t offsets_shape[1] = {4}, lengths_shape[1] = {3}, step[1] = {1};
   flashmoe_tensor offsets, lengths;
   flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
 
   explicit RaggedCall(const char* family, bool packed = true)
-      : Call(packed ? Size{1, 700, 1000, 6, 2, 64, 64} : Size{3, 700, 1000, 6, 2, 64, 64}) {
+      : RaggedCall(family, packed, {packed ? 1 : 3, 700, 1000, 6, 2, 64, 64}) {}
+  RaggedCall(const char* family, bool packed, const Size& rows) : Call(rows) {
+    if (!packed) lengths_shape[0] = rows.batch;
     offsets = {reinterpret_cast<void*>(int64_t{1} << 20),
                {FLASHMOE_DEVICE_CUDA, 0},
                1,
@@ -1201,6 +1203,19 @@ void sequences_are_planned_by_what_the_host_knows() {
   CHECK(bounded.plan().launch_count == 4 && bounded.plan().launches[3].grid[0] == 5);
   bounded.params.kernel = "sm89";
   CHECK(bounded.plan().launch_count == 3);
+}
+
+// The prologue's blocks of tiles, chunks and items are those of one grid.
+void blocks_of_the_prologue_fit_a_grid() {
+  const int64_t sequences = 1 << 20;
+  RaggedCall call("sm89", false, {sequences, 512 * 48, 927 * 256, 1, 1, 64, 64});
+  call.sequences.max_seqlen_k = 96;
+  CHECK(call.plan().launches[1].grid[0] ==
+        sequences * 512 * 2 + sequences * (96 + 927) + (sequences + 159) / 160);
+  RaggedCall more("sm89", false, {sequences, 512 * 48, 928 * 256, 1, 1, 64, 64});
+  more.sequences.max_seqlen_k = 96;
+  CHECK(more.refusal().find("sm89: more than 2^31 - 1 tiles of rows and chunks of gradients") !=
+        std::string::npos);
 }
 
 void sums_are_of_sequences_of_several_tiles() {
@@ -1384,6 +1399,7 @@ int main(int argc, char** argv) {
   the_faster_family_serves();
   sm89_refuses_what_it_cannot_compute();
   sequences_are_planned_by_what_the_host_knows();
+  blocks_of_the_prologue_fit_a_grid();
   sums_are_of_sequences_of_several_tiles();
   ragged_maps_count_rows_of_the_batch();
   sequences_have_head_dimensions_of_their_own();
