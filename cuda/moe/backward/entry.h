@@ -90,13 +90,12 @@ inline DzRows dz_rows(const MoeBackwardProblem& p, const InnerChunk& chunk, void
 
 // The rows of dx that no expert has.
 inline ZerosParams zeros_of(const GroupedProductBackwardProblem& p) {
-  constexpr int64_t kPieceBytes = 16;
-  const int64_t bytes = dtype_bytes(p.dx.dtype);
+  const int64_t of_piece = 16 / dtype_bytes(p.dx.dtype);  // elements; rows are whole pieces
   ZerosParams params = {};
   params.out = p.dx.data;
-  params.row_pieces = p.columns * bytes / kPieceBytes;
-  params.row_stride = p.dx.row_stride * bytes / kPieceBytes;
-  params.expert_stride = p.dx.expert_stride * bytes / kPieceBytes;
+  params.row_pieces = p.columns / of_piece;
+  params.row_stride = p.dx.row_stride / of_piece;
+  params.expert_stride = p.dx.expert_stride / of_piece;
   params.offsets = p.offsets;
   params.counts = p.counts;
   params.rows = static_cast<int32_t>(p.rows);

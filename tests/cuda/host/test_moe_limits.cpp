@@ -313,6 +313,24 @@ void sums_of_columns() {
   check_both(layer, kSm89MoeBackward, kSm90MoeBackward, sentence);
 }
 
+// By which no second row is found: any number.
+void stride_of_a_single_row() {
+  alignas(16) static unsigned char memory[64];
+  GroupedProductBackwardProblem product = {};
+  product.device = {FLASHMOE_DEVICE_CUDA, 0};
+  product.dout = {memory, 8, 0, Dtype::kBFloat16, 0};
+  product.w = row_major(8, 8);
+  product.w.data = memory;
+  product.offsets = reinterpret_cast<const int32_t*>(memory);
+  product.experts = 1;
+  product.rows = 1;
+  product.columns = product.out_columns = 8;
+  product.dx = {memory, INT64_MIN, INT64_MIN, Dtype::kFloat32, 0};
+  Plan plan = {};
+  CHECK(kSm89GroupedProductBackward.plan(product, &plan, Reason()) == FLASHMOE_OK);
+  CHECK(kSm89GroupedProductBackward.launch(product, plan, nullptr, nullptr) == FLASHMOE_OK);
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -324,5 +342,6 @@ int main() {
   flashmoe::tiles();
   flashmoe::rows_that_are_combined();
   flashmoe::sums_of_columns();
+  flashmoe::stride_of_a_single_row();
   return 0;
 }
