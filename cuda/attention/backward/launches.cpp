@@ -79,6 +79,24 @@ flashmoe_status check_lengths(const AttentionProblem& p, const Reason& reason) {
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
 }
 
+flashmoe_status plan_items(const AttentionBackwardProblem& problem, const Entry& entry,
+                           const DeviceFacts& facts, const char* suffix, int64_t items,
+                           int64_t most_blocks, const Reason& reason, Plan* plan) {
+  const int device_id = problem.device.device_id;
+  const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
+  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
+  if (entry.cluster > 1) launch.cluster = entry.cluster;
+  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
+                         (is_bounded(problem) ? entry.repair_blocks : 0);
+  if (behind > 0) {
+    int arch = 0;
+    FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
+    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
+                entry.behind.shared_bytes, plan);
+  }
+  return FLASHMOE_OK;
+}
+
 flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Entry& entry,
                               const DeviceFacts& facts, const char* suffix, int64_t most_blocks,
                               const Reason& reason, Plan* plan) {
@@ -101,16 +119,7 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
       .tile_m = entry.prologue_rows;
   const SplitItems split = split_items_of(problem, entry);
   const int64_t items = split.first + (items_of(problem, entry) - split.first) * split.splits;
-  const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
-  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
-  if (entry.cluster > 1) launch.cluster = entry.cluster;
-  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
-                         (is_bounded(problem) ? entry.repair_blocks : 0);
-  if (behind > 0) {
-    FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
-    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
-                entry.behind.shared_bytes, plan);
-  }
+  FLASHMOE_TRY(plan_items(problem, entry, facts, suffix, items, most_blocks, reason, plan));
   plan->info.workspace_bytes = static_cast<uint64_t>(layout_of(problem, entry).bytes);
   return FLASHMOE_OK;
 }

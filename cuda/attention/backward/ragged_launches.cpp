@@ -135,16 +135,7 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
   plan_launch(entry.prologue, device_id, suffix, std::max<int64_t>(blocks, 1),
               entry.prologue_threads, 0, plan)
       .tile_m = entry.prologue_rows;
-  const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
-  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
-  if (entry.cluster > 1) launch.cluster = entry.cluster;
-  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
-                         (is_bounded(problem) ? entry.repair_blocks : 0);
-  if (behind > 0) {
-    FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
-    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
-                entry.behind.shared_bytes, plan);
-  }
+  FLASHMOE_TRY(plan_items(problem, entry, facts, suffix, items, most_blocks, reason, plan));
   plan->info.workspace_bytes = static_cast<uint64_t>(ragged_layout_of(problem, entry).bytes);
   return FLASHMOE_OK;
 }
