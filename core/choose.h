@@ -92,14 +92,18 @@ class Choice {
   // unless there is none: nobody reads why a family comes second.
   flashmoe_status choose(const Family<Problem>** chosen, Plan* plan) {
     *chosen = nullptr;
+    blamed_ = nullptr;
     Plan candidate;
     for (size_t i = 0; i < count_; ++i) {
       if (!may_serve(*families_[i])) continue;
       // The first that serves is planned in place, as all are where there is one.
       Plan* const into = *chosen == nullptr ? plan : &candidate;
       const flashmoe_status status = ask(*families_[i], into, Reason());
-      if (status == FLASHMOE_ERROR_CUDA) return explain_failure();
-      if (status != FLASHMOE_OK) continue;
+      if (status != FLASHMOE_OK) {
+        blame(*families_[i], status);
+        if (status == FLASHMOE_ERROR_CUDA) return explain_failure();
+        continue;
+      }
       if (*chosen != nullptr && candidate.info.microseconds >= plan->info.microseconds) continue;
       if (*chosen != nullptr) *plan = candidate;
       *chosen = families_[i];
@@ -165,30 +169,27 @@ class Choice {
     return plan.launches[0].kernel;
   }
 
-  // Why no family serves the problem.
-  flashmoe_status explain_failure() {
-    bool known = false;
-    flashmoe_status why = FLASHMOE_OK;
-    char sentence[448] = "";
-    for (size_t i = 0; i < count_; ++i) {
-      const Family<Problem>& family = *families_[i];
-      if (!may_serve(family)) continue;
-      known = true;
-      Plan plan;
-      char reason[384];
-      const flashmoe_status status = ask(family, &plan, Reason(reason));
-      if (status == FLASHMOE_OK) continue;
-      // The last of a device's families is the least particular: what it cannot serve, none can.
-      // But what went wrong in one is not for another to hide, whose bits would differ.
-      if (status == FLASHMOE_ERROR_CUDA || why == FLASHMOE_OK ||
-          family.device_type == problem_.device.device_type) {
-        why = Reason(sentence).refuse(status, "%s: %s", family.name, reason);
-      }
-      if (status == FLASHMOE_ERROR_CUDA) return fail(why, "%s", sentence);
+  // Who says why no family serves the problem: the last of a device's families is the least
+  // particular, and what it cannot serve, none can. But what went wrong in one is not for another
+  // to hide, whose bits would differ.
+  void blame(const Family<Problem>& family, flashmoe_status status) {
+    if (status == FLASHMOE_ERROR_CUDA || blamed_ == nullptr ||
+        family.device_type == problem_.device.device_type) {
+      blamed_ = &family;
+      why_ = status;
     }
-    if (!known) return fail_unknown();
-    if (wanted_.name == nullptr) return fail(why, "%s", sentence);
-    return fail(why, "%s: cannot be served: %s", wanted_.by, sentence);
+  }
+
+  // Why no family serves the problem. What went wrong may not go wrong again.
+  flashmoe_status explain_failure() const {
+    if (blamed_ == nullptr) return fail_unknown();
+    Plan plan;
+    char reason[384];
+    const flashmoe_status again = ask(*blamed_, &plan, Reason(reason));
+    const char* const words = again != FLASHMOE_OK ? reason : "it failed, and not when asked why";
+    const flashmoe_status status = again != FLASHMOE_OK ? again : why_;
+    if (wanted_.name == nullptr) return fail(status, "%s: %s", blamed_->name, words);
+    return fail(status, "%s: cannot be served: %s: %s", wanted_.by, blamed_->name, words);
   }
 
   flashmoe_status fail_unknown() const {
@@ -211,6 +212,8 @@ class Choice {
   const char* prefix_;
   Wanted wanted_;
   const Problem& problem_;
+  const Family<Problem>* blamed_ = nullptr;
+  flashmoe_status why_ = FLASHMOE_OK;
 };
 
 }  // namespace flashmoe

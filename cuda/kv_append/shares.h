@@ -28,16 +28,29 @@ struct Shares {
   int threads;
 };
 
+inline constexpr int64_t kMostUnits = 8;  // of a thread, where parts need no more
+// The end of a row's last part: threads count from one of theirs to the next, and beyond the end.
+inline constexpr int64_t kMostRowUnits = INT_MAX - kThreads * kMostUnits;
+
+// Makes no more parts than a grid may have along its second axis, and tells blocks. False where
+// what threads count does not fit in 31 bits.
+inline bool fit_parts(Shares* shares) {
+  constexpr int64_t kMostParts = 65535;
+  Shares& s = *shares;
+  if (s.parts > kMostParts) {
+    s.block_units = ceil_div(ceil_div(s.row_units, kMostParts), s.threads) * s.threads;
+    s.parts = ceil_div(s.row_units, s.block_units);
+  }
+  s.blocks = std::max<int64_t>(ceil_div(s.rows, s.block_rows), 1);
+  return s.parts * s.block_units <= kMostRowUnits;
+}
+
 // Cuts so many rows of so many units. Units of a thread: one where that gives so few blocks that
 // all run at a time, and else `many_units`, so that blocks take longer than it takes to begin them.
 // False where something does not fit in 31 bits.
 inline bool cut_rows(int64_t rows, int64_t row_units, int64_t many_units, int multiprocessors,
                      Shares* shares) {
-  constexpr int64_t kFewBlocks = 8;      // of a multiprocessor
-  constexpr int64_t kMostUnits = 8;      // of a thread
-  constexpr int64_t kMostParts = 65535;  // of a grid, along its second axis
-  // Of a part that begins within them, so that numbers of units fit.
-  constexpr int64_t kMostRowUnits = INT_MAX - kThreads * kMostUnits;
+  constexpr int64_t kFewBlocks = 8;  // of a multiprocessor
   if (rows > INT_MAX || row_units > kMostRowUnits) return false;
   const bool few = static_cast<double>(rows) * static_cast<double>(row_units) <=
                    static_cast<double>(kFewBlocks * multiprocessors * kThreads);
@@ -49,21 +62,15 @@ inline bool cut_rows(int64_t rows, int64_t row_units, int64_t many_units, int mu
   s.block_rows =
       std::clamp<int64_t>(s.block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
   s.parts = std::max<int64_t>(ceil_div(s.block_rows * row_units, s.block_units), 1);
-  if (s.parts > kMostParts) {
-    s.block_units = ceil_div(ceil_div(row_units, kMostParts), kThreads) * kThreads;
-    s.parts = ceil_div(row_units, s.block_units);
-  }
-  s.blocks = std::max<int64_t>(ceil_div(rows, s.block_rows), 1);
-  return true;
+  return fit_parts(shares);
 }
 
 // The same for appending: blocks of so many threads that as few as can be have nothing to do, each
 // with `thread_units` units of a thread.
 inline bool cut_append_rows(int64_t rows, int64_t row_units, int64_t thread_units, Shares* shares) {
-  constexpr int64_t kMostParts = 65535;
   constexpr int64_t kStep = 32;
   Shares& s = *shares;
-  if (rows > INT_MAX || row_units > INT_MAX - kThreads * thread_units) return false;
+  if (rows > INT_MAX || row_units > kMostRowUnits) return false;
   s.rows = rows;
   s.row_units = row_units;
   double best = 0;
@@ -81,12 +88,7 @@ inline bool cut_append_rows(int64_t rows, int64_t row_units, int64_t thread_unit
     s.block_rows = block_rows;
     s.parts = parts;
   }
-  if (s.parts > kMostParts) {
-    s.block_units = ceil_div(ceil_div(row_units, kMostParts), s.threads) * s.threads;
-    s.parts = ceil_div(row_units, s.block_units);
-  }
-  s.blocks = std::max<int64_t>(ceil_div(rows, s.block_rows), 1);
-  return true;
+  return fit_parts(shares);
 }
 
 // The launch of rows of dimensions `dim` and `dim_v`.

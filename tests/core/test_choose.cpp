@@ -2,6 +2,7 @@
 // FLASHMOE_ARCH names that family.
 #include "core/choose.h"
 
+#include <climits>
 #include <cstring>
 #include <string>
 
@@ -14,11 +15,12 @@ namespace {
 
 constexpr char kPrefix[] = "toy_";
 
-// What each of the families a, b and c says, and how often it was asked.
+// What each of the families a, b and c says, as often as it fails, and how often it was asked.
 struct Answer {
   flashmoe_status status;
   double microseconds;
   int asked;
+  int failures = INT_MAX;
 };
 
 struct Toy {
@@ -38,7 +40,7 @@ flashmoe_status plan(const Toy& toy, Plan* plan, const Reason& reason) {
   plan->add_launch("toy_prepare_k", nullptr, toy.device, 1, 1);  // a call cannot name it
   plan->add_launch(kernel.c_str(), nullptr, toy.device, 1, 1);
   plan->info.microseconds = answer.microseconds;
-  if (answer.status == FLASHMOE_OK) return FLASHMOE_OK;
+  if (answer.status == FLASHMOE_OK || answer.asked > answer.failures) return FLASHMOE_OK;
   return reason.refuse(answer.status, "%c says no", kName);
 }
 
@@ -134,6 +136,16 @@ void cuda_errors_end_the_choice() {
     CHECK(out.status == FLASHMOE_ERROR_CUDA && out.sentence == "b: b says no");
   }
   CHECK(explain(no(FLASHMOE_ERROR_CUDA), takes(1), "b").family == "b");
+}
+
+// A failure is one, though what is asked for its reason fails no more.
+void failures_may_pass() {
+  const std::string words = "a: it failed, and not when asked why";
+  Outcome out = explain({FLASHMOE_ERROR_CUDA, 1, 0, 1}, takes(1));
+  CHECK(out.status == FLASHMOE_ERROR_CUDA && out.sentence == words);
+  out = explain({FLASHMOE_ERROR_NO_DEVICE, 1, 0, 1}, takes(1), "a");
+  CHECK(out.status == FLASHMOE_ERROR_NO_DEVICE);
+  CHECK(out.sentence == "kernel: cannot be served: " + words);
 }
 
 void families_of_another_device_are_not_asked() {
@@ -268,6 +280,7 @@ int main(int argc, char** argv) {
   who_refuses_has_no_time();
   what_none_serves_is_explained();
   cuda_errors_end_the_choice();
+  failures_may_pass();
   families_of_another_device_are_not_asked();
   a_name_is_served_or_fails();
   a_familys_schedules_have_names();

@@ -33,6 +33,7 @@ ENTRIES = {
     ),
     "moe/sm89_few_tokens": ("bf16_t1_n8", "bf16_t2_n16"),
     "moe/sm90_few_tokens": ("bf16_bulk",),
+    "moe/sm90_backward": ("bf16",),
 }
 CORE = (
     *("checks", "choose", "dtype", "launch", "log", "operation", "overlap", "per_thread", "status"),
@@ -105,7 +106,14 @@ SOURCES = {
         "cuda/moe/route/family.cpp",
         "cuda/moe/combine/stage.cpp",
     ),
-    "test_moe_limits": (*MOE_CORE, *MOE_CUDA, *MOE_FAMILIES),
+    "test_moe_limits": (
+        *MOE_CORE,
+        *MOE_CUDA,
+        *MOE_FAMILIES,
+        *(f"cuda/moe/{family}_backward/family.cpp" for family in ("sm89", "sm90")),
+        "cuda/moe/sm90_backward/gradient.cpp",
+        "tests/cuda/host/made_up_moe_backward.cpp",
+    ),
     "test_moe_few": (*MOE_CORE, *MOE_CUDA, *MOE_FEW_TOKENS),
     "test_moe_calls": (
         *MOE_CORE,

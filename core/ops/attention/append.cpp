@@ -6,7 +6,7 @@
 
 #include "core/backends.h"
 #include "core/operation.h"
-#include "core/ops/attention/checks.h"
+#include "core/ops/attention/cache_reader.h"
 #include "core/option.h"
 
 namespace flashmoe {
@@ -65,9 +65,10 @@ flashmoe_status check_together(const Params& given) {
 }
 
 // What the tensors of a call have in common: the extents and the dtype of k.
-class Reader {
+class Reader : CacheReader<KvAppendProblem> {
  public:
-  Reader(const Params& given, KvAppendProblem* problem) : given_(given), p_(*problem) {}
+  Reader(const Params& given, KvAppendProblem* problem)
+      : CacheReader(given.layout, problem), given_(given) {}
 
   flashmoe_status read() {
     FLASHMOE_TRY(read_new_rows());
@@ -80,9 +81,6 @@ class Reader {
   }
 
  private:
-  int seq_axis() const { return given_.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1; }
-  int head_axis() const { return given_.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2; }
-
   // Rows of k's dtype, on its device.
   template <class Data>
   flashmoe_status read_rows(const char* name, const flashmoe_tensor* tensor, View* view,
@@ -91,46 +89,8 @@ class Reader {
     FLASHMOE_TRY(check_same_device(name, *tensor, "k", p_.device));
     FLASHMOE_TRY(check_same_dtype(name, *tensor, "k", p_.k.dtype));
     FLASHMOE_TRY(check_rows(name, *view, 4, dtype_bytes(p_.k.dtype)));
-    set(*view, rows);
+    set(*view, p_.k.dtype, rows);
     return FLASHMOE_OK;
-  }
-
-  // The same of a cache, which may be of fp8.
-  flashmoe_status read_cache_rows(const char* name, const flashmoe_tensor* tensor, View* view,
-                                  RowsView<void>* rows) {
-    Dtype dtype;
-    FLASHMOE_TRY(check_view(name, tensor, 4, view));
-    FLASHMOE_TRY(check_same_device(name, *tensor, "k", p_.device));
-    FLASHMOE_TRY(check_cache_dtype(name, *tensor, "k", p_.k.dtype, &dtype));
-    FLASHMOE_TRY(check_rows(name, *view, 4, dtype_bytes(dtype)));
-    set(*view, rows);
-    rows->dtype = dtype;
-    return FLASHMOE_OK;
-  }
-
-  flashmoe_status read_scale_of(const char* name, const flashmoe_tensor* tensor,
-                                KeyScales* scales) const {
-    if (tensor == nullptr) return FLASHMOE_OK;
-    if (p_.k_cache.dtype != Dtype::kFloat8E4M3) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "%s: got one, accepted with caches of k's dtype is none", name);
-    }
-    return read_scale(name, *tensor, "k", p_.device, p_.batch_cache, p_.heads_kv, scales);
-  }
-
-  template <class Data>
-  void set(const View& view, RowsView<Data>* rows) const {
-    rows->data = view.data;
-    rows->strides = {view.strides[0], view.strides[seq_axis()], view.strides[head_axis()]};
-    rows->dtype = p_.k.dtype;
-  }
-
-  flashmoe_status check_dim(const char* name, int64_t dim) const {
-    if (dim > 0 && dim % kHeadDimMultiple == 0 && dim <= kMostAppendedDim) return FLASHMOE_OK;
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: its head dimension is %lld, accepted are multiples of %lld up to %lld", name,
-                static_cast<long long>(dim), static_cast<long long>(kHeadDimMultiple),
-                static_cast<long long>(kMostAppendedDim));
   }
 
   flashmoe_status read_new_rows() {
@@ -139,7 +99,7 @@ class Reader {
     FLASHMOE_TRY(check_device("k", *given_.k, &p_.device));
     FLASHMOE_TRY(check_float_dtype("k", *given_.k, p_.device, &p_.k.dtype));
     FLASHMOE_TRY(check_rows("k", view, 4, dtype_bytes(p_.k.dtype)));
-    set(view, &p_.k);
+    set(view, p_.k.dtype, &p_.k);
     p_.batch = rows_of_batch_ = view.shape[0];
     p_.seq = view.shape[seq_axis()];
     p_.heads_kv = view.shape[head_axis()];
@@ -163,44 +123,11 @@ class Reader {
     p_.batch_cache = view.shape[0];
     p_.rows_cache = view.shape[seq_axis()];
     FLASHMOE_TRY(read_cache_rows("v_cache", given_.v_cache, &view, &p_.v_cache));
-    if (p_.v_cache.dtype != p_.k_cache.dtype) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "v_cache: got dtype %s, accepted is %s as k_cache's",
-                  dtype_name(p_.v_cache.dtype), dtype_name(p_.k_cache.dtype));
-    }
-    FLASHMOE_TRY(check_extent("v_cache", "batch", view.shape[0], "k_cache", p_.batch_cache));
-    FLASHMOE_TRY(check_extent("v_cache", "sequence length", view.shape[seq_axis()], "k_cache",
-                              p_.rows_cache));
+    FLASHMOE_TRY(check_value_cache(view));
     FLASHMOE_TRY(
         check_extent("v_cache", "number of heads", view.shape[head_axis()], "k", p_.heads_kv));
     FLASHMOE_TRY(check_extent("v_cache", "head dimension", view.shape[3], "v", p_.dim_v));
     return check_no_overlap("v_cache", view, 4);
-  }
-
-  flashmoe_status refuse_count(const char* name, int64_t got, int64_t want) const {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: got %lld numbers, accepted are %lld, of %lld sequences", name,
-                static_cast<long long>(got), static_cast<long long>(want),
-                static_cast<long long>(p_.batch));
-  }
-
-  flashmoe_status check_numbers(const char* name, const flashmoe_tensor* tensor, int rank,
-                                bool* wide, View* view) const {
-    FLASHMOE_TRY(check_view(name, tensor, rank, view));
-    FLASHMOE_TRY(check_same_device(name, *tensor, "k", p_.device));
-    FLASHMOE_TRY(check_index_dtype(name, *tensor, wide));
-    const bool is_wide = wide != nullptr && *wide;
-    return check_alignment(name, *view, is_wide ? sizeof(int64_t) : sizeof(int32_t));
-  }
-
-  flashmoe_status read_numbers(const char* name, const flashmoe_tensor* tensor,
-                               Numbers* numbers) const {
-    if (tensor == nullptr) return FLASHMOE_OK;
-    View view;
-    FLASHMOE_TRY(check_numbers(name, tensor, 1, nullptr, &view));
-    if (view.shape[0] != p_.batch) return refuse_count(name, view.shape[0], p_.batch);
-    *numbers = {view.data, view.strides[0]};
-    return FLASHMOE_OK;
   }
 
   flashmoe_status read_token_numbers(const char* name, const flashmoe_tensor* tensor,
@@ -217,34 +144,12 @@ class Reader {
   }
 
   flashmoe_status read_places() {
-    View view;
-    if (given_.cu_seqlens != nullptr) {
-      FLASHMOE_TRY(check_numbers("cu_seqlens", given_.cu_seqlens, 1, nullptr, &view));
-      if (rows_of_batch_ != 1) {
-        return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                    "k: its batch is %lld, accepted with cu_seqlens is 1: all sequences one behind "
-                    "the other",
-                    static_cast<long long>(rows_of_batch_));
-      }
-      if (view.shape[0] == 0) {
-        return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                    "cu_seqlens: got 0 numbers, accepted is one more than there are sequences");
-      }
-      p_.batch = view.shape[0] - 1;
-      p_.cu_seqlens = {view.data, view.strides[0]};
-    }
+    FLASHMOE_TRY(read_offsets("cu_seqlens", given_.cu_seqlens, &p_.cu_seqlens));
     FLASHMOE_TRY(read_token_numbers("slots", given_.slots, &p_.slots));
     FLASHMOE_TRY(read_numbers("cache_seqlens", given_.cache_seqlens, &p_.cache_seqlens));
     FLASHMOE_TRY(read_numbers("seqused", given_.seqused, &p_.seqused));
     FLASHMOE_TRY(read_numbers("batch_index", given_.batch_index, &p_.batch_index));
-    if (given_.page_table != nullptr) {
-      FLASHMOE_TRY(check_numbers("page_table", given_.page_table, 2, nullptr, &view));
-      if (view.shape[0] != p_.batch) return refuse_count("page_table", view.shape[0], p_.batch);
-      p_.page_table = {view.data, view.strides[0]};
-      p_.page_step = view.strides[1];
-      p_.page_count = view.shape[1];
-      return FLASHMOE_OK;
-    }
+    if (given_.page_table != nullptr) return read_page_table(given_.page_table);
     if (given_.slots != nullptr || given_.batch_index != nullptr) return FLASHMOE_OK;
     return check_extent("k_cache", "batch", p_.batch_cache,
                         given_.cu_seqlens != nullptr ? "cu_seqlens" : "k", p_.batch);
@@ -315,8 +220,6 @@ class Reader {
   }
 
   const Params& given_;
-  KvAppendProblem& p_;
-  int64_t rows_of_batch_ = 0;  // first extent of k
 };
 
 struct KvAppend {

@@ -6,7 +6,7 @@
 
 #include "core/backends.h"
 #include "core/operation.h"
-#include "core/ops/attention/checks.h"
+#include "core/ops/attention/cache_reader.h"
 #include "core/option.h"
 
 namespace flashmoe {
@@ -37,9 +37,10 @@ flashmoe_status check_together(const Params& given) {
 }
 
 // What the tensors of a call have in common: the extents and the dtype of k.
-class Reader {
+class Reader : CacheReader<KvGatherProblem> {
  public:
-  Reader(const Params& given, KvGatherProblem* problem) : given_(given), p_(*problem) {}
+  Reader(const Params& given, KvGatherProblem* problem)
+      : CacheReader(given.layout, problem), given_(given) {}
 
   flashmoe_status read() {
     FLASHMOE_TRY(read_results());
@@ -50,24 +51,6 @@ class Reader {
   }
 
  private:
-  int seq_axis() const { return given_.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1; }
-  int head_axis() const { return given_.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2; }
-
-  template <class Data>
-  void set(const View& view, Dtype dtype, RowsView<Data>* rows) const {
-    rows->data = view.data;
-    rows->strides = {view.strides[0], view.strides[seq_axis()], view.strides[head_axis()]};
-    rows->dtype = dtype;
-  }
-
-  flashmoe_status check_dim(const char* name, int64_t dim) const {
-    if (dim > 0 && dim % kHeadDimMultiple == 0 && dim <= kMostAppendedDim) return FLASHMOE_OK;
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: its head dimension is %lld, accepted are multiples of %lld up to %lld", name,
-                static_cast<long long>(dim), static_cast<long long>(kHeadDimMultiple),
-                static_cast<long long>(kMostAppendedDim));
-  }
-
   flashmoe_status read_results() {
     View view;
     FLASHMOE_TRY(check_view("k", given_.k, 4, &view));
@@ -98,15 +81,9 @@ class Reader {
 
   flashmoe_status read_cache(const char* name, const flashmoe_tensor* tensor, const char* of,
                              int64_t dim, View* view, RowsView<const void>* rows) {
-    Dtype dtype;
-    FLASHMOE_TRY(check_view(name, tensor, 4, view));
-    FLASHMOE_TRY(check_same_device(name, *tensor, "k", p_.device));
-    FLASHMOE_TRY(check_cache_dtype(name, *tensor, "k", p_.k.dtype, &dtype));
-    FLASHMOE_TRY(check_rows(name, *view, 4, dtype_bytes(dtype)));
+    FLASHMOE_TRY(read_cache_rows(name, tensor, view, rows));
     FLASHMOE_TRY(check_extent(name, "number of heads", view->shape[head_axis()], "k", p_.heads_kv));
-    FLASHMOE_TRY(check_extent(name, "head dimension", view->shape[3], of, dim));
-    set(*view, dtype, rows);
-    return FLASHMOE_OK;
+    return check_extent(name, "head dimension", view->shape[3], of, dim);
   }
 
   flashmoe_status read_caches() {
@@ -116,87 +93,21 @@ class Reader {
     p_.rows_cache = view.shape[seq_axis()];
     if (given_.v_cache == nullptr) return FLASHMOE_OK;
     FLASHMOE_TRY(read_cache("v_cache", given_.v_cache, "v", p_.dim_v, &view, &p_.v_cache));
-    if (p_.v_cache.dtype != p_.k_cache.dtype) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "v_cache: got dtype %s, accepted is %s as k_cache's",
-                  dtype_name(p_.v_cache.dtype), dtype_name(p_.k_cache.dtype));
-    }
-    FLASHMOE_TRY(check_extent("v_cache", "batch", view.shape[0], "k_cache", p_.batch_cache));
-    return check_extent("v_cache", "sequence length", view.shape[seq_axis()], "k_cache",
-                        p_.rows_cache);
-  }
-
-  flashmoe_status read_scale_of(const char* name, const flashmoe_tensor* tensor,
-                                KeyScales* scales) const {
-    if (tensor == nullptr) return FLASHMOE_OK;
-    if (p_.k_cache.dtype != Dtype::kFloat8E4M3) {
-      return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                  "%s: got one, accepted with caches of k's dtype is none", name);
-    }
-    return read_scale(name, *tensor, "k", p_.device, p_.batch_cache, p_.heads_kv, scales);
-  }
-
-  flashmoe_status refuse_count(const char* name, int64_t got, int64_t want) const {
-    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: got %lld numbers, accepted are %lld, of %lld sequences", name,
-                static_cast<long long>(got), static_cast<long long>(want),
-                static_cast<long long>(p_.batch));
-  }
-
-  flashmoe_status check_numbers(const char* name, const flashmoe_tensor* tensor, int rank,
-                                View* view) const {
-    FLASHMOE_TRY(check_view(name, tensor, rank, view));
-    FLASHMOE_TRY(check_same_device(name, *tensor, "k", p_.device));
-    FLASHMOE_TRY(check_index_dtype(name, *tensor, nullptr));
-    return check_alignment(name, *view, sizeof(int32_t));
-  }
-
-  flashmoe_status read_numbers(const char* name, const flashmoe_tensor* tensor,
-                               Numbers* numbers) const {
-    if (tensor == nullptr) return FLASHMOE_OK;
-    View view;
-    FLASHMOE_TRY(check_numbers(name, tensor, 1, &view));
-    if (view.shape[0] != p_.batch) return refuse_count(name, view.shape[0], p_.batch);
-    *numbers = {view.data, view.strides[0]};
-    return FLASHMOE_OK;
+    return check_value_cache(view);
   }
 
   flashmoe_status read_places() {
-    View view;
-    if (given_.cu_seqlens_k != nullptr) {
-      FLASHMOE_TRY(check_numbers("cu_seqlens_k", given_.cu_seqlens_k, 1, &view));
-      if (rows_of_batch_ != 1) {
-        return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                    "k: its batch is %lld, accepted with cu_seqlens_k is 1: all sequences one "
-                    "behind the other",
-                    static_cast<long long>(rows_of_batch_));
-      }
-      if (view.shape[0] == 0) {
-        return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                    "cu_seqlens_k: got 0 numbers, accepted is one more than there are sequences");
-      }
-      p_.batch = view.shape[0] - 1;
-      p_.cu_seqlens_k = {view.data, view.strides[0]};
-    }
+    FLASHMOE_TRY(read_offsets("cu_seqlens_k", given_.cu_seqlens_k, &p_.cu_seqlens_k));
     FLASHMOE_TRY(read_numbers("seqused_k", given_.seqused_k, &p_.seqused_k));
     FLASHMOE_TRY(read_numbers("k_begin", given_.k_begin, &p_.k_begin));
     FLASHMOE_TRY(read_numbers("batch_index", given_.batch_index, &p_.batch_index));
-    if (given_.page_table != nullptr) {
-      FLASHMOE_TRY(check_numbers("page_table", given_.page_table, 2, &view));
-      if (view.shape[0] != p_.batch) return refuse_count("page_table", view.shape[0], p_.batch);
-      p_.page_table = {view.data, view.strides[0]};
-      p_.page_step = view.strides[1];
-      p_.page_count = view.shape[1];
-      return FLASHMOE_OK;
-    }
+    if (given_.page_table != nullptr) return read_page_table(given_.page_table);
     if (given_.batch_index != nullptr) return FLASHMOE_OK;
     return check_extent("k_cache", "batch", p_.batch_cache,
                         given_.cu_seqlens_k != nullptr ? "cu_seqlens_k" : "k", p_.batch);
   }
 
   const Params& given_;
-  KvGatherProblem& p_;
-  int64_t rows_of_batch_ = 0;  // first extent of k
 };
 
 struct KvGather {

@@ -9,9 +9,17 @@ namespace {
 
 constexpr int64_t kMostTiles = int64_t{1} << 30;
 
+// Of a batch of none there are none: gradients of sinks are zeros then.
+int64_t queries_of(const AttentionProblem& p) { return p.batch > 0 ? p.seq_q : 0; }
+
 // Without queries there is one tile of none: the prologue sets the ticket in any case.
 int64_t tiles_q_of(const AttentionProblem& p, const Entry& entry) {
-  return std::max<int64_t>(1, ceil_div(p.seq_q, int64_t{entry.tile_q}));
+  return std::max<int64_t>(1, ceil_div(queries_of(p), int64_t{entry.tile_q}));
+}
+
+// Tiles of rows, of all query heads; of a batch of none those that the prologue's block is of.
+int64_t tiles_of(const AttentionProblem& p, const Entry& entry) {
+  return std::max<int64_t>(1, p.batch * p.heads_q * tiles_q_of(p, entry));
 }
 
 int64_t tiles_k_of(const AttentionProblem& p, const Entry& entry) {
@@ -30,7 +38,7 @@ SplitItems split_items_of(const AttentionProblem& p, const Entry& entry) {
 }  // namespace
 
 TileCounts tile_counts_of(const AttentionProblem& p, const Entry& entry) {
-  return {p.batch * p.heads_q * tiles_q_of(p, entry), items_of(p, entry)};
+  return {tiles_of(p, entry), items_of(p, entry)};
 }
 
 bool is_bounded(const AttentionProblem& p) {
@@ -41,7 +49,7 @@ bool is_bounded(const AttentionProblem& p) {
 
 Layout layout_of(const AttentionProblem& p, const Entry& entry) {
   constexpr int64_t kAlignment = 128;
-  const int64_t tiles = p.batch * p.heads_q * tiles_q_of(p, entry);
+  const int64_t tiles = tiles_of(p, entry);
   Layout layout = {};
   const auto take = [&](int64_t bytes) {
     const int64_t begin = layout.bytes;
@@ -71,6 +79,24 @@ flashmoe_status check_lengths(const AttentionProblem& p, const Reason& reason) {
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "sequence longer than 2^30");
 }
 
+flashmoe_status plan_items(const AttentionBackwardProblem& problem, const Entry& entry,
+                           const DeviceFacts& facts, const char* suffix, int64_t items,
+                           int64_t most_blocks, const Reason& reason, Plan* plan) {
+  const int device_id = problem.device.device_id;
+  const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
+  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
+  if (entry.cluster > 1) launch.cluster = entry.cluster;
+  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
+                         (is_bounded(problem) ? entry.repair_blocks : 0);
+  if (behind > 0) {
+    int arch = 0;
+    FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
+    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
+                entry.behind.shared_bytes, plan);
+  }
+  return FLASHMOE_OK;
+}
+
 flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Entry& entry,
                               const DeviceFacts& facts, const char* suffix, int64_t most_blocks,
                               const Reason& reason, Plan* plan) {
@@ -88,21 +114,12 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
   int arch = 0;
   FLASHMOE_TRY(load_kernel(entry.prologue, device_id, facts, &arch, reason));
   FLASHMOE_TRY(load_kernel(entry, device_id, facts, &arch, reason));
-  const int64_t rows_of_blocks = problem.batch * problem.heads_q * tiles_q * blocks_per_tile;
+  const int64_t rows_of_blocks = tiles_of(problem, entry) * blocks_per_tile;
   plan_launch(entry.prologue, device_id, suffix, rows_of_blocks, entry.prologue_threads, 0, plan)
       .tile_m = entry.prologue_rows;
   const SplitItems split = split_items_of(problem, entry);
   const int64_t items = split.first + (items_of(problem, entry) - split.first) * split.splits;
-  const int64_t clusters = std::clamp<int64_t>(items, 1, most_blocks / entry.cluster);
-  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
-  if (entry.cluster > 1) launch.cluster = entry.cluster;
-  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
-                         (is_bounded(problem) ? entry.repair_blocks : 0);
-  if (behind > 0) {
-    FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
-    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
-                entry.behind.shared_bytes, plan);
-  }
+  FLASHMOE_TRY(plan_items(problem, entry, facts, suffix, items, most_blocks, reason, plan));
   plan->info.workspace_bytes = static_cast<uint64_t>(layout_of(problem, entry).bytes);
   return FLASHMOE_OK;
 }
@@ -126,7 +143,7 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonPa
   params->dsink_stride = p.dsinks.stride;
   params->dsinks_are_fp32 = p.dsinks.dtype == Dtype::kFloat32 ? 1 : 0;
   params->batch = static_cast<int32_t>(p.batch);
-  params->seq_q = static_cast<int32_t>(p.seq_q);
+  params->seq_q = static_cast<int32_t>(queries_of(p));
   params->seq_k = static_cast<int32_t>(p.seq_k);
   params->heads_q = static_cast<int32_t>(p.heads_q);
   params->heads_kv = static_cast<int32_t>(p.heads_kv);

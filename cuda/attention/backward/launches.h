@@ -51,6 +51,11 @@ flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Ent
                               const DeviceFacts& facts, const char* suffix, int64_t most_blocks,
                               const Reason& reason, Plan* plan);
 
+// Of these the kernel, for so many items, and what comes behind it. The kernel is loaded.
+flashmoe_status plan_items(const AttentionBackwardProblem& problem, const Entry& entry,
+                           const DeviceFacts& facts, const char* suffix, int64_t items,
+                           int64_t most_blocks, const Reason& reason, Plan* plan);
+
 // Fills the parameters but for addresses.
 void fill_params(const AttentionBackwardProblem& problem, const Entry& entry, CommonParams* params);
 

@@ -1,6 +1,7 @@
 #include "cuda/attention/backward/ragged_launches.h"
 
 #include <algorithm>
+#include <climits>
 
 #include "cuda/attention/backward/tables.h"
 #include "cuda/attention/launch.h"
@@ -18,7 +19,6 @@ struct Bounds {
   int64_t sum_tiles;  // of dQ, of sequences of several tiles of keys
   int64_t chunks_q;
   int64_t chunks_k;
-  int64_t prologue_blocks;  // before those of chunks
 };
 
 // Tiles of so many sequences of at most `most` rows each, of `rows` one behind the other or (0) of
@@ -48,8 +48,12 @@ Bounds bounds_of(const AttentionBackwardProblem& p, const Entry& entry) {
   if (!p.accumulate && (p.dk.data != nullptr || p.dv.data != nullptr)) {
     bounds.chunks_k = chunks(tables.batch_k, tables.rows_k);
   }
-  bounds.prologue_blocks = bounds.tiles_q * p.heads_q * (entry.tile_q / entry.prologue_rows);
   return bounds;
+}
+
+// Of the prologue, before those of chunks. Where tiles are not too many.
+int64_t prologue_blocks(const Bounds& bounds, const AttentionProblem& p, const Entry& entry) {
+  return bounds.tiles_q * p.heads_q * (entry.tile_q / entry.prologue_rows);
 }
 
 // The workspace, as offsets of its parts.
@@ -111,11 +115,16 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
     return heads > kMostTiles || tiles > kMostTiles / heads;
   };
   const int64_t chunks = bounds.chunks_q + bounds.chunks_k;
-  const int64_t items = bounds.tiles_k * problem.heads_kv;
-  const int64_t item_blocks = ceil_div(items, int64_t{entry.prologue_threads});
   if (too_many(bounds.tiles_q * (entry.tile_q / entry.prologue_rows), problem.heads_q) ||
       too_many(bounds.tiles_k, problem.heads_kv) || chunks > kMostTiles) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "more than 2^30 tiles of rows or keys");
+  }
+  const int64_t items = bounds.tiles_k * problem.heads_kv;
+  const int64_t blocks = prologue_blocks(bounds, problem, entry) + chunks +
+                         ceil_div(items, int64_t{entry.prologue_threads});
+  if (blocks > INT_MAX) {
+    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                         "more than 2^31 - 1 tiles of rows and chunks of gradients");
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(entry.prologue, device_id, facts, &arch, reason));
@@ -123,21 +132,10 @@ flashmoe_status plan_ragged_launches(const AttentionBackwardProblem& problem, co
   FLASHMOE_TRY(load_kernel(kTablesKernel, device_id, facts, &arch, reason));
   plan_launch(kTablesKernel, device_id, suffix, 1, kTablesThreads, kTablesKernel.shared_bytes,
               plan);
-  plan_launch(entry.prologue, device_id, suffix,
-              std::max<int64_t>(bounds.prologue_blocks + chunks + item_blocks, 1),
+  plan_launch(entry.prologue, device_id, suffix, std::max<int64_t>(blocks, 1),
               entry.prologue_threads, 0, plan)
       .tile_m = entry.prologue_rows;
-  const int64_t clusters =
-      std::clamp<int64_t>(bounds.tiles_k * problem.heads_kv, 1, most_blocks / entry.cluster);
-  flashmoe_launch& launch = plan_launch(entry, device_id, suffix, clusters * entry.cluster, plan);
-  if (entry.cluster > 1) launch.cluster = entry.cluster;
-  const int64_t behind = (problem.dsinks.data != nullptr ? problem.heads_q : 0) +
-                         (is_bounded(problem) ? entry.repair_blocks : 0);
-  if (behind > 0) {
-    FLASHMOE_TRY(load_kernel(entry.behind, device_id, facts, &arch, reason));
-    plan_launch(entry.behind, device_id, suffix, behind, entry.behind_threads,
-                entry.behind.shared_bytes, plan);
-  }
+  FLASHMOE_TRY(plan_items(problem, entry, facts, suffix, items, most_blocks, reason, plan));
   plan->info.workspace_bytes = static_cast<uint64_t>(ragged_layout_of(problem, entry).bytes);
   return FLASHMOE_OK;
 }
@@ -158,7 +156,7 @@ void fill_ragged_params(const AttentionBackwardProblem& p, const Entry& entry,
   params->most_tiles_k = static_cast<int32_t>(bounds.tiles_k);
   params->chunks_q = static_cast<int32_t>(bounds.chunks_q);
   params->chunks_k = static_cast<int32_t>(bounds.chunks_k);
-  params->prologue_blocks = static_cast<int32_t>(bounds.prologue_blocks);
+  params->prologue_blocks = static_cast<int32_t>(prologue_blocks(bounds, p, entry));
   params->numbers_sequences = has_bias_or_mask(p) ? 1 : 0;
   if (params->numbers_sequences != 0 && p.sequences.cu_seqlens_q.data != nullptr) {
     for (RowStrides* strides :

@@ -36,9 +36,9 @@ bool is_direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient
 // Of views in ragged maps the copy engine asks for more.
 flashmoe_status check_counted(const AttentionBackwardProblem& p, const Reason& reason) {
   const TensorRows rows = tensor_rows(p);
-  if (p.batch == 0 || rows.rows_q == 0 || rows.rows_k == 0) return FLASHMOE_OK;
+  if (p.batch == 0) return FLASHMOE_OK;
   const auto check = [&](const char* name, const auto& view, int64_t batch, int64_t of_batch) {
-    if (view.data == nullptr) return FLASHMOE_OK;
+    if (view.data == nullptr || of_batch == 0) return FLASHMOE_OK;
     return check_counted_rows(name, view, batch, of_batch, kEntries[0]->box_columns, reason);
   };
   const auto stored = [&](const RowsView<void>& view) {
@@ -66,12 +66,10 @@ flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason
                          static_cast<long long>(p.dim), static_cast<long long>(p.dim_v), most_dim,
                          ragged ? " of sequences" : "");
   }
-  if (ragged) {
-    FLASHMOE_TRY(check_sequences_fit(p, reason));
-    FLASHMOE_TRY(check_counted(p, reason));
-  }
+  FLASHMOE_TRY(check_sequences_fit(p, reason));
   FLASHMOE_TRY(attention_backward::check_lengths(p, reason));
-  return check_walkable(p, reason);
+  FLASHMOE_TRY(check_walkable(p, reason));
+  return ragged ? check_counted(p, reason) : FLASHMOE_OK;  // which divides by strides
 }
 
 // Marks of rows that are withheld, at the workspace's end: offsets from there (params.h).

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 #include "core/dtype.h"
 #include "core/ops/moe/gradient_chunks.h"
 #include "core/ops/moe/problem.h"
+#include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/backward/params.h"
 
@@ -20,6 +22,15 @@ extern const Kernel zeros_kernel_entry;
 
 inline const Kernel& kernel_for(const Kernel (&kernels)[2], Dtype dtype) {
   return kernels[dtype == Dtype::kFloat16 ? 0 : 1];
+}
+
+// Of `sums`, which number columns in 32 bits, those beyond the last of a block too.
+inline flashmoe_status check_sum_columns(int64_t columns, const Reason& reason) {
+  constexpr int64_t kMost = INT_MAX - kSumColumns;
+  if (columns <= kMost) return FLASHMOE_OK;
+  return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                       "gradients of biases: got %lld columns, accepted are at most %lld",
+                       static_cast<long long>(columns), static_cast<long long>(kMost));
 }
 
 // How `combine` is launched.
@@ -79,13 +90,12 @@ inline DzRows dz_rows(const MoeBackwardProblem& p, const InnerChunk& chunk, void
 
 // The rows of dx that no expert has.
 inline ZerosParams zeros_of(const GroupedProductBackwardProblem& p) {
-  constexpr int64_t kPieceBytes = 16;
-  const int64_t bytes = dtype_bytes(p.dx.dtype);
+  const int64_t of_piece = 16 / dtype_bytes(p.dx.dtype);  // elements; rows are whole pieces
   ZerosParams params = {};
   params.out = p.dx.data;
-  params.row_pieces = p.columns * bytes / kPieceBytes;
-  params.row_stride = p.dx.row_stride * bytes / kPieceBytes;
-  params.expert_stride = p.dx.expert_stride * bytes / kPieceBytes;
+  params.row_pieces = p.columns / of_piece;
+  params.row_stride = p.dx.row_stride / of_piece;
+  params.expert_stride = p.dx.expert_stride / of_piece;
   params.offsets = p.offsets;
   params.counts = p.counts;
   params.rows = static_cast<int32_t>(p.rows);

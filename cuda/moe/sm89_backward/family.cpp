@@ -152,6 +152,7 @@ class BiasGradients {
 
   flashmoe_status plan(const DeviceFacts& facts, flashmoe_device device, Dtype dtype, Plan* plan,
                        const Reason& reason) const {
+    FLASHMOE_TRY(moe_backward::check_sum_columns(columns_, reason));
     const Kernel& kernel = kernel_for(moe_backward::sums_kernels, dtype);
     int arch = 0;
     FLASHMOE_TRY(load_kernel(kernel, device.device_id, facts, &arch, reason));

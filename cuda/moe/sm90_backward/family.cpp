@@ -97,6 +97,7 @@ flashmoe_status add_dx(const Product& p, const DeviceFacts& facts, Plan* plan,
 
 flashmoe_status add_dbias(const Product& p, const DeviceFacts& facts, Plan* plan,
                           const Reason& reason) {
+  FLASHMOE_TRY(moe_backward::check_sum_columns(p.out_columns, reason));
   FLASHMOE_TRY(add_rows_stage(kernel_for(moe_backward::sums_kernels, p.dout.dtype), p.device, facts,
                               ceil_div(p.out_columns, moe_backward::kSumColumns),
                               moe_backward::kSumWarps, plan, reason));
@@ -540,6 +541,9 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
         static_cast<double>(gradients.each[i].n) / static_cast<double>(layer.hidden * layer.inner);
   }
   if (needs.biases) {
+    const bool of_up = p.db_gate_up.data != nullptr || p.db_up.data != nullptr;
+    FLASHMOE_TRY(moe_backward::check_sum_columns(
+        std::max(of_up ? width_of(p) : 0, p.db_down.data != nullptr ? layer.hidden : 0), reason));
     int count = 0;
     // The last chunk's, which may have fewer columns, are all that there may be.
     const InnerChunk last = {layer.inner - chunk.count, chunk.count, layer.inner,

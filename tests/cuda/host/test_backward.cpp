@@ -784,6 +784,36 @@ void tensors_may_have_no_rows() {
   }
 }
 
+// Sinks of a batch of none have gradients, which are zeros: no launch is of no blocks, and none
+// reads a row.
+void sinks_of_no_batch_have_gradients(const char* family) {
+  Call call({0, 700, 1000, 6, 2, 64, 64});
+  for (flashmoe_tensor& tensor : call.tensors) tensor.data = nullptr;
+  int64_t shape[] = {6};
+  const flashmoe_tensor sinks = {reinterpret_cast<void*>(int64_t{1} << 20),
+                                 {FLASHMOE_DEVICE_CUDA, 0},
+                                 1,
+                                 {FLASHMOE_DTYPE_FLOAT, 32, 1},
+                                 shape,
+                                 nullptr,
+                                 0};
+  flashmoe_tensor dsinks = sinks;
+  dsinks.data = reinterpret_cast<void*>(int64_t{1} << 21);
+  call.params.sinks = &sinks;
+  call.params.dsinks = &dsinks;
+  call.params.kernel = family;
+  watch<sizeof(CommonParams)>();
+  CHECK(call.run() == FLASHMOE_OK && seen.size() == 3);
+  for (const Seen& each : seen) {
+    CHECK(each.launch.grid.x > 0 && each.params.batch == 0 && each.params.seq_q == 0);
+    CHECK(each.params.tiles_q == 1 && each.params.dsinks == dsinks.data);
+  }
+  CHECK(seen[1].launch.grid.x == 1 && seen[2].launch.grid.x == 6);
+  // The prologue's blocks have a tile of the workspace.
+  const int64_t lse = offset(seen[0].params.row_delta) - offset(seen[0].params.row_lse);
+  CHECK(lse >= 4 * (std::strcmp(family, "sm90") == 0 ? 80 : 48));
+}
+
 void what_no_kernel_computes_is_refused() {
   const auto refuses = [](const Call& call, const char* sentence) {
     const std::string got = call.refusal();
@@ -1076,14 +1106,16 @@ void sm89_refuses_what_it_cannot_compute() {
 
 // ---- sequences ----------------------------------------------------------------------------------
 
-// Three of them, packed one behind the other, or in padded rows.
+// Three of them, packed one behind the other, or in padded rows; or others.
 struct RaggedCall : Call {
   int64_t offsets_shape[1] = {4}, lengths_shape[1] = {3}, step[1] = {1};
   flashmoe_tensor offsets, lengths;
   flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
 
   explicit RaggedCall(const char* family, bool packed = true)
-      : Call(packed ? Size{1, 700, 1000, 6, 2, 64, 64} : Size{3, 700, 1000, 6, 2, 64, 64}) {
+      : RaggedCall(family, packed, {packed ? 1 : 3, 700, 1000, 6, 2, 64, 64}) {}
+  RaggedCall(const char* family, bool packed, const Size& rows) : Call(rows) {
+    if (!packed) lengths_shape[0] = rows.batch;
     offsets = {reinterpret_cast<void*>(int64_t{1} << 20),
                {FLASHMOE_DEVICE_CUDA, 0},
                1,
@@ -1173,6 +1205,19 @@ void sequences_are_planned_by_what_the_host_knows() {
   CHECK(bounded.plan().launch_count == 3);
 }
 
+// The prologue's blocks of tiles, chunks and items are those of one grid.
+void blocks_of_the_prologue_fit_a_grid() {
+  const int64_t sequences = 1 << 20;
+  RaggedCall call("sm89", false, {sequences, 512 * 48, 927 * 256, 1, 1, 64, 64});
+  call.sequences.max_seqlen_k = 96;
+  CHECK(call.plan().launches[1].grid[0] ==
+        sequences * 512 * 2 + sequences * (96 + 927) + (sequences + 159) / 160);
+  RaggedCall more("sm89", false, {sequences, 512 * 48, 928 * 256, 1, 1, 64, 64});
+  more.sequences.max_seqlen_k = 96;
+  CHECK(more.refusal().find("sm89: more than 2^31 - 1 tiles of rows and chunks of gradients") !=
+        std::string::npos);
+}
+
 void sums_are_of_sequences_of_several_tiles() {
   RaggedCall call("sm89");
   using attention_backward::RaggedParams;
@@ -1216,6 +1261,14 @@ void ragged_maps_count_rows_of_the_batch() {
   CHECK(odd.refusal().find("sm90: k has sequences with a stride of") != std::string::npos);
   odd.params.kernel = "sm89";
   CHECK(std::strcmp(odd.plan().family, "sm89") == 0);
+  // Views of one row, as a mean over a sequence has for its gradient.
+  for (const int tensor : {kQ, kK, kV, kDout}) {
+    RaggedCall repeated("sm90", false);
+    repeated.strides[tensor][1] = 0;
+    CHECK(repeated.refusal().find("0 along the sequence") != std::string::npos);
+    repeated.params.kernel = nullptr;
+    CHECK(std::strcmp(repeated.plan().family, "sm89") == 0 && repeated.run() == FLASHMOE_OK);
+  }
   // Written by consumers, gradients may lie so.
   RaggedCall added("sm90", false);
   added.strides[kDk][0] += 8;
@@ -1334,6 +1387,7 @@ int main(int argc, char** argv) {
   a_call_at_other_addresses_moves_maps();
   no_map_is_of_another_call();
   tensors_may_have_no_rows();
+  for (const char* family : {"sm90", "sm89"}) sinks_of_no_batch_have_gradients(family);
   what_no_kernel_computes_is_refused();
   models_are_planned_for_and_run_nothing();
   estimates_are_near(kMeasuredSm90, "sm90", 1.7, 1.1);
@@ -1345,6 +1399,7 @@ int main(int argc, char** argv) {
   the_faster_family_serves();
   sm89_refuses_what_it_cannot_compute();
   sequences_are_planned_by_what_the_host_knows();
+  blocks_of_the_prologue_fit_a_grid();
   sums_are_of_sequences_of_several_tiles();
   ragged_maps_count_rows_of_the_batch();
   sequences_have_head_dimensions_of_their_own();

@@ -309,6 +309,14 @@ void what_does_not_fit_is_refused() {
   refused(heads);
   heads.heads_kv = heads.heads_q = int64_t{1} << 29;
   units_are_all_somebodys(heads);
+  // The last part of a row that just fits would end beyond.
+  Shape row;
+  row.heads_q = 0;
+  row.rotary = 0;
+  row.heads_kv = 0x3ffffb00;
+  refused(row);
+  row.heads_kv -= 0x4000;
+  units_are_all_somebodys(row);
 }
 
 }  // namespace

@@ -211,6 +211,11 @@ void what_does_not_fit_is_refused() {
   refused(heads);
   heads.heads = int64_t{1} << 26;
   units_are_all_somebodys(heads);
+  // The last part of a row that just fits would end beyond.
+  heads.heads = ((int64_t{1} << 31) - 1 - 2048) / 16;
+  refused(heads);
+  heads.heads -= 0x1000;
+  units_are_all_somebodys(heads);
 }
 
 }  // namespace

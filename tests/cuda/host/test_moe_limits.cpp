@@ -1,7 +1,7 @@
-// What the sm89 and sm90 families of layers and grouped products refuse, on a made-up CUDA with
-// made-up kernels (made_up_moe.cpp): extents and strides that their 32-bit numbers and tensor maps
-// do not hold, and layouts of weights that they have no kernel for. Each sentence names the
-// argument.
+// What the sm89 and sm90 families of layers and grouped products, and of their gradients, refuse,
+// on a made-up CUDA with made-up kernels (made_up_moe.cpp, made_up_moe_backward.cpp): extents and
+// strides that their 32-bit numbers and tensor maps do not hold, and layouts of weights that they
+// have no kernel for. Each sentence names the argument.
 #include <cstdint>
 #include <string>
 
@@ -281,6 +281,56 @@ void rows_that_are_combined() {
   EXPECT_SM90(Layer(1, most + 8, 8), sentence);
 }
 
+// Gradients of biases alone, of which no product refuses the columns.
+void sums_of_columns() {
+  const int64_t most = (kOne << 31) - 1 - 256;
+  const auto check_both = [](const auto& p, const auto& sm89, const auto& sm90,
+                             const char* wanted) {
+    check(refusal_of(sm89, p), wanted, __LINE__);
+    check(refusal_of(sm90, p), wanted, __LINE__);
+  };
+  static float memory[1];
+  GroupedProductBackwardProblem product = {};
+  product.device = {FLASHMOE_DEVICE_CUDA, 0};
+  product.dout.dtype = product.x.dtype = product.w.dtype = Dtype::kBFloat16;
+  product.experts = 2;
+  product.rows = 3;
+  product.out_columns = product.dout.row_stride = most / 8 * 8;
+  product.dbias = {memory, most / 8 * 8, Dtype::kFloat32, 0};
+  check_both(product, kSm89GroupedProductBackward, kSm90GroupedProductBackward, "");
+  product.out_columns = product.dout.row_stride = kOne << 31;
+  const char* const sentence =
+      "gradients of biases: got 2147483648 columns, accepted are at most 2147483391";
+  check_both(product, kSm89GroupedProductBackward, kSm90GroupedProductBackward, sentence);
+
+  MoeBackwardProblem layer = {};
+  layer.layer = Layer(3, kOne << 31, 8);
+  layer.device = layer.layer.device;
+  layer.gate_up = row_major(16, kOne << 31);
+  layer.dout.dtype = Dtype::kBFloat16;
+  layer.dout.row_stride = kOne << 31;
+  layer.db_down = {memory, kOne << 31, Dtype::kFloat32, 0};
+  check_both(layer, kSm89MoeBackward, kSm90MoeBackward, sentence);
+}
+
+// By which no second row is found: any number.
+void stride_of_a_single_row() {
+  alignas(16) static unsigned char memory[64];
+  GroupedProductBackwardProblem product = {};
+  product.device = {FLASHMOE_DEVICE_CUDA, 0};
+  product.dout = {memory, 8, 0, Dtype::kBFloat16, 0};
+  product.w = row_major(8, 8);
+  product.w.data = memory;
+  product.offsets = reinterpret_cast<const int32_t*>(memory);
+  product.experts = 1;
+  product.rows = 1;
+  product.columns = product.out_columns = 8;
+  product.dx = {memory, INT64_MIN, INT64_MIN, Dtype::kFloat32, 0};
+  Plan plan = {};
+  CHECK(kSm89GroupedProductBackward.plan(product, &plan, Reason()) == FLASHMOE_OK);
+  CHECK(kSm89GroupedProductBackward.launch(product, plan, nullptr, nullptr) == FLASHMOE_OK);
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -291,5 +341,7 @@ int main() {
   flashmoe::rows_of_x();
   flashmoe::tiles();
   flashmoe::rows_that_are_combined();
+  flashmoe::sums_of_columns();
+  flashmoe::stride_of_a_single_row();
   return 0;
 }
