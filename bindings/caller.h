@@ -66,7 +66,8 @@ class Caller {
  private:
   friend class DeviceWorkspace;
 
-  static constexpr size_t kMostOutputs = 6;  // of one call: the parts of a routing
+  // Of one call: the gradients of a layer, and what it may overwrite.
+  static constexpr size_t kMostOutputs = 9;
 
   const TensorType& same_framework(const char* name, nb::handle tensor) const;
   void record_gradients(const TensorType& type, const char* name, nb::handle tensor, Access access);

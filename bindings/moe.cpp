@@ -15,34 +15,6 @@ namespace flashmoe {
 namespace {
 
 Kept routing_type("flashmoe_science.moe", "MoeRouting");
-Kept new_tuple("builtins", "tuple.__new__");
-
-// A MoeRouting, or its parts.
-struct Routing {
-  static constexpr int kParts = 6;
-
-  nb::object ids;
-  nb::object weights;
-  nb::object offsets;
-  nb::object pairs;
-  nb::object slots;
-  nb::object lse;
-
-  static Routing parse(const char* name, nb::handle routing) {
-    if (!PyTuple_Check(routing.ptr()) || PyTuple_Size(routing.ptr()) != kParts) {
-      raise_type_error(std::string(name) + ": got " + name_of_type(routing) +
-                       ", accepted is a MoeRouting, which moe_route and moe_route_given return");
-    }
-    const auto part = [&](Py_ssize_t i) { return nb::borrow(PyTuple_GetItem(routing.ptr(), i)); };
-    return {part(0), part(1), part(2), part(3), part(4), part(5)};
-  }
-
-  // As MoeRouting(...), which is written in Python.
-  nb::object pack() const {
-    return new_tuple.get()(routing_type.get(),
-                           nb::make_tuple(ids, weights, offsets, pairs, slots, lse));
-  }
-};
 
 // New outputs of a routing.
 Routing allocate(Caller& caller, const RouteExtents& extents, bool want_lse, RouteCall* call) {
@@ -56,6 +28,11 @@ Routing allocate(Caller& caller, const RouteExtents& extents, bool want_lse, Rou
                        parts[count++] = caller.allocate(name, device, dtype, rank, shape, view);
                      });
   return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]};
+}
+
+nb::object pack(const Routing& made) {
+  return named_tuple(routing_type, nb::make_tuple(made.ids, made.weights, made.offsets, made.pairs,
+                                                  made.slots, made.lse));
 }
 
 // Views outputs that the caller gave.
@@ -104,7 +81,7 @@ nb::object moe_route(nb::handle logits, nb::handle top_k, nb::handle scoring,
     if (out.is_none()) made = allocate(caller, extents, want_lse, &call);
   }
   launch(&call, caller, stream);
-  return out.is_none() ? made.pack() : nb::borrow(out);
+  return out.is_none() ? pack(made) : nb::borrow(out);
 }
 
 nb::object moe_route_given(nb::handle given_ids, nb::handle given_weights, nb::handle num_experts,
@@ -142,7 +119,7 @@ nb::object moe_route_given(nb::handle given_ids, nb::handle given_weights, nb::h
     if (out.is_none()) made = allocate(caller, extents, false, &call);
   }
   launch(&call, caller, stream);
-  return out.is_none() ? made.pack() : nb::borrow(out);
+  return out.is_none() ? pack(made) : nb::borrow(out);
 }
 
 nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb::handle routing,
@@ -258,6 +235,7 @@ void define_moe(nb::module_& module) {
              nb::arg("out").none(), nb::arg("kernel").none(), nb::arg("stream").none(),
              "flashmoe_science.grouped_product with all of its arguments.");
   define_fused_moe(module);
+  define_moe_gradients(module);
 }
 
 }  // namespace flashmoe

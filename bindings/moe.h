@@ -5,7 +5,8 @@
 
 namespace flashmoe {
 
-void define_moe(nanobind::module_& module);  // with the one below
+void define_moe(nanobind::module_& module);  // with those below
 void define_fused_moe(nanobind::module_& module);
+void define_moe_gradients(nanobind::module_& module);
 
 }  // namespace flashmoe

@@ -14,6 +14,8 @@ void check_pairs(const char* name, int64_t tokens, int64_t top_k) {
                     " experts each, accepted are at most 2^31 - 2^16 pairs");
 }
 
+Kept new_tuple("builtins", "tuple.__new__");
+
 }  // namespace
 
 int64_t parse_top_k(nb::handle top_k) {
@@ -63,6 +65,19 @@ void RouteCall::check_given_outputs(const RouteExtents& extents) const {
   if (logits.get() == nullptr) {
     check_extent("offsets", "num_experts", offsets, 1, extents.experts + 1, extents.experts);
   }
+}
+
+Routing Routing::parse(const char* name, nb::handle routing) {
+  if (!PyTuple_Check(routing.ptr()) || PyTuple_Size(routing.ptr()) != kParts) {
+    raise_type_error(std::string(name) + ": got " + name_of_type(routing) +
+                     ", accepted is a MoeRouting, which moe_route and moe_route_given return");
+  }
+  const auto part = [&](Py_ssize_t i) { return nb::borrow(PyTuple_GetItem(routing.ptr(), i)); };
+  return {part(0), part(1), part(2), part(3), part(4), part(5)};
+}
+
+nb::object named_tuple(Kept& type, const nb::tuple& values) {
+  return new_tuple.get()(type.get(), values);
 }
 
 const Operation kMoeRoute = operation_of<RouteCall>();

@@ -8,6 +8,7 @@
 #include <initializer_list>
 
 #include "bindings/calls.h"
+#include "bindings/kept.h"
 #include "bindings/torch.h"
 #include "flashmoe/flashmoe.h"
 #include "flashmoe/moe.h"
@@ -397,7 +398,7 @@ struct Gradient {
 // A gradient that is not there is made where it is wanted, of the shape and dtype of what it is of,
 // unless it is to be added to. `wanted`: a flag for each, in order; None is all.
 template <class Call, size_t kCount, class Make>
-void make_gradients(const Gradient<Call> (&gradients)[kCount], const nb::object& wanted, Call* call,
+void make_gradients(const Gradient<Call> (&gradients)[kCount], nb::handle wanted, Call* call,
                     const Make& make) {
   if (call->params.accumulate != 0) return;
   for (size_t i = 0; i < kCount; ++i) {
@@ -478,8 +479,13 @@ struct BackwardCall {
   const TensorView& first() const { return dout; }
 
   template <class Make>
+  void make_outputs(nb::handle wanted, const Make& make) {
+    make_gradients(kGradients, wanted, this, make);
+  }
+
+  template <class Make>
   void make_outputs(const nb::dict& options, const Make& make) {
-    make_gradients(kGradients, option_of(options, "wanted"), this, make);
+    make_outputs(option_of(options, "wanted"), make);
   }
 };
 
@@ -519,8 +525,7 @@ struct ProductBackwardCall {
 
   // dbias has no tensor that it is like: it is made where it is wanted, of dout's dtype.
   template <class Make>
-  void make_outputs(const nb::dict& options, const Make& make) {
-    const nb::object wanted = option_of(options, "wanted");
+  void make_outputs(nb::handle wanted, const Make& make) {
     make_gradients(kGradients, wanted, this, make);
     const TensorView& held = offsets.get() != nullptr ? offsets : counts;
     if (params.accumulate != 0 || dbias.get() != nullptr || wanted.is_none() ||
@@ -531,6 +536,11 @@ struct ProductBackwardCall {
     const int64_t shape[] = {held.extent(0) - (offsets.get() != nullptr ? 1 : 0),
                              dout.extent(dout.rank() - 1)};
     if (shape[0] > 0) make("dbias", &dbias, dout.tensor().dtype, 2, shape);
+  }
+
+  template <class Make>
+  void make_outputs(const nb::dict& options, const Make& make) {
+    make_outputs(option_of(options, "wanted"), make);
   }
 };
 
@@ -571,12 +581,33 @@ struct RouteBackwardCall {
   const TensorView& first() const { return dweights; }
 
   template <class Make>
+  void make_outputs(nb::handle wanted, const Make& make) {
+    make_gradients(kGradients, wanted, this, make);
+  }
+
+  template <class Make>
   void make_outputs(const nb::dict&, const Make& make) {
-    make_gradients(kGradients, nb::none(), this, make);
+    make_outputs(nb::none(), make);
   }
 };
 
 // ---- arguments ----------------------------------------------------------------------------------
+
+// A MoeRouting's parts.
+struct Routing {
+  nb::object ids;
+  nb::object weights;
+  nb::object offsets;
+  nb::object pairs;
+  nb::object slots;
+  nb::object lse;
+
+  static constexpr int kParts = 6;
+  static Routing parse(const char* name, nb::handle routing);
+};
+
+// As type(*values) of a NamedTuple, whose constructor is written in Python.
+nb::object named_tuple(Kept& type, const nb::tuple& values);
 
 // The function of flashmoe_science._moe of that name.
 template <class... Arguments>

@@ -48,13 +48,6 @@ const Driver* driver() {
   return complete ? &found : nullptr;
 }
 
-// Of the current context, as no other one of the process has or had; 0: there is none that can be
-// used.
-uint64_t current_context_id(const Driver& driver) {
-  unsigned long long id = 0;
-  return driver.context_id(nullptr, &id) == CUDA_SUCCESS ? id : 0;
-}
-
 // The handle by which the driver may launch a kernel on the current device; nullptr unless what is
 // allowed to the runtime's function is allowed to it too.
 const void* driver_handle(const Kernel& kernel) {
@@ -187,7 +180,7 @@ cudaError_t load_here(const Kernel& kernel, int device_id, const DeviceFacts& fa
   if (after != nullptr) error = after(kernel, device_id, facts, attributes, first);
   if (error != cudaSuccess) return error;
   loaded.handle.store(driver_handle(kernel), std::memory_order_relaxed);
-  const uint64_t context = driver() != nullptr ? current_context_id(*driver()) : 0;
+  const uint64_t context = current_context_id();
   if (context != 0 && !is_loaded_in(loaded, context)) {
     // The newest first, in the place of the oldest.
     for (int i = LoadedKernel::kContexts - 1; i > 0; --i) {
@@ -216,16 +209,15 @@ cudaError_t load_for_model(const Kernel& kernel, int device_id, const DeviceFact
 
 // Loads a kernel that is planned in the current context, if it is not there.
 cudaError_t load_where_missing(const Kernel& kernel, int device_id) {
-  const Driver* const driver = flashmoe::driver();
-  if (driver == nullptr) return cudaSuccess;  // contexts cannot be told apart
+  if (driver() == nullptr) return cudaSuccess;  // contexts cannot be told apart
   const LoadedKernel& loaded = kernel.loaded[device_id];
-  uint64_t context = current_context_id(*driver);
+  uint64_t context = current_context_id();
   if (context != 0 && is_loaded_in(loaded, context)) return cudaSuccess;
   if (context == 0) {
     // A new thread has none yet, and one whose device was reset has one that is gone.
     const cudaError_t error = cudaSetDevice(device_id);
     if (error != cudaSuccess) return error;
-    context = current_context_id(*driver);
+    context = current_context_id();
     if (context != 0 && is_loaded_in(loaded, context)) return cudaSuccess;
   }
   const DeviceFacts* facts = nullptr;
@@ -241,6 +233,12 @@ flashmoe_status fail_to_launch(const Kernel& kernel, cudaError_t error) {
 }
 
 }  // namespace
+
+uint64_t current_context_id() {
+  const Driver* const driver = flashmoe::driver();
+  unsigned long long id = 0;
+  return driver != nullptr && driver->context_id(nullptr, &id) == CUDA_SUCCESS ? id : 0;
+}
 
 flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                             int* arch, const Reason& reason, AfterLoading after) {

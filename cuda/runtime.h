@@ -42,6 +42,10 @@ flashmoe_status check_hopper(int device_id, const DeviceFacts** facts, const Rea
 // that name, or if there is no driver.
 void* driver_function(const char* name);
 
+// Of the current context, as no other one of the process has or had; 0: there is none that can be
+// used, or they cannot be told apart.
+uint64_t current_context_id();
+
 // Makes a device current for a scope, and then what was current before: the caller's context, which
 // need not be the one that the runtime keeps of its device.
 class DeviceGuard {

@@ -183,61 +183,29 @@ def grouped_product(tensors: dict[str, Any], options: dict[str, Any], out: Any, 
 # ---- gradients ---------------------------------------------------------------------------------
 
 
-def _differentiate(
+def differentiate(
     operation: str,
     tensors: dict[str, Any],
     options: dict[str, Any],
     outputs: dict[str, Any],
     stream: Any,
-    overwritten: dict[str, Any] | None = None,
-) -> list[Any]:
-    """The outputs in their order, new where the library makes one. `overwritten` are those among
-    the tensors that are written, too."""
-    given, tensors = _present(**outputs), _present(**tensors)
-    if overwritten and _framework(tensors, BACKWARD) is _JAX:
+) -> tuple[Any, ...]:
+    """The outputs in their order, of which those that are not given are None: new where the library
+    makes one."""
+    given, written = _present(**outputs), {}
+    if options.get("overwrite_pre_activation"):
+        written = _present(pre_activation=tensors.get("pre_activation"))
+    if written and _framework(tensors, BACKWARD) is _JAX:
         raise InvalidArgumentError(
             "overwrite_pre_activation: JAX arrays cannot be written to; leave it False"
         )
-    for name, tensor in (overwritten or {}).items():
+    for name, tensor in written.items():
         _core.check_writable(name, tensor)
-    calls = _Calls(tensors, stream, given | (overwritten or {}), BACKWARD)
+    calls = _Calls(tensors, stream, given | written, BACKWARD)
     if calls.framework is _JAX and options["accumulate"]:
         raise InvalidArgumentError("accumulate: JAX arrays cannot be added to; leave it False")
     made = calls.run(operation, tensors | given, options)
-    return [made.get(name) for name in outputs]
-
-
-def moe_backward(
-    tensors: dict[str, Any],
-    routing: Any,
-    options: dict[str, Any],
-    outputs: dict[str, Any],
-    stream: Any,
-) -> list[Any]:
-    parts = _parts("routing", routing)
-    tensors |= {name: parts[name] for name in ("weights", "offsets", "pairs", "slots")}
-    written = {}
-    if options["overwrite_pre_activation"]:
-        written = _present(pre_activation=tensors["pre_activation"])
-    return _differentiate("moe_backward", tensors, options, outputs, stream, written)
-
-
-def grouped_product_backward(
-    tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
-) -> list[Any]:
-    return _differentiate("grouped_product_backward", tensors, options, outputs, stream)
-
-
-def moe_route_backward(
-    tensors: dict[str, Any],
-    routing: Any,
-    options: dict[str, Any],
-    outputs: dict[str, Any],
-    stream: Any,
-) -> Any:
-    tensors |= {"ids": _parts("routing", routing)["ids"]}
-    made = _differentiate("moe_route_backward", tensors, options, outputs, stream)
-    return next((one for one in made if one is not None), None)
+    return tuple(made.get(name) for name in outputs)
 
 
 def all_rows(like: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flashmoe_science import _dispatch, _moe
+from flashmoe_science import _core, _dispatch, _moe
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
 from flashmoe_science.moe import (
     Activation,
@@ -145,22 +145,12 @@ def moe_backward(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
     """
-    tensors = {
-        "dout": dout, "x": x, "w_gate_up": w_gate_up, "w_up": w_up, "w_down": w_down,
-        "b_gate_up": b_gate_up, "b_up": b_up, "b_down": b_down, "pre_activation": pre_activation,
-    }  # fmt: skip
-    outputs = {
-        "dx": dx, "dw_gate_up": dw_gate_up, "dw_up": dw_up, "dw_down": dw_down,
-        "db_gate_up": db_gate_up, "db_up": db_up, "db_down": db_down, "dweights": dweights,
-    }  # fmt: skip
-    options = {
-        "gate": gate, "activation": activation, "alpha": alpha, "limit": limit,
-        "up_offset": up_offset, "weight_on_input": weight_on_input, "accumulate": accumulate,
-        "kernel": kernel, "max_workspace_bytes": max_workspace_bytes,
-        "overwrite_pre_activation": overwrite_pre_activation,
-        "wanted": wanted_flags(wanted, MoeGradients),
-    }  # fmt: skip
-    return MoeGradients(*_moe.moe_backward(tensors, routing, options, outputs, stream))
+    return _core.moe_backward(  # type: ignore[return-value]
+        dout, x, w_gate_up, w_down, routing, w_up, gate, activation, b_gate_up, b_up, b_down, alpha,
+        limit, up_offset, weight_on_input, pre_activation, overwrite_pre_activation,
+        wanted_flags(wanted, MoeGradients), accumulate, dx, dw_gate_up, dw_up, dw_down, db_gate_up,
+        db_up, db_down, dweights, max_workspace_bytes, kernel, stream,
+    )  # fmt: skip
 
 
 def grouped_product_backward(
@@ -195,11 +185,10 @@ def grouped_product_backward(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    flags = wanted_flags(wanted, ProductGradients)
-    options = {"accumulate": accumulate, "kernel": kernel, "wanted": flags}
-    tensors = {"dout": dout, "x": x, "w": w, "offsets": offsets, "counts": counts}
-    outputs = {"dx": dx, "dw": dw, "dbias": dbias}
-    return ProductGradients(*_moe.grouped_product_backward(tensors, options, outputs, stream))
+    return _core.grouped_product_backward(  # type: ignore[return-value]
+        dout, x, w, offsets, counts, wanted_flags(wanted, ProductGradients), accumulate, dx, dw,
+        dbias, kernel, stream,
+    )  # fmt: skip
 
 
 def moe_route_backward(
@@ -238,17 +227,13 @@ def moe_route_backward(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
     """
-    options = {
-        "scoring": scoring, "renormalize": renormalize, "scale": scale, "accumulate": accumulate,
-    }  # fmt: skip
-    outputs = {"dlogits": dlogits, "dgiven_weights": dgiven_weights}
     if accumulate and dlogits is None and dgiven_weights is None:
         name = "dlogits" if given_weights is None else "dgiven_weights"
         raise InvalidArgumentError(f"{name}: got None, with accumulate accepted is what to add to")
-    tensors = {
-        "dweights": dweights, "logits": logits, "given_weights": given_weights, "dlse": dlse,
-    }  # fmt: skip
-    return _moe.moe_route_backward(tensors, routing, options, outputs, stream)
+    return _core.moe_route_backward(
+        dweights, routing, logits, given_weights, dlse, scoring, renormalize, scale, accumulate,
+        dlogits, dgiven_weights, stream,
+    )  # fmt: skip
 
 
 def fused_moe_backward(

@@ -114,6 +114,7 @@ SOURCES = {
         "cuda/moe/sm90_backward/gradient.cpp",
         "tests/cuda/host/made_up_moe_backward.cpp",
     ),
+    "test_all_rows": (*MOE_CORE, *MOE_CUDA, "cuda/moe/all_rows.cu"),
     "test_moe_few": (*MOE_CORE, *MOE_CUDA, *MOE_FEW_TOKENS),
     "test_moe_calls": (
         *MOE_CORE,
@@ -127,6 +128,7 @@ SOURCES = {
 OPTIONS = (
     *("-std=c++17", "-g", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    *("-x", "c++"),  # sources of CUDA that have no kernel, too
     *("-DFLASHMOE_WITH_CUDA=1", "-DFLASHMOE_WITH_SM90=1"),
     '-DFLASHMOE_CUDA_ARCHITECTURES="89-real 90a-real 89-virtual"',
 )
@@ -229,6 +231,11 @@ def test_merging_partial_results(tmp_path: Path) -> None:
 
 def test_routing_and_combining(tmp_path: Path) -> None:
     checked([_compile("test_moe", tmp_path)])
+
+
+@pytest.mark.parametrize("without", ["", "no-driver"])
+def test_offsets_of_all_rows(tmp_path: Path, without: str) -> None:
+    checked([_compile("test_all_rows", tmp_path), *([without] if without else [])])
 
 
 def test_what_layers_and_products_refuse(tmp_path: Path) -> None:

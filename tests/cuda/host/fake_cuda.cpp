@@ -329,6 +329,14 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*,
   return cudaSuccess;
 }
 
+cudaError_t cudaGetSymbolAddress(void** address, const void*) {
+  use_context();
+  ++state.symbol_lookups;
+  if (state.symbol_lookup != cudaSuccess) return fails(state.symbol_lookup);
+  *address = reinterpret_cast<void*>(static_cast<uintptr_t>(current_id() << 20));
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   if (!state.has_kernel_handles) return fails(cudaErrorInvalidDeviceFunction);
   *kernel = static_cast<cudaKernel_t>(const_cast<void*>(handle_of(function)));

@@ -54,6 +54,7 @@ struct State {
   std::atomic<cudaError_t> runtime_launch{cudaSuccess};
   std::atomic<cudaError_t> load{cudaSuccess};  // what cudaFuncGetAttributes returns
   std::atomic<cudaError_t> set_device{cudaSuccess};
+  std::atomic<cudaError_t> symbol_lookup{cudaSuccess};
   std::atomic<size_t> most_maps{SIZE_MAX};  // in `maps`, beyond which none is encoded
   std::atomic<bool> refuse_moves{false};    // of maps to another address
 
@@ -63,6 +64,7 @@ struct State {
   std::atomic<int> allowed_shared_bytes[2] = {};  // last, by device
   std::atomic<bool> large_clusters_allowed[2] = {};
   std::atomic<int> set_devices{0};
+  std::atomic<int> symbol_lookups{0};
   std::atomic<int> tries_by_driver{0};
 };
 
