@@ -21,6 +21,7 @@ from flashmoe_science.moe import (
     grouped_product,
     moe_route,
 )
+from flashmoe_science.moe_plans import fused_moe_plan
 
 
 class MoeGradients(NamedTuple):
@@ -298,12 +299,6 @@ def fused_moe_backward(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    if (router_weights is None) == (logits is None):
-        raise InvalidArgumentError(
-            "router_weights: got "
-            + ("neither it nor logits" if logits is None else "both it and logits")
-            + ", accepted is one of the two"
-        )
     if _dispatch.is_jax(tokens):
         return _fused_backward_of_jax(
             dout, top_k, tokens=tokens, router_weights=router_weights, router_bias=router_bias,
@@ -314,9 +309,24 @@ def fused_moe_backward(
             up_offset=up_offset, weight_on_input=weight_on_input,
             max_workspace_bytes=max_workspace_bytes, kernel=kernel, stream=stream,
         )  # fmt: skip
+    if len(getattr(tokens, "shape", (0, 0))) != 2:
+        raise InvalidArgumentError(f"tokens: got {len(tokens.shape)} dimensions, accepted are 2")
+    # What is wrong is said by the names that it has here: the steps have others.
+    fused_moe_plan(
+        tokens, router_weights, w_gate_up, w_down, top_k, logits=logits, router_bias=router_bias,
+        scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+        num_groups=num_groups, top_groups=top_groups, scale=scale, w_up=w_up, gate=gate,
+        activation=activation, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha,
+        limit=limit, up_offset=up_offset, weight_on_input=weight_on_input,
+    )  # fmt: skip
     rows = router = None
     made = logits
     if router_weights is not None:
+        if router_weights.shape[0] % _moe.ROUTER_MULTIPLE != 0:
+            raise InvalidArgumentError(
+                f"router_weights: its number of experts is {router_weights.shape[0]}, accepted are "
+                f"multiples of {_moe.ROUTER_MULTIPLE}; of others pass logits"
+            )
         rows = _moe.all_rows(tokens)
         router = router_weights[None]
         bias = None if router_bias is None else router_bias[None]
