@@ -136,8 +136,8 @@ def moe_backward(
             not given below, is None in what is returned.
         accumulate: Add to the gradients that are given; those that are not are not computed.
         dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
-            the shape of what they are of, of its dtype or fp32 (dweights is fp32); strides are
-            their own, as moe_forward takes them. May overlap no other tensor.
+            the shape of what they are of, of its dtype or fp32; strides are their own, as
+            moe_forward takes them. dweights is fp32 and contiguous. May overlap no other tensor.
         max_workspace_bytes: The most memory that the call may take for what lies between its
             products, for which it goes in chunks of I and of H, to the same bits. One that is too
             low is an error that tells the least. None: as much as it is fastest with.
