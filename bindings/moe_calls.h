@@ -523,19 +523,45 @@ struct ProductBackwardCall {
 
   const TensorView& first() const { return dout; }
 
-  // dbias has no tensor that it is like: it is made where it is wanted, of dout's dtype.
+  static bool has_columns(const TensorView& view) {
+    return view.rank() >= 1 && view.rank() <= TensorView::kMaxRank;
+  }
+
+  // What has no tensor that it is like is made where it is wanted, of dout's dtype: dx without x,
+  // dw without w, and dbias.
   template <class Make>
   void make_outputs(nb::handle wanted, const Make& make) {
     make_gradients(kGradients, wanted, this, make);
-    const TensorView& held = offsets.get() != nullptr ? offsets : counts;
-    if (params.accumulate != 0 || dbias.get() != nullptr || wanted.is_none() ||
-        !nb::cast<bool>(wanted[2]) || held.rank() != 1 || dout.rank() < 1 ||
+    if (params.accumulate != 0 || wanted.is_none() || !has_columns(dout) ||
         !is_float(dout.tensor().dtype)) {
       return;
     }
-    const int64_t shape[] = {held.extent(0) - (offsets.get() != nullptr ? 1 : 0),
-                             dout.extent(dout.rank() - 1)};
-    if (shape[0] > 0) make("dbias", &dbias, dout.tensor().dtype, 2, shape);
+    const auto is_wanted = [&wanted](int which, const TensorView& view) {
+      return view.get() == nullptr && nb::cast<bool>(wanted[which]);
+    };
+    const auto make_like_dout = [&](const char* name, TensorView* view, int rank,
+                                    const int64_t* shape) {
+      make(name, view, dout.tensor().dtype, rank, shape);
+    };
+    const int rank = dout.rank();
+    if (is_wanted(0, dx) && x.get() == nullptr && w.rank() == 3) {
+      int64_t shape[TensorView::kMaxRank];
+      for (int axis = 0; axis < rank - 1; ++axis) shape[axis] = dout.extent(axis);
+      shape[rank - 1] = w.extent(2);
+      make_like_dout("dx", &dx, rank, shape);
+    }
+    const TensorView& held = offsets.get() != nullptr ? offsets : counts;
+    if (held.rank() != 1) return;
+    const int64_t experts = held.extent(0) - (offsets.get() != nullptr ? 1 : 0);
+    if (experts < 1) return;
+    if (is_wanted(1, dw) && w.get() == nullptr && has_columns(x)) {
+      const int64_t shape[] = {experts, dout.extent(rank - 1), x.extent(x.rank() - 1)};
+      make_like_dout("dw", &dw, 3, shape);
+    }
+    if (is_wanted(2, dbias)) {
+      const int64_t shape[] = {experts, dout.extent(rank - 1)};
+      make_like_dout("dbias", &dbias, 2, shape);
+    }
   }
 
   template <class Make>

@@ -189,6 +189,8 @@ flashmoe_status plan_grouped_product_backward(const GroupedProductBackwardProble
 
 flashmoe_status launch_grouped_product_backward(const GroupedProductBackwardProblem& p,
                                                 const Plan& plan, void* memory, void* /*stream*/) {
+  // What is wanted has no rows, and so may have no memory: nothing is planned.
+  if (plan.info.launch_count == 0) return FLASHMOE_OK;
   const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entries[0]);
   int32_t threads = 1;
   for (int32_t i = 0; i < plan.info.launch_count; ++i) {

@@ -196,7 +196,8 @@ typedef struct flashmoe_tensor {
  *
  * flashmoe_..._plan() tells how a call will be computed, and launches nothing.
  * flashmoe_last_launches() reads back what this thread's last call launched. Both give the same
- * list, in the order of the launches.
+ * list, in the order of the launches; but a call of which no output has an element may
+ * launch nothing, whatever its plan lists.
  * ---------------------------------------------------------------------------------------------- */
 
 /* The most launches of one call. */

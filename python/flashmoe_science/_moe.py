@@ -25,7 +25,7 @@ WORDS = Words(
 )  # fmt: skip
 BACKWARD = Words("the backward of the mixture of experts", "all tensors of a call", "all gradients")
 
-_ROUTER_MULTIPLE = 8  # of experts, for the router's product
+ROUTER_MULTIPLE = 8  # of experts, for the router's product
 _MAX_EXPERTS = 1024
 
 
@@ -237,7 +237,7 @@ def _rows(framework: Framework, name: str, tensor: Any) -> Any:
     return flat
 
 
-def _check_router(tokens: Any, router_weights: Any, router_bias: Any, w_gate_up: Any) -> None:
+def check_router(tokens: Any, router_weights: Any, router_bias: Any, w_gate_up: Any) -> None:
     """In the library's words, which it has for logits that are made of these alone."""
     name = "router_weights"
     experts, columns = router_weights.shape
@@ -274,7 +274,7 @@ def router_product(
             f"router_weights: {_dispatch.type_name(tokens)} knows no product of matrices, and here "
             "it would have to make this one; pass logits"
         )
-    _check_router(tokens, router_weights, router_bias, w_gate_up)
+    check_router(tokens, router_weights, router_bias, w_gate_up)
     with _dispatch.on_stream(tokens, _core.stream_handle(stream)):
         logits = tokens @ router_weights.T
         return logits if router_bias is None else logits + router_bias
@@ -339,7 +339,7 @@ def _as_rows(
     router = given.get("router_weights")
     if "logits" in given:
         tensors["logits"] = _rows(framework, "logits", given["logits"])
-    elif router is not None and len(router.shape) == 2 and router.shape[0] % _ROUTER_MULTIPLE:
+    elif router is not None and len(router.shape) == 2 and router.shape[0] % ROUTER_MULTIPLE:
         bias = tensors.pop("router_bias", None)
         tensors["logits"] = multiply(tensors["tokens"], tensors.pop("router_weights"), bias)
     return tensors
@@ -353,7 +353,7 @@ def tensors_of_fused_plan(given: dict[str, Any]) -> dict[str, Any]:
         given, framework = _dispatch.through_numpy(given, WORDS), NUMPY
 
     def describe(tokens: Any, router: Any, bias: Any) -> Any:
-        _check_router(tokens, router, bias, given["w_gate_up"])
+        check_router(tokens, router, bias, given["w_gate_up"])
         shape = (tokens.shape[0], router.shape[0])
         if framework is _JAX:
             import jax

@@ -21,6 +21,7 @@ from flashmoe_science.moe import (
     grouped_product,
     moe_route,
 )
+from flashmoe_science.moe_plans import fused_moe_plan
 
 
 class MoeGradients(NamedTuple):
@@ -135,8 +136,9 @@ def moe_backward(
             not given below, is None in what is returned.
         accumulate: Add to the gradients that are given; those that are not are not computed.
         dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
-            the shape of what they are of, of its dtype or fp32 (dweights of theirs); strides are
-            their own, as moe_forward takes them. May overlap no other tensor.
+            the shape of what they are of, of its dtype or fp32; strides are their own, as
+            moe_forward takes them. dweights is of the weights' dtype and contiguous. May overlap
+            no other tensor.
         max_workspace_bytes: The most memory that the call may take for what lies between its
             products, for which it goes in chunks of I and of H, to the same bits. One that is too
             low is an error that tells the least. None: as much as it is fastest with.
@@ -283,12 +285,6 @@ def fused_moe_backward(
 
     Raises: What flash_attention raises. A message names the argument.
     """
-    if (router_weights is None) == (logits is None):
-        raise InvalidArgumentError(
-            "router_weights: got "
-            + ("neither it nor logits" if logits is None else "both it and logits")
-            + ", accepted is one of the two"
-        )
     if _dispatch.is_jax(tokens):
         return _fused_backward_of_jax(
             dout, top_k, tokens=tokens, router_weights=router_weights, router_bias=router_bias,
@@ -299,9 +295,24 @@ def fused_moe_backward(
             up_offset=up_offset, weight_on_input=weight_on_input,
             max_workspace_bytes=max_workspace_bytes, kernel=kernel, stream=stream,
         )  # fmt: skip
+    if len(getattr(tokens, "shape", (0, 0))) != 2:
+        raise InvalidArgumentError(f"tokens: got {len(tokens.shape)} dimensions, accepted are 2")
+    # What is wrong is said by the names that it has here: the steps have others.
+    fused_moe_plan(
+        tokens, router_weights, w_gate_up, w_down, top_k, logits=logits, router_bias=router_bias,
+        scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
+        num_groups=num_groups, top_groups=top_groups, scale=scale, w_up=w_up, gate=gate,
+        activation=activation, b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha,
+        limit=limit, up_offset=up_offset, weight_on_input=weight_on_input,
+    )  # fmt: skip
     rows = router = None
     made = logits
     if router_weights is not None:
+        if router_weights.shape[0] % _moe.ROUTER_MULTIPLE != 0:
+            raise InvalidArgumentError(
+                f"router_weights: its number of experts is {router_weights.shape[0]}, accepted are "
+                f"multiples of {_moe.ROUTER_MULTIPLE}; of others pass logits"
+            )
         rows = _moe.all_rows(tokens)
         router = router_weights[None]
         bias = None if router_bias is None else router_bias[None]

@@ -106,6 +106,7 @@ class Tensor {
     block_ = allocate_memory(bytes_);
     std::memset(block_.get(), kPoison, bytes_);
     view.data = block_.get() + guard_ + static_cast<size_t>(-first * bytes);
+    if (empty && random->chance(0.5)) view.data = nullptr;  // as torch has them
     view.device = {FLASHMOE_DEVICE_CPU, 0};
     view.dtype = dtype;
     view.ndim = static_cast<int32_t>(shape.size());
@@ -113,7 +114,7 @@ class Tensor {
     view.strides = strides.data();
   }
 
-  bool given() const { return view.data != nullptr; }
+  bool given() const { return view.shape != nullptr; }
   flashmoe_dtype dtype() const { return view.dtype; }
 
   unsigned char* at(int64_t i, int64_t j = 0, int64_t k = 0) const {

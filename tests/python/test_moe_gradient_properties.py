@@ -66,6 +66,17 @@ def around(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def assert_near(
+    name: str, got: np.ndarray, ref: np.ndarray, plain: np.ndarray, dtype: str, base: float = 0.0
+) -> None:
+    want = ref + base
+    # Of few numbers the ordinary computation may be right by chance.
+    largest, ordinary = np.abs(want).max(), np.abs(plain - ref).max()
+    units = (64 if dtype == "fp32" else 8) * UNITS[dtype]
+    error = np.abs(got.astype(np.float64) - want).max()
+    assert error <= 4 * ordinary + units * largest, (name, error, ordinary, largest)
+
+
 class Written:
     """Gradients in memory around which nothing may change."""
 
@@ -76,12 +87,7 @@ class Written:
 
     def check(self, ref: dict[str, Any], plain: dict[str, Any], dtype: str) -> None:
         for name, got in self.made.items():
-            want = ref[name] + self.base
-            # Of few numbers the ordinary computation may be right by chance.
-            largest, ordinary = np.abs(want).max(), np.abs(plain[name] - ref[name]).max()
-            units = (64 if dtype == "fp32" else 8) * UNITS[dtype]
-            error = np.abs(got.astype(np.float64) - want).max()
-            assert error <= 4 * ordinary + units * largest, (name, error, ordinary, largest)
+            assert_near(name, got, ref[name], plain[name], dtype, self.base)
             # Everything else is as it was.
             got[...] = POISON if self.base else np.nan
             assert around(got).tobytes() == self.before[name].tobytes(), name
@@ -257,3 +263,11 @@ def test_any_gradients_of_a_grouped_product(data: st.DataObject) -> None:
         dout, x, w, **bounds, accumulate=accumulate, wanted=(False,) * 3, **outputs
     )
     written.check(ref, plain, dtype)
+    # What one gradient is made of alone, which then says of what shape it is.
+    one = {"dx": {"x": None, "w": w}, "dw": {"x": x, "w": None}, "dbias": {"x": None, "w": None}}
+    for i, (name, factors) in enumerate(one.items()):
+        wanted = [j == i for j in range(3)]
+        made = fm.grouped_product_backward(dout, **factors, **bounds, wanted=wanted)
+        assert [y is not None for y in made] == wanted
+        assert made[i].dtype == dout.dtype
+        assert_near(name, made[i], ref[name], plain[name], dtype)

@@ -271,6 +271,65 @@ def test_refusals() -> None:
         fm.fused_moe(**given | {"router_weights": None}, top_k=K)
 
 
+WRONG = {
+    "router-columns": {"router_weights": torch.zeros(E, H + 8)},
+    "router-experts": {"router_weights": torch.zeros(2 * E, H), "router_bias": None},
+    "router-no-product": {"router_weights": torch.zeros(E - 2, H), "router_bias": None},
+    "router-rank": {"router_weights": torch.zeros(E, H, 1)},
+    "router-dtype": {"router_weights": torch.zeros(E, H, dtype=torch.bfloat16)},
+    "bias-experts": {"router_bias": torch.zeros(E + 1)},
+    "tokens-columns": {"tokens": torch.zeros(T, H + 8)},
+    "tokens-dtype": {"tokens": torch.zeros(T, H, dtype=torch.float64)},
+    "tokens-address": {"tokens": torch.zeros(T, 2 * H)[:, 1 : H + 1]},
+    "logits-and-bias": {"router_weights": None, "logits": torch.zeros(T, E)},
+    "logits-rows": {"router_weights": None, "router_bias": None, "logits": torch.zeros(T + 1, E)},
+    "logits-experts": {
+        "router_weights": None, "router_bias": None, "logits": torch.zeros(T, E + 8)
+    },
+}  # fmt: skip
+
+
+def said(call: Any, given: dict[str, Any]) -> str:
+    with pytest.raises(fm.FlashMoEError) as refused:
+        call(**given, top_k=K)
+    return re.sub("0x[0-9a-f]+", "", str(refused.value))
+
+
+@pytest.mark.parametrize("case", WRONG)
+@MODULES
+def test_errors_of_a_recorded_layer_are_those_of_one_that_is_not(fm: Any, case: str) -> None:
+    """A layer that torch records is computed in parts, whose arguments have other names."""
+    given = leaves(torch.float32) | WRONG[case]
+    want = said(fm.fused_moe, {n: None if x is None else x.detach() for n, x in given.items()})
+    assert said(fm.fused_moe, given) == want
+
+    def of_transform(tokens: Any, **others: Any) -> Any:
+        return torch.func.vjp(lambda tokens: fm.fused_moe(tokens, **others), tokens)
+
+    if case != "tokens-address":  # a transform's tensor has none
+        assert said(of_transform, given) == want
+
+
+@pytest.mark.parametrize("case", sorted(WRONG.keys() - {"router-no-product", "tokens-address"}))
+def test_errors_of_the_functional_gradients_have_the_layers_names(case: str) -> None:
+    given = {n: None if x is None else x.detach() for n, x in leaves(torch.float32).items()}
+    given |= WRONG[case]
+    want = said(fm.fused_moe, given)
+    assert said(lambda **a: fm.fused_moe_backward(torch.zeros(T, H), **a), given) == want
+
+
+def test_what_the_functional_gradients_alone_do_not_take() -> None:
+    given = {n: x.detach() for n, x in leaves(torch.float32).items()}
+    dout = torch.zeros(5, 9, H)
+    with pytest.raises(ValueError, match=r"^tokens: got 3 dimensions, accepted are 2$"):
+        fm.fused_moe_backward(dout, **given | {"tokens": dout}, top_k=K)
+    few = {n: x[: E - 2] for n, x in given.items() if n != "tokens"}
+    with pytest.raises(
+        ValueError, match=r"^router_weights: its number of experts is 6, accepted are multiples of"
+    ):
+        fm.fused_moe_backward(torch.zeros(T, H), given["tokens"], **few, top_k=K)
+
+
 def test_a_module_learns() -> None:
     torch.manual_seed(0)
     layer = fmt.FlashMoELayer(32, 24, 8, 2, router_bias=True, expert_bias=True, transposed=True)
@@ -569,9 +628,32 @@ def test_recompute_is_a_flag(fm: Any, layer: Any) -> None:
         layer(fm, wide_leaves(), None, "all")
 
 
-def test_no_tokens() -> None:
-    given = {name: x.detach().requires_grad_() for name, x in leaves(torch.float32).items()}
-    given["tokens"] = torch.empty(0, H, requires_grad=True)
-    fm.fused_moe(**given, top_k=K).sum().backward()
-    assert given["tokens"].grad.shape == (0, H)
-    assert (given["w_down"].grad == 0).all()
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("wanted", [None, "tokens", "router_weights", "w_gate_up", "b_down"])
+def test_no_tokens(wanted: str | None, recompute: bool) -> None:
+    given = {name: x.detach() for name, x in leaves(torch.float32).items()}
+    given["tokens"] = torch.empty(0, H)
+    learned = [name for name in given if wanted in (None, name)]
+    for name in learned:
+        given[name].requires_grad_()
+    fm.fused_moe(**given, top_k=K, recompute=recompute).sum().backward()
+    for name in learned:
+        assert given[name].grad.shape == given[name].shape
+        assert (given[name].grad == 0).all()
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_no_rows_of_a_product_whose_weights_are_frozen(counted: bool) -> None:
+    x = torch.empty((E, 0, H) if counted else (0, H), requires_grad=True)
+    bounds = {"counts": torch.zeros(E).int()} if counted else {"offsets": torch.zeros(E + 1).int()}
+    fm.grouped_product(x, torch.ones(E, INNER, H), **bounds).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_no_tokens_whose_weights_are_given() -> None:
+    given = leaves(torch.float32)
+    weights = torch.empty(0, K, requires_grad=True)
+    routing = fm.moe_route_given(torch.empty(0, K).int(), weights, num_experts=E)
+    layer = [given[name].detach() for name in ("w_gate_up", "w_down")]
+    fm.moe_forward(torch.empty(0, H), *layer, routing).sum().backward()
+    assert weights.grad.shape == (0, K)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -36,6 +37,7 @@ from flashmoe_science.attention import (
     parse_wanted,
 )
 from flashmoe_science.errors import (
+    ArgumentTypeError,
     DeviceError,
     InvalidArgumentError,
     UnsupportedError,
@@ -1644,12 +1646,18 @@ def _fused_fold(
     return (rows, router_weights, w_gate_up, w_down, top_k, logits, *options), lead
 
 
-_ROUTER_MULTIPLE = 8  # of experts, for the router's product
+_FUSED_TENSORS = (
+    "tokens", "router_weights", "w_gate_up", "w_down", "logits", "router_bias", "selection_bias",
+    "w_up", "b_gate_up", "b_up", "b_down",
+)  # fmt: skip
+_ROUTE_OPTIONS = (
+    "scoring", "renormalize", "selection_bias", "num_groups", "top_groups", "scale"
+)  # fmt: skip
 
 
 def _router_logits(rows: torch.Tensor, router: torch.Tensor, bias: Any) -> torch.Tensor:
     """By the library's product, to the bits that fused_moe has; where it has none by torch."""
-    if router.shape[0] % _ROUTER_MULTIPLE:
+    if router.shape[0] % _moe.ROUTER_MULTIPLE:
         logits = rows @ router.T
         return logits if bias is None else logits + bias
     every = torch.arange(2, dtype=torch.int32, device=rows.device) * torch.iinfo(torch.int32).max
@@ -1659,20 +1667,65 @@ def _router_logits(rows: torch.Tensor, router: torch.Tensor, bias: Any) -> torch
     return made
 
 
-def _fused_record(
-    below: Callable[..., Any], tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any,
-    top_k: int, logits: Any, router_bias: Any, *options: Any,
+def _fused_check(
+    tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any, top_k: int, logits: Any,
+    router_bias: Any, *options: Any,
+) -> None:  # fmt: skip
+    routing = dict(zip(_ROUTE_OPTIONS, options, strict=False))
+    named = {
+        "tokens": tokens, "router_weights": router_weights, "w_gate_up": w_gate_up,
+        "w_down": w_down, "logits": logits, "router_bias": router_bias, "top_k": top_k,
+    } | routing | _layer_options(*options[len(routing) :])  # fmt: skip
+    for name in ("max_workspace_bytes", "recompute"):  # of the gradients
+        del named[name]
+    tensors = {name: named.pop(name) for name in _FUSED_TENSORS}
+    router = tensors["router_weights"]
+    if router is not None and router.dim() == 2 and router.shape[0] % _moe.ROUTER_MULTIPLE:
+        _moe.check_router(tokens, router, router_bias, w_gate_up)
+        logits = tokens.new_empty((*tokens.shape[:-1], router.shape[0]))  # torch's product
+        tensors |= {"router_weights": None, "router_bias": None, "logits": logits}
+    for name in ("tokens", "logits"):
+        tensors[name] = _as_rows(tensors[name])
+    described = {name: _described(x) for name, x in tensors.items() if x is not None}
+    _core.plan("fused_moe", described, named)
+
+
+def _as_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or tensor.dim() == 0:
+        return tensor
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _fused_record(below: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return _fused_in_parts(*arguments)
+    except (ArgumentTypeError, InvalidArgumentError, UnsupportedError):
+        # The parts have names of their own for what is wrong: the whole has the caller's.
+        with torch.no_grad():
+            if below is _call:
+                _check_early(_fused_check, *arguments)
+            else:
+                below(_fused, *arguments)
+        raise
+
+
+def _fused_in_parts(
+    tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any, top_k: int, logits: Any,
+    router_bias: Any, *options: Any,
 ) -> Any:  # fmt: skip
     """In its three parts, each of which torch records."""
     if (router_weights is None) == (logits is None):
         got = "neither it nor logits" if logits is None else "both it and logits"
         raise InvalidArgumentError(f"router_weights: got {got}, accepted is one of the two")
-    routing_options, layer = options[:6], options[6:]
-    rows = tokens.reshape(-1, tokens.shape[-1])
+    if logits is not None and router_bias is not None:
+        raise InvalidArgumentError("router_bias: got a tensor, accepted is none with logits")
+    count = len(_ROUTE_OPTIONS)
+    routing_options, layer = options[:count], options[count:]
+    rows: Any = _as_rows(tokens)
     if logits is None:
         logits = _router_logits(rows, router_weights, router_bias)
     else:
-        logits = logits.reshape(-1, logits.shape[-1])
+        logits = _as_rows(logits)
     _, weights, *order = _call(_route, logits, top_k, *routing_options)
     made = _call(_forward, rows, w_gate_up, w_down, weights, *order, *layer)
     return made.view(tokens.shape)
@@ -1683,7 +1736,7 @@ _fused = _define(
     "(Tensor tokens, Tensor? router_weights, Tensor w_gate_up, Tensor w_down, int top_k, "
     "Tensor? logits, Tensor? router_bias, str scoring, bool renormalize, Tensor? selection_bias, "
     f"int num_groups, int? top_groups, float scale, {_LAYER_SCHEMA} -> Tensor",
-    _fused_kernel, _fused_fake, _fused_fold, record=_fused_record,
+    _fused_kernel, _fused_fake, _fused_fold, check=_fused_check, record=_fused_record,
 )  # fmt: skip
 
 
