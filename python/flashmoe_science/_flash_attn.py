@@ -272,6 +272,13 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise ArgumentTypeError(f"{name}: got {kind}, accepted is a dense torch.Tensor")
 
 
+def check_tensors(**tensors: Any) -> None:
+    """Of those that may be None."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_tensor(name, tensor)
+
+
 def check_rank(rank: int, **tensors: Any) -> None:
     for name, tensor in tensors.items():
         check_tensor(name, tensor)

@@ -478,6 +478,10 @@ def flash_attn_with_kvcache(
     table = arguments.one_of(block_table=block_table, page_table=page_table)
     arguments.check_rank(4 if cu_seqlens_q is None else 3, q=q)
     arguments.check_rank(4, k_cache=k_cache, v_cache=v_cache)
+    arguments.check_tensors(
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, s_aux=s_aux,
+        learnable_sink=learnable_sink, rotary_cos=rotary_cos, rotary_sin=rotary_sin, out=out,
+    )  # fmt: skip
     rows, batch = k_cache.shape[1], q.shape[0]
     if table is not None:
         arguments.check_rank(2, block_table=table)

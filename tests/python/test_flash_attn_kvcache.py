@@ -275,6 +275,8 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     "scale": ({"softmax_scale": math.nan}, ValueError,
               "softmax_scale: got nan, accepted is a finite positive number, or None"),
     "left": ({"cache_leftpad": torch.zeros(4).int()}, ValueError, "cache_leftpad: got 4 numbers"),
+    "no tensor": ({"cache_leftpad": ((3,), (0, 32, 1), (1, 0), None)}, TypeError,
+                  r"cache_leftpad: got tuple, accepted is a torch\.Tensor"),
     "index": ({"cache_batch_idx": torch.ones(3)}, TypeError, "cache_batch_idx: got dtype fp32"),
     "heads": ({"q": torch.ones(3, 2, 3, DIM)}, ValueError, "k_cache: got 2 heads, accepted are"),
     "sink": ({"s_aux": torch.ones(3)}, ValueError, "s_aux: its number of heads is 3, but q has 4"),
