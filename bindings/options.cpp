@@ -1,5 +1,6 @@
 #include "bindings/options.h"
 
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <string>
@@ -35,16 +36,27 @@ float to_float(const char* name, nb::handle number, const char* accepted) {
   return static_cast<float>(value);
 }
 
-// None is the C ABI's 0, which as a number is refused. Whatever else is wrong the library refuses.
+// None is the C ABI's 0, which as a number is refused. The library's own sentence would offer it.
 float parse_positive(const char* name, nb::handle number, const char* accepted) {
   if (number.is_none()) return 0.0f;
   const float rounded =
       to_float(name, number, (std::string("is a number, or None for ") + accepted).c_str());
-  if (rounded == 0.0f) {
+  if (!(rounded > 0.0f) || std::isinf(rounded)) {
     refuse(name, number,
            (std::string("is a finite positive number, or None for ") + accepted).c_str(), true);
   }
   return rounded;
+}
+
+// The int that an object stands for, or null where it turns out to stand for none, as a tensor of
+// several numbers does.
+nb::object to_index(nb::handle object) {
+  nb::object index = nb::steal(PyNumber_Index(object.ptr()));
+  if (!index.is_valid()) {
+    if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) nb::raise_python_error();
+    PyErr_Clear();
+  }
+  return index;
 }
 
 // A name that stands for a value of the C ABI.
@@ -71,14 +83,11 @@ int32_t parse_choice(const char* name, nb::handle chosen, const Choice (&choices
 // One end of a window: whether there is one, and how many keys it takes.
 bool parse_window_end(nb::handle window, nb::handle end, int64_t* keys) {
   if (end.is_none()) return false;
-  const bool integer = PyIndex_Check(end.ptr()) && !PyBool_Check(end.ptr());
+  const bool may_be_integer = PyIndex_Check(end.ptr()) && !PyBool_Check(end.ptr());
+  const nb::object index = may_be_integer ? to_index(end) : nb::object();
+  const bool integer = index.is_valid();
   int overflow = 0;
-  int64_t value = -1;
-  if (integer) {
-    const nb::object index = nb::steal(PyNumber_Index(end.ptr()));
-    if (!index.is_valid()) nb::raise_python_error();
-    value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-  }
+  const int64_t value = integer ? PyLong_AsLongLongAndOverflow(index.ptr(), &overflow) : -1;
   if (!integer || overflow != 0 || value < 0) {
     refuse("window", window,
            "is None or a pair (left, right) of numbers of keys, each 0 or more, or None for no "
@@ -158,8 +167,8 @@ int64_t parse_integer(const char* name, nb::handle integer, int64_t low, int64_t
   if (!PyIndex_Check(integer.ptr()) || PyBool_Check(integer.ptr())) {
     refuse(name, integer, accepted, false);
   }
-  const nb::object index = nb::steal(PyNumber_Index(integer.ptr()));
-  if (!index.is_valid()) nb::raise_python_error();
+  const nb::object index = to_index(integer);
+  if (!index.is_valid()) refuse(name, integer, accepted, false);
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   if (overflow != 0 || value < low || value > high) refuse(name, integer, accepted, true);

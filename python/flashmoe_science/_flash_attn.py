@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
 from typing import Any
 
 import torch
 
-from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
+from flashmoe_science._autograd import is_recorded
+from flashmoe_science._tracing import is_traced
+from flashmoe_science.attention import flash_attention
+from flashmoe_science.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    UnsupportedError,
+    _naming,
+    _TransformedError,
+)
+from flashmoe_science.plan import attention_plan
 
 _CHUNK = 1024  # keys, of num_splits=1
+_ROW_ALIGNMENT = 16  # bytes
+_MOST_KEPT = 1024
+_checked: set[Any] = set()  # calls: a plan takes longer than a call may
 
 
 def options(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: Sequence[int] | None,
+    window_size: Any,
     softcap: float,
     alibi_slopes: Any,
     qv: Any,
@@ -46,21 +59,77 @@ def options(
             "qv: got one, accepted is None: where v is in k, as of multi-head latent attention, "
             "flash_attention takes q with qv in its head dimension"
         )
-    if attention_chunk != 0:
+    if integer("attention_chunk", attention_chunk, "0") != 0:
         raise UnsupportedError(
             f"attention_chunk: got {attention_chunk}, accepted is 0: attention has no chunks; each "
             "can be a sequence of its own, by cu_seqlens"
         )
-    left, right = (None if extent < 0 else extent for extent in window_size or (-1, -1))
+    if isinstance(causal, torch.Tensor):
+        raise ArgumentTypeError(f"causal: got {type(causal).__name__}, accepted are False and True")
+    left, right = (None, None) if window_size is None else window(window_size)
     right = None if causal else right
     return {
         "causal": bool(causal),
         "window": None if left is None and right is None else (left, right),
         "scale": softmax_scale,
-        "softcap": softcap if softcap > 0 else None,
+        "softcap": softcap if _is_positive("softcap", softcap) else None,
         "sinks": one_of(s_aux=s_aux, learnable_sink=learnable_sink),
-        "split_size": _CHUNK if num_splits == 1 else None,
+        "split_size": split_size(num_splits),
     }
+
+
+def window(window_size: Any) -> tuple[int | None, int | None]:
+    """flash_attention's, of FlashAttention's pair, in which a negative number is no bound."""
+    try:
+        left, right = window_size
+        return _extent(left), _extent(right)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgumentError(
+            f"window_size: got {window_size!r}, accepted is a pair (left, right) of numbers of "
+            "keys, negative or None for no bound"
+        ) from None
+
+
+def _extent(extent: Any) -> int | None:
+    if extent is None:
+        return None
+    if not isinstance(extent, int):  # which a graph may have a symbol for
+        extent = operator.index(extent)
+    return None if extent < 0 else extent
+
+
+def split_size(num_splits: Any) -> int | None:
+    """flash_attention's, of FlashAttention's number of parts."""
+    splits = integer("num_splits", num_splits, "a number of parts, 0 for any")
+    return _CHUNK if splits == 1 else None
+
+
+def integer(name: str, number: Any, accepted: str) -> int:
+    """Of 0 or more."""
+    try:
+        number = number if isinstance(number, int) else operator.index(number)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name}: got {number!r} of type {type(number).__name__}, accepted is {accepted}"
+        ) from None
+    if number < 0:
+        raise InvalidArgumentError(f"{name}: got {number}, accepted is {accepted}")
+    return number  # type: ignore[no-any-return]
+
+
+def _is_positive(name: str, number: Any) -> bool:
+    """Of a number at all, which NaN is not."""
+    try:
+        if number > 0:
+            return True
+        if number <= 0:
+            return False
+    except (TypeError, ValueError, RuntimeError):  # of arrays and tensors of several numbers
+        pass
+    raise ArgumentTypeError(
+        f"{name}: got {number!r} of type {type(number).__name__}, accepted is a number, 0 or less "
+        "for no cap"
+    )
 
 
 def one_of(**named: Any) -> Any:
@@ -134,9 +203,80 @@ def unpacked(
     return parts_of
 
 
+def with_batch(name: str, tensor: Any) -> torch.Tensor | None:
+    """A tensor that may be there, as one row of a batch."""
+    if tensor is None:
+        return None
+    check_tensor(name, tensor)
+    rows: torch.Tensor = tensor[None]
+    return rows
+
+
+_of_cache = _naming({"k": "k_cache", "v": "v_cache"})
+attend_to_cache: Any = _of_cache(flash_attention)  # with either kind of result
+
+
+@_of_cache
+def check_before_append(
+    q: torch.Tensor, k: Any, v: Any, how: dict[str, Any], return_lse: Any, out: Any
+) -> None:
+    """Raises what attention over a cache would raise when new keys are in it already."""
+    if is_traced():  # in a graph all is checked before anything runs
+        return
+    if is_recorded(q, how["sinks"]):
+        into = None if out is None else out[:, :0]
+        attend_to_cache(q[:, :0], k, v, **how, return_lse=return_lse, out=into)
+    try:
+        call = tuple(map(_facts, (q, k, v, out, return_lse, *how.values())))
+        if call not in _checked:
+            attention_plan(q, k, v, **how, return_lse=return_lse, out=out)
+            if len(_checked) >= _MOST_KEPT:
+                _checked.clear()
+            _checked.add(call)
+    except _TransformedError:  # which torch's operators take, that check it again
+        return
+    if out is not None and any(_may_overlap(out, x) for x in (q, k, v, *how.values())):
+        attend_to_cache(q, k, v, **how, return_lse=return_lse, out=out)  # no plan knows of that
+
+
+def _may_overlap(out: torch.Tensor, given: Any) -> bool:
+    """Whether the first byte to the last of one has some of the other's."""
+    if not isinstance(given, torch.Tensor) or given.device != out.device:
+        return False
+    (begin, end), (first, last) = map(_bytes_of, (out, given))
+    return begin < last and first < end
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    begin, axes = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((n - 1) * stride for n, stride in axes)
+    return begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin
+
+
+def _facts(given: Any) -> Any:
+    """What a plan looks at. Options as they print: 1 and True are equal, and not both accepted."""
+    if not isinstance(given, torch.Tensor):
+        return repr(given)
+    try:
+        skew: Any = given.data_ptr() % _ROW_ALIGNMENT
+    except RuntimeError:  # it has no memory
+        skew = object()
+    return given.shape, given.stride(), given.dtype, given.device, skew
+
+
 def check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"{name}: got {type(tensor).__name__}, accepted is a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
+        raise ArgumentTypeError(f"{name}: got {kind}, accepted is a dense torch.Tensor")
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Of those that may be None."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_tensor(name, tensor)
 
 
 def check_rank(rank: int, **tensors: Any) -> None:

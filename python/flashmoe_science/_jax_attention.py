@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -9,11 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashmoe_science.attention import flash_attention
-from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, _naming
 
 _RANK = 4
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "attn_bias": "bias", "attn_mask": "mask",
+    "window": "local_window_size", "seqused_q": "query_seq_lengths",
+    "seqused_k": "key_value_seq_lengths",
+}  # fmt: skip
 
 
+@_naming(_NAMES)
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -40,9 +47,8 @@ def dot_product_attention(
             heads_q.
         value: [batch, seq_k, heads_kv, dim_v], or [seq_k, heads_kv, dim_v], same dtype.
         bias: Added to the logits, behind scale: [batch, heads_q, seq_q, seq_k], of which any may be
-            1 (without a batch [heads_q, seq_q, seq_k]); fp32 or query's dtype. -inf hides a key. It
-            has no gradient: who differentiates it is told so. Beside lengths it is for the CPU
-            alone in this version, and so is a mask.
+            1, and the first ones left out; fp32 or query's dtype. -inf hides a key. It has no
+            gradient: who differentiates it is told so.
         mask: The same of bool: which keys a query may see.
         scale: Factor of the logits, positive; None is 1 / sqrt(dim).
         is_causal: Query i sees the keys up to i, counted from the first of both.
@@ -50,7 +56,7 @@ def dot_product_attention(
             the others' are 0.
         key_value_seq_lengths: [batch], int32: so many keys of each row are seen.
         local_window_size: (left, right), or a number for both: query i sees the keys from i - left
-            to i + right. Without is_causal for as many queries as keys and no lengths.
+            to i + right, counted from the first of both.
         implementation: None.
         return_residual: Also return the log-sum-exp of each row's logits, [batch, seq_q, heads_q],
             of key's dtype and without a gradient.
@@ -61,10 +67,8 @@ def dot_product_attention(
         mean of all values.
 
     Raises:
-        NotImplementedError: There is a window that is not here, or a bias is differentiated, or no
-            kernel serves the call, as none for GPUs does that has a bias or a mask beside lengths.
-        ValueError, TypeError: A shape, a dtype or an option is wrong. Sentences of the library call
-            query, key and value q, k and v.
+        NotImplementedError: A bias is differentiated, or no kernel serves the call.
+        ValueError, TypeError: A shape, a dtype or an option is wrong.
     """
     if implementation is not None:
         raise InvalidArgumentError(
@@ -80,17 +84,19 @@ def dot_product_attention(
     aligned = used_q is None and used_k is None and seq_q == seq_k
     full = (batch, q.shape[2], seq_q, seq_k)
     pairs = {
-        "attn_bias": _pairs("bias", bias, rank, full),
-        "attn_mask": _pairs("mask", mask, rank, full),
+        "attn_bias": _pairs("bias", bias, full),
+        "attn_mask": _pairs("mask", mask, full),
     }
     if bias is not None:
         from flashmoe_science.jax import without_gradient
 
         pairs["attn_bias"] = without_gradient("bias", pairs["attn_bias"])
+    window = _window(local_window_size, is_causal)
+    # Without is_causal windows stand at the last query and key, unless it is said where.
+    stands = None if window is None or is_causal or aligned else jnp.zeros(batch, np.int32)
     out, lse = flash_attention(
-        q, k, v, causal="top_left" if is_causal else False, scale=scale,
-        window=_window(local_window_size, is_causal, aligned),
-        seqused_q=used_q, seqused_k=used_k, return_lse=True, **pairs,
+        q, k, v, causal="top_left" if is_causal else False, scale=scale, window=window,
+        q_offset=stands, seqused_q=used_q, seqused_k=used_k, return_lse=True, **pairs,
     )  # fmt: skip
     residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2)).astype(k.dtype)
     if used_q is not None:  # others are not written
@@ -111,23 +117,21 @@ def _with_batch(name: str, array: Any, rank: int) -> Any:
     return array if rank == _RANK else array[None]
 
 
-def _pairs(name: str, array: Any, rank: int, full: tuple[int, ...]) -> Any:
+def _pairs(name: str, array: Any, full: tuple[int, ...]) -> Any:
     """[batch, heads_q, seq_q, seq_k] or 1 in the place of each."""
     if array is None:
         return None
     array = jnp.asarray(array)
     if name == "mask" and array.dtype != np.bool_:
         raise ArgumentTypeError(f"mask: got dtype {array.dtype}, accepted is bool")
-    if array.ndim != rank:
-        raise InvalidArgumentError(f"{name}: got {array.ndim} dimensions, accepted are {rank}")
-    array = array if rank == _RANK else array[None]
-    for got, want in zip(array.shape, full, strict=True):
-        if got not in (1, want):
-            raise InvalidArgumentError(
-                f"{name}: got shape {list(array.shape)}, accepted is one that broadcasts to "
-                f"{list(full)}"
-            )
-    return array
+    wide = array[(None,) * (_RANK - array.ndim)]
+    fits = wide.ndim == _RANK and all(n in (1, m) for n, m in zip(wide.shape, full, strict=True))
+    if not fits:
+        raise InvalidArgumentError(
+            f"{name}: got shape {list(array.shape)}, accepted is one that broadcasts to "
+            f"{list(full)}"
+        )
+    return wide
 
 
 def _lengths(name: str, lengths: Any, batch: int, most: int) -> Any:
@@ -144,23 +148,18 @@ def _lengths(name: str, lengths: Any, batch: int, most: int) -> Any:
     return jnp.clip(lengths, 0, most)
 
 
-def _window(
-    size: int | tuple[int, int] | None, is_causal: bool, aligned: bool
-) -> tuple[int, int | None] | None:
-    """flash_attention's. Its causal mask from the top left has windows stand there, too; else they
-    stand at the last query and key."""
+def _window(size: Any, is_causal: bool) -> tuple[int, int | None] | None:
+    """flash_attention's, in which a causal mask is the right end."""
     if size is None:
         return None
-    left, right = (size, size) if isinstance(size, int) else size
-    if right < 0:
+    try:
+        left, right = (size, size) if hasattr(type(size), "__index__") else size
+        left, right = operator.index(left), operator.index(right)
+    except (TypeError, ValueError):
+        left = right = -1
+    if left < 0 or right < 0:
         raise InvalidArgumentError(
-            f"local_window_size: got {size}, accepted are numbers of 0 or more"
+            f"local_window_size: got {size!r}, accepted are a number of keys and a pair (left, "
+            "right) of them, each 0 or more"
         )
-    if is_causal:
-        return left, None
-    if not aligned:
-        raise UnsupportedError(
-            f"local_window_size: got {size} without is_causal, accepted is None, or as many "
-            "queries as keys and no lengths: other windows are not counted from the first key"
-        )
-    return left, right
+    return left, None if is_causal else right

@@ -5,7 +5,12 @@ The message is the library's sentence: it names the argument, what it got and wh
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class FlashMoEError(Exception):
@@ -82,6 +87,29 @@ def _from_status(status: int, sentence: str) -> FlashMoEError:
 def _without_addresses(error: FlashMoEError) -> str:
     """The sentence, less what differs from call to call: for those who say each reason once."""
     return re.sub(r"\b0x[0-9a-f]+\b", "…", str(error))
+
+
+def _naming(names: dict[str, str]) -> Callable[[_Function], _Function]:
+    """A decorator of functions that have another's arguments: the library's names of arguments, in
+    the sentences of its errors, become theirs."""
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def named(*arguments: Any, **options: Any) -> Any:
+            try:
+                return function(*arguments, **options)
+            except FlashMoEError as error:
+                sentence = words.sub(lambda found: names[found[0]], str(error))
+                if sentence == str(error):
+                    raise
+                renamed = type(error)(sentence)
+                renamed.status = error.status
+                raise renamed from None
+
+        return named  # type: ignore[return-value]
+
+    return decorate
 
 
 def _type_error(_: object, sentence: str) -> ArgumentTypeError:

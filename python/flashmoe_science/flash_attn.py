@@ -27,10 +27,24 @@ import torch
 from flashmoe_science import _flash_attn as arguments
 from flashmoe_science.append import kv_append
 from flashmoe_science.attention import flash_attention
-from flashmoe_science.errors import InvalidArgumentError
+from flashmoe_science.errors import InvalidArgumentError, _naming
 from flashmoe_science.merge import merge_states
 
 _LEAST_DIM = 8  # of a head
+
+_NAMES = {
+    "scale": "softmax_scale", "window": "window_size", "sinks": "s_aux", "k_scale": "k_descale",
+    "v_scale": "v_descale",
+}  # fmt: skip
+_OF_CACHE = _NAMES | {
+    "k_begin": "cache_leftpad", "batch_index": "cache_batch_idx", "seqused_k": "cache_seqlens",
+    "cu_seqlens": "cu_seqlens_k_new", "positions": "rotary_seqlens",
+    "interleaved": "rotary_interleaved", "return_lse": "return_softmax_lse",
+}  # fmt: skip
+_OF_PARTIALS = {
+    "outs": "suffix_output", "lses": "suffix_lse", "prior_out": "prefix_output",
+    "prior_lse": "prefix_lse", "out": "output", "lse": "output_lse",
+}  # fmt: skip
 
 __all__ = [
     "flash_attn_func",
@@ -44,6 +58,7 @@ __all__ = [
 ]
 
 
+@_naming(_NAMES)
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -189,6 +204,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+@_naming(_NAMES)
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -282,7 +298,7 @@ def flash_attn_varlen_func(
         how["page_table"] = table
         if seqused_k is None and cu_seqlens_k is not None:
             how["seqused_k"] = cu_seqlens_k.diff()
-    into = None if out is None else out[None]
+    into = arguments.with_batch("out", out)
     if not return_attn_probs and not return_softmax_lse:
         made: torch.Tensor = flash_attention(q[None], k, v, **how, out=into)
         return made[0] if out is None else out
@@ -360,6 +376,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
+@_naming(_OF_CACHE)
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -461,6 +478,10 @@ def flash_attn_with_kvcache(
     table = arguments.one_of(block_table=block_table, page_table=page_table)
     arguments.check_rank(4 if cu_seqlens_q is None else 3, q=q)
     arguments.check_rank(4, k_cache=k_cache, v_cache=v_cache)
+    arguments.check_tensors(
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, s_aux=s_aux,
+        learnable_sink=learnable_sink, rotary_cos=rotary_cos, rotary_sin=rotary_sin, out=out,
+    )  # fmt: skip
     rows, batch = k_cache.shape[1], q.shape[0]
     if table is not None:
         arguments.check_rank(2, block_table=table)
@@ -471,7 +492,13 @@ def flash_attn_with_kvcache(
     scales = arguments.scales(
         k_cache, k_descale, v_descale, of_sequences=table is None and cache_batch_idx is None
     )
-    lengths = used = arguments.lengths("cache_seqlens", cache_seqlens, batch, q.device)
+    lengths = arguments.lengths("cache_seqlens", cache_seqlens, batch, q.device)
+    how |= {
+        **scales, "cu_seqlens_q": cu_seqlens_q, "seqused_k": lengths,
+        "batch_index": cache_batch_idx, "page_table": table, "k_begin": cache_leftpad,
+        "max_seqlen_q": None if cu_seqlens_q is None else max_seqlen_q,
+    }  # fmt: skip
+    into = out if cu_seqlens_q is None else arguments.with_batch("out", out)
     if (k is None) != (v is None):
         name, other = ("v", "k") if v is None else ("k", "v")
         raise InvalidArgumentError(f"{name}: got None with {other}, accepted are both or none")
@@ -505,22 +532,18 @@ def flash_attn_with_kvcache(
                 rotation["positions"] = arguments.positions(at, cu_seqlens_k_new, k.shape[1])
         elif rotary_sin is not None:
             raise InvalidArgumentError("rotary_sin: got one, accepted is None without rotary_cos")
+        arguments.check_before_append(q, k_cache, v_cache, how, return_softmax_lse, into)
         turned = kv_append(
             k, v, k_cache, v_cache, cache_seqlens=lengths, cu_seqlens=cu_seqlens_k_new,
             batch_index=cache_batch_idx, page_table=table, **rotation, **scales,
         )  # fmt: skip
         q = turned if "q" in rotation else q
-        used = (lengths + new).clamp(max=rows)
-    how |= {
-        **scales, "cu_seqlens_q": cu_seqlens_q, "seqused_k": used, "batch_index": cache_batch_idx,
-        "page_table": table, "k_begin": cache_leftpad,
-        "max_seqlen_q": None if cu_seqlens_q is None else max_seqlen_q,
-    }  # fmt: skip
-    attend: Any = flash_attention  # of either kind of result
+        how["seqused_k"] = (lengths + new).clamp(max=rows)
+    made = arguments.attend_to_cache(
+        q, k_cache, v_cache, **how, return_lse=return_softmax_lse, out=into
+    )
     if cu_seqlens_q is None:
-        return attend(q, k_cache, v_cache, **how, return_lse=return_softmax_lse, out=out)
-    into = None if out is None else out[None]
-    made = attend(q, k_cache, v_cache, **how, return_lse=return_softmax_lse, out=into)
+        return made
     first = made[0][0] if return_softmax_lse else made[0]
     first = first if out is None else out
     return (first, made[1][0]) if return_softmax_lse else first
@@ -534,6 +557,7 @@ def _rotated(q: torch.Tensor, positions: torch.Tensor, **rotation: Any) -> torch
     return turned
 
 
+@_naming(_OF_PARTIALS)
 def merge_attn_states(
     output: torch.Tensor,
     prefix_output: torch.Tensor,
@@ -566,6 +590,10 @@ def merge_attn_states(
     """
     arguments.check_rank(3, output=output, prefix_output=prefix_output, suffix_output=suffix_output)
     arguments.check_rank(2, prefix_lse=prefix_lse, suffix_lse=suffix_lse)
+    if output_lse is not None:
+        arguments.check_rank(2, output_lse=output_lse)
+    if output_scale is not None:
+        arguments.check_tensor("output_scale", output_scale)
     if (output.dtype == torch.float8_e4m3fn) != (output_scale is not None):
         given = "None" if output_scale is None else "one"
         raise InvalidArgumentError(
@@ -574,7 +602,10 @@ def merge_attn_states(
         )
     prefix_lse, suffix_lse = (_empty_is_negative(x) for x in (prefix_lse, suffix_lse))
     if prefill_tokens_with_context is not None:
-        prefix_lse[..., prefill_tokens_with_context:] = -torch.inf
+        tokens = arguments.integer(
+            "prefill_tokens_with_context", prefill_tokens_with_context, "a number of tokens"
+        )
+        prefix_lse[..., tokens:] = -torch.inf
     wide = output if output_scale is None else torch.empty_like(output, dtype=torch.float32)
     merge_states(
         (prefix_output[None], suffix_output[None]),

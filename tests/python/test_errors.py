@@ -82,12 +82,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale-nan": (
         {"scale": float("nan")},
         ValueError,
-        "scale: got nan, accepted is a finite positive number, or 0 for 1 / sqrt(dim)",
+        "scale: got nan, accepted is a finite positive number, or None for 1 / sqrt(dim)",
     ),
     "scale-overflow": (
         {"scale": 1e60},
         ValueError,
-        "scale: got inf, accepted is a finite positive number, or 0 for 1 / sqrt(dim)",
+        "scale: got 1e+60, accepted is a finite positive number, or None for 1 / sqrt(dim)",
     ),
     "scale-text": (
         {"scale": "1"},
@@ -118,6 +118,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         f"window: got (1.5, None) of type tuple, {WINDOW}",
     ),
+    "window-array": (
+        {"window": (np.array([1, 2]), None)},
+        TypeError,
+        f"window: got (array([1, 2]), None) of type tuple, {WINDOW}",
+    ),
     "window-bool": (
         {"window": (None, True)},
         TypeError,
@@ -136,12 +141,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "softcap-negative": (
         {"softcap": -30.0},
         ValueError,
-        "softcap: got -30, accepted is a finite positive number, or 0 for none",
+        "softcap: got -30.0, accepted is a finite positive number, or None for no cap",
     ),
     "softcap-nan": (
         {"softcap": float("nan")},
         ValueError,
-        "softcap: got nan, accepted is a finite positive number, or 0 for none",
+        "softcap: got nan, accepted is a finite positive number, or None for no cap",
     ),
     "softcap-text": (
         {"softcap": "30"},

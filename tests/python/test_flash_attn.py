@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,56 @@ def test_what_is_not_there_is_refused_with_a_sentence() -> None:
         ValueError, match=r"^q: its head dimension is 12, accepted are multiples of 8"
     ):
         flash_attn_func(q[..., :12], k[..., :12], v[..., :12])
+
+
+WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "scale": ({"softmax_scale": 0.0}, ValueError, "softmax_scale: got 0.0, accepted is a finite"),
+    "window": ({"window_size": -1}, ValueError, "window_size: got -1, accepted is a pair (left, "),
+    "extent": ({"window_size": ("a", 1)}, ValueError, "window_size: got ('a', 1), accepted is a"),
+    "extents": ({"window_size": torch.ones(3)}, ValueError, "window_size: got tensor"),
+    "softcap": ({"softcap": "1"}, TypeError, "softcap: got '1' of type str, accepted is a number"),
+    "softcaps": ({"softcap": torch.ones(2)}, TypeError, "softcap: got tensor"),
+    "causal": ({"causal": torch.ones(2)}, TypeError, "causal: got Tensor, accepted are False and"),
+    "splits": ({"num_splits": 1.0}, TypeError, "num_splits: got 1.0 of type float, accepted is a"),
+    "chunk": ({"attention_chunk": "a"}, TypeError, "attention_chunk: got 'a' of type str, accepte"),
+    "sinks": ({"s_aux": torch.ones(4, 1)}, ValueError, "s_aux: got 2 dimensions, accepted are 1"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "sentence"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_has_the_callers_name(given: Any, error: Any, sentence: str) -> None:
+    q, k, v, _ = inputs()
+    offsets = torch.tensor([0, 3], dtype=torch.int32)
+    for call in (
+        lambda: flash_attn_func(q, k, v, **given),
+        lambda: flash_attn_varlen_func(q[0], k[0], v[0], offsets, offsets, 3, 3, **given),
+    ):
+        with pytest.raises(error, match=f"^{re.escape(sentence)}"):
+            call()
+
+
+def test_none_and_negative_numbers_are_no_bounds_of_windows() -> None:
+    q, k, v, _ = inputs()
+    for window, same in (
+        ((None, None), (-1, -1)), ((3, None), (3, -1)), ([None, np.int64(2)], (-1, 2)),
+    ):  # fmt: skip
+        made = flash_attn_func(q, k, v, window_size=window)  # type: ignore[arg-type]
+        assert torch.equal(made, flash_attn_func(q, k, v, window_size=same))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_tensors_that_are_not_dense_are_refused(name: str) -> None:
+    q, k, v, _ = inputs()
+    given = {"q": q[0], "k": k[0], "v": v[0]}
+    offsets = torch.tensor([0, 3], dtype=torch.int32)
+    for wrong, kind in (
+        (given[name].to_sparse(), "one of layout torch.sparse_coo"),
+        (torch.nested.nested_tensor([given[name]]), "a nested tensor"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: got {kind}, accepted is a dense"):
+            flash_attn_varlen_func(
+                **given | {name: wrong}, cu_seqlens_q=offsets, cu_seqlens_k=offsets
+            )
 
 
 # ---- variable lengths ----
@@ -504,9 +555,17 @@ def test_merge_attn_states_refuses() -> None:
         call(output, prefix, prefix_lse[None], suffix, suffix_lse)
     with pytest.raises(TypeError, match=r"output: got ndarray, accepted is a torch.Tensor"):
         call(output.numpy(), prefix, prefix_lse, suffix, suffix_lse)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"out: it shares memory with outs"):
+    with pytest.raises(ValueError, match=r"^output: it shares memory with suffix_output"):
         call(suffix, prefix, prefix_lse, suffix, suffix_lse)
-    with pytest.raises(ValueError, match=r"lses: its number of heads is 3"):
+    with pytest.raises(ValueError, match=r"^suffix_lse: its number of heads is 3"):
         call(output, prefix, prefix_lse, suffix, suffix_lse[:3])
+    with pytest.raises(TypeError, match=r"^output_lse: got float, accepted is a torch\.Tensor"):
+        call(output, prefix, prefix_lse, suffix, suffix_lse, 1.5)  # type: ignore[arg-type]
+    for tokens, error in ((-1, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match=rf"^prefill_tokens_with_context: got {tokens}"):
+            call(
+                output, prefix, prefix_lse, suffix, suffix_lse,
+                prefill_tokens_with_context=tokens,  # type: ignore[arg-type]
+            )  # fmt: skip
     with pytest.raises(ValueError, match="requires grad, but the merge of attention states has no"):
         call(output, prefix.requires_grad_(), prefix_lse, suffix, suffix_lse)

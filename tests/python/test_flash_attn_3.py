@@ -310,6 +310,7 @@ def test_what_changes_nothing_and_what_num_splits_means(monkeypatch: pytest.Monk
         return real(*tensors, **options)
 
     monkeypatch.setattr(flash_attn, "flash_attention", noting)
+    monkeypatch.setattr(flash_attn.arguments, "attend_to_cache", noting)
     q, k, v = (normal(6, h, DIM, seed=h) for h in (HEADS, HEADS_K, HEADS_K))
     ends = starts((2, 4))
     idle = {"pack_gqa": True, "sm_margin": 8, "attention_chunk": 0}

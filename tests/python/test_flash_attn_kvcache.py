@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -268,7 +269,23 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     "alibi": ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: got slopes"),
     "rank": ({"q": torch.ones(3, 4, DIM)}, ValueError, "q: got 3 dimensions, accepted are 4"),
     "grad": ({"k": torch.ones(3, 2, 2, DIM, requires_grad=True)}, ValueError, "k: requires grad"),
-}
+    "grad of q": ({"q": torch.ones(3, 2, 4, DIM, requires_grad=True),
+                   "cache_batch_idx": torch.arange(3).int()},
+                  NotImplementedError, "q: requires grad"),
+    "scale": ({"softmax_scale": math.nan}, ValueError,
+              "softmax_scale: got nan, accepted is a finite positive number, or None"),
+    "left": ({"cache_leftpad": torch.zeros(4).int()}, ValueError, "cache_leftpad: got 4 numbers"),
+    "no tensor": ({"cache_leftpad": ((3,), (0, 32, 1), (1, 0), None)}, TypeError,
+                  r"cache_leftpad: got tuple, accepted is a torch\.Tensor"),
+    "index": ({"cache_batch_idx": torch.ones(3)}, TypeError, "cache_batch_idx: got dtype fp32"),
+    "heads": ({"q": torch.ones(3, 2, 3, DIM)}, ValueError, "k_cache: got 2 heads, accepted are"),
+    "sink": ({"s_aux": torch.ones(3)}, ValueError, "s_aux: its number of heads is 3, but q has 4"),
+    "out": ({"out": torch.ones(3, 1, 4, DIM_V)}, ValueError, "out: its sequence length is 1"),
+    "flag": ({"return_softmax_lse": 1}, TypeError, "return_softmax_lse: got 1 of type int"),
+    "window": ({"window_size": (1,)}, ValueError, r"window_size: got \(1,\), accepted is a pair"),
+    "cap": ({"softcap": math.nan}, TypeError, "softcap: got nan of type float, accepted is a num"),
+    "splits": ({"num_splits": -1}, ValueError, "num_splits: got -1, accepted is a number of parts"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "error", "sentence"), WRONG.values(), ids=WRONG)
@@ -279,5 +296,24 @@ def test_what_is_wrong(given: dict[str, Any], error: Any, sentence: str) -> None
         "k": torch.ones(3, 2, 2, DIM), "v": torch.ones(3, 2, 2, DIM_V),
         "cache_seqlens": torch.zeros(3, dtype=torch.int32),
     }  # fmt: skip
+    flash_attn_with_kvcache(**arguments)  # it is known then that a like call is right
+    cache.k.fill_(7), cache.v.fill_(7)
     with pytest.raises(error, match=f"^{sentence}"):
         flash_attn_with_kvcache(**arguments | given)
+    assert (cache.k == 7).all()
+    assert (cache.v == 7).all()
+
+
+def test_an_output_over_the_cache_is_refused_before_it_is_written() -> None:
+    k_cache, v_cache = (torch.zeros(2, 8, 2, DIM) for _ in range(2))
+    q, k = torch.ones(2, 1, 2, DIM), torch.ones(2, 1, 2, DIM)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    for out in (torch.empty(2, 1, 2, DIM), v_cache[:, 4:5]):  # alike but for where they lie
+        wrong = out.data_ptr() == v_cache[:, 4:5].data_ptr()
+        context = (
+            pytest.raises(ValueError, match=r"^out: it shares memory") if wrong else nullcontext()
+        )
+        v_cache.zero_()
+        with context:
+            flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=lengths, out=out)
+        assert bool(v_cache.any()) != wrong

@@ -6,7 +6,6 @@ import functools
 import inspect
 from typing import Any
 
-import flashmoe_science as fm
 import numpy as np
 import pytest
 import reference
@@ -42,7 +41,8 @@ def seen_keys(lengths: dict[str, Any], options: dict[str, Any]) -> np.ndarray:
     if options.get("is_causal"):
         seen &= key <= at
     if (window := options.get("local_window_size")) is not None:
-        seen &= key >= at - (window if isinstance(window, int) else window[0])
+        left, right = (window, window) if isinstance(window, int) else window
+        seen &= (key >= at - left) & (key <= at + right)
     if (used := lengths.get("key_value_seq_lengths")) is not None:
         seen &= key < used[:, None, None]
     return seen
@@ -120,6 +120,36 @@ def test_windows_to_both_sides(size: Any) -> None:
     assert_rule(got, plain, ref, "float32")
 
 
+@pytest.mark.parametrize("size", [(3, 5), 4, (1, 0)], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_windows_stand_at_the_first_key(lengths: dict[str, Any], size: Any) -> None:
+    tensors, options = arrays(), {"local_window_size": size, **lengths}
+    given = options | {"mask": np.ones((1, 1, 21, 33), bool)}  # as above
+
+    def call(function: Any, options: dict[str, Any]) -> Any:
+        def loss(*tensors: Any) -> Any:
+            out = function(*tensors, **options)
+            return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))).sum()
+
+        return lambda *x: (function(*x, **options), *jax.grad(loss, (0, 1, 2))(*x))
+
+    got = jax.jit(call(dot_product_attention, options))(*tensors)
+    stocks = call(stock, given)
+    for ours, plain, ref in zip(got, stocks(*tensors), exactly(tensors, stocks), strict=True):
+        assert_rule(ours, plain, ref, "float32")
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 33), (21, 33), (33,), (1, 21, 1)], ids=str)
+def test_first_axes_of_masks_may_be_left_out(shape: Any) -> None:
+    tensors, rng = arrays(), np.random.default_rng(1)
+    mask, bias = rng.random(shape) < 0.7, rng.standard_normal(shape).astype(np.float32)
+    whole = (np.broadcast_to(x, (3, 4, 21, 33)) for x in (bias, mask))
+    got = dot_product_attention(*tensors, bias, mask)
+    np.testing.assert_array_equal(got, dot_product_attention(*tensors, *whole))
+    one = dot_product_attention(*(x[0] for x in tensors), bias, mask)
+    np.testing.assert_array_equal(got[0], one)
+
+
 def test_without_a_batch() -> None:
     tensors = [x[0] for x in arrays()]
     options = {"is_causal": True, "key_value_seq_lengths": USED_K[:1]}
@@ -187,8 +217,11 @@ def test_arguments_are_those_of_jax() -> None:
     ("given", "error", "sentence"),
     [
         ({"implementation": "cudnn"}, ValueError, "implementation: got 'cudnn', accepted is None"),
-        ({"local_window_size": 4}, fm.UnsupportedError, "local_window_size: got 4 without is_caus"),
         ({"local_window_size": (4, -1), "is_causal": True}, ValueError, "local_window_size: got"),
+        ({"local_window_size": (-1, 4)}, ValueError, "local_window_size: got (-1, 4), accepted ar"),
+        ({"local_window_size": "4"}, ValueError, "local_window_size: got '4', accepted are a num"),
+        ({"mask": np.ones((2, 33), bool)}, ValueError, "mask: got shape [2, 33], accepted is one"),
+        ({"value": np.ones((3, 5, 2, 32), np.float32)}, ValueError, "value: its sequence length"),
         ({"query_seq_lengths": USED_Q[:2]}, ValueError, "query_seq_lengths: got shape [2], accept"),
         (
             {"key_value_seq_lengths": USED_K / 2},

@@ -181,8 +181,8 @@ def test_uint8_mask_and_lse() -> None:
     [
         ({"mask": np.ones((1, 1, 13, 20), bool)}, fm.InvalidArgumentError,
          r"mask: got shape \[1, 1, 13, 20\], accepted is one that broadcasts to \[2, 4, 13, 21\]"),
-        ({"bias": np.ones((13, 21), np.float32)}, fm.InvalidArgumentError,
-         "bias: got 2 dimensions, accepted are 4"),
+        ({"bias": np.ones((1, 1, 1, 13, 21), np.float32)}, fm.InvalidArgumentError,
+         r"bias: got shape \[1, 1, 1, 13, 21\], accepted is one that broadcasts to"),
         ({"mask": np.ones((1, 1, 1, 1), np.int32)}, fm.ArgumentTypeError,
          "mask: got dtype int32, accepted is bool"),
         ({"mask": np.ones((1, 1, 13, 4), bool),

@@ -201,6 +201,15 @@ def test_what_is_not_there_is_refused_with_a_sentence() -> None:
         fmt.scaled_dot_product_attention(q, k, v, bias)
     with pytest.raises(NotImplementedError, match=r"^dropout_p: got 0.1, accepted is 0"):
         fmt.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+    for name in ("query", "key", "value", "attn_mask"):
+        given = {"query": q, "key": k, "value": v, name: q.numpy()}
+        with pytest.raises(TypeError, match=rf"^{name}: got ndarray, accepted is a torch\.Tensor"):
+            fmt.scaled_dot_product_attention(**given)
+    with pytest.raises(TypeError, match=r"^dropout_p: got a torch\.Tensor, accepted is the number"):
+        fmt.scaled_dot_product_attention(q, k, v, dropout_p=torch.zeros(2))  # type: ignore[arg-type]
+    narrow = (x[..., :4] for x in (q, k, v))
+    with pytest.raises(ValueError, match=r"^query: its head dimension is 4, accepted are multiple"):
+        fmt.scaled_dot_product_attention(*narrow)
 
 
 def test_compiles_for_every_length() -> None:
@@ -375,7 +384,7 @@ def test_autocast_is_torchs(
     assert (got - exact).abs().max() <= 2 * worst + torch.finfo(dtype).eps
     assert torch.equal(got, routed)
     if len(set(given)) > 1:
-        with pytest.raises(TypeError, match=r"^[kv]: got dtype"):
+        with pytest.raises(TypeError, match=r"^(key|value): got dtype"):
             fmt.scaled_dot_product_attention(*tensors)
 
 

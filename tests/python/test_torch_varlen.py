@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -170,6 +171,29 @@ def test_what_is_wrong() -> None:
         fmt.varlen_attn(q, k, v, cu_q, None, 9, 20, enable_gqa=True)
     with pytest.raises(ValueError, match=r"^seqused_k: got None with block_table"):
         fmt.varlen_attn(q, k[None], v[None], cu_q, None, 9, 20, enable_gqa=True, block_table=table)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"query": None}, TypeError, "query: got NoneType, accepted is a torch.Tensor"),
+        ({"value": [1]}, TypeError, "value: got list, accepted is a torch.Tensor"),
+        ({"scale": 0.0}, ValueError, "scale: got 0.0, accepted is a finite positive number"),
+        ({"window_size": 3}, ValueError, "window_size: got 3, accepted is a pair"),
+        ({"num_splits": torch.ones(2)}, TypeError, "num_splits: got tensor"),
+        ({"enable_gqa": 1}, TypeError, "enable_gqa: got 1 of type int, accepted are False and"),
+        ({"max_q": -1}, ValueError, "max_q: got -1, accepted is a number of 0 or more"),
+        ({"max_k": torch.ones(3).int()}, TypeError, "max_k: got tensor"),
+        ({"cu_seq_k": torch.zeros(3).int()}, ValueError, "cu_seq_k: got 3 numbers, accepted are"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors_have_the_callers_names(given: dict[str, Any], error: Any, sentence: str) -> None:
+    q, k, v, cu_q, cu_k = ragged(heads=2)
+    arguments = {"query": q, "key": k, "value": v, "cu_seq_q": cu_q, "cu_seq_k": cu_k,
+                 "max_q": 9, "max_k": 20}  # fmt: skip
+    with pytest.raises(error, match=f"^{re.escape(sentence)}"):
+        fmt.varlen_attn(**arguments | given)
 
 
 def test_one_graph_for_all_lengths() -> None:

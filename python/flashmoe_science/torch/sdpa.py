@@ -17,6 +17,7 @@ from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
     UnsupportedError,
+    _naming,
     _without_addresses,
 )
 from flashmoe_science.torch import nested
@@ -33,6 +34,7 @@ _ROW_ALIGNMENT = 16  # bytes
 _STOCK: Any = torch.nn.functional.scaled_dot_product_attention
 
 
+@_naming({"q": "query", "k": "key", "v": "value", "attn_bias": "attn_mask"})
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -71,8 +73,9 @@ def scaled_dot_product_attention(
             the call or, where gradients are recorded, its backward.
         ValueError, TypeError: A shape, a stride, a dtype or an option is wrong.
     """
-    if attn_mask is None and dropout_p == 0.0 and _is_plain(query, key, value, enable_gqa):
+    if attn_mask is None and _is_zero(dropout_p) and _is_plain(query, key, value, enable_gqa):
         return _attend_plainly(query, key, value, is_causal, scale)
+    _check_kinds(query, key, value, attn_mask, dropout_p)
     reason = _lacking(attn_mask, dropout_p)
     if reason:
         raise UnsupportedError(reason)
@@ -92,12 +95,30 @@ def scaled_dot_product_attention(
     return _attend(query, key, value, is_causal, scale, enable_gqa, attn_mask)
 
 
+def _check_kinds(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> None:
+    for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(given, torch.Tensor) and (given is not None or name != "attn_mask"):
+            raise ArgumentTypeError(
+                f"{name}: got {type(given).__name__}, accepted is a torch.Tensor"
+            )
+    if isinstance(dropout_p, torch.Tensor):
+        raise ArgumentTypeError("dropout_p: got a torch.Tensor, accepted is the number 0")
+
+
+def _is_zero(dropout_p: Any) -> bool:
+    """A tensor is none, which no option of torch's may be."""
+    return not isinstance(dropout_p, torch.Tensor) and dropout_p == 0.0
+
+
 def _is_plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> bool:
     """Whether it is a call as nearly all are, which nothing below has to look at: four dimensions
     that go together, of tensors as they are. Not for graphs, where time does not count."""
-    if torch.compiler.is_compiling() or query.is_nested or key.is_nested or value.is_nested:
+    for tensor in (query, key, value):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+            return False
+    if torch.compiler.is_compiling():
         return False
     shape, shape_k = query.shape, key.shape
     if len(shape) != 4 or shape_k != value.shape or len(shape_k) != 4:

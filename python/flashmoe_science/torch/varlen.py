@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.errors import InvalidArgumentError
+from flashmoe_science import _flash_attn as arguments
+from flashmoe_science._dtypes import parse_flag
+from flashmoe_science.errors import InvalidArgumentError, _naming
 from flashmoe_science.torch.operators import flash_attention
 
-_CHUNK = 1024  # keys, of num_splits=1
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k",
+    "max_seqlen_q": "max_q", "max_seqlen_k": "max_k", "page_table": "block_table",
+}  # fmt: skip
 
 
+@_naming(_NAMES)
 def varlen_attn(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -62,10 +68,13 @@ def varlen_attn(
             backward.
         ValueError, TypeError: A shape, a dtype or an option is wrong.
     """
-    how = _how(query, key, cu_seq_k, window_size, enable_gqa, seqused_k, block_table, num_splits)
+    how = _how(
+        query, key, value, cu_seq_k, window_size, enable_gqa, seqused_k, block_table, num_splits
+    )
     return _attend(query, key, value, cu_seq_q, max_q, max_k, scale, return_aux, None, how)
 
 
+@_naming(_NAMES)
 def varlen_attn_out(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -97,13 +106,16 @@ def varlen_attn_out(
 
     Raises: What varlen_attn raises.
     """
-    how = _how(query, key, cu_seq_k, window_size, enable_gqa, seqused_k, block_table, num_splits)
+    how = _how(
+        query, key, value, cu_seq_k, window_size, enable_gqa, seqused_k, block_table, num_splits
+    )
     return _attend(query, key, value, cu_seq_q, max_q, max_k, scale, return_aux, out, how)
 
 
 def _how(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     cu_seq_k: torch.Tensor | None,
     window_size: tuple[int, int],
     enable_gqa: bool,
@@ -112,12 +124,9 @@ def _how(
     num_splits: int | None,
 ) -> dict[str, Any]:
     """The options, as flash_attention has them."""
-    if query.dim() != 3:
-        raise InvalidArgumentError(f"query: got {query.dim()} dimensions, accepted are 3")
-    rank = 3 if block_table is None else 4
-    if key.dim() != rank:
-        raise InvalidArgumentError(f"key: got {key.dim()} dimensions, accepted are {rank}")
-    if not enable_gqa and query.shape[1] != key.shape[-2]:
+    arguments.check_rank(3, query=query)
+    arguments.check_rank(3 if block_table is None else 4, key=key, value=value)
+    if not parse_flag("enable_gqa", enable_gqa) and query.shape[1] != key.shape[-2]:
         raise InvalidArgumentError(
             f"key: got {key.shape[-2]} heads, but query has {query.shape[1]}; with enable_gqa=True "
             "they may be a divisor"
@@ -126,7 +135,7 @@ def _how(
         raise InvalidArgumentError("cu_seq_k: got None without block_table, accepted are offsets")
     if block_table is not None and seqused_k is None:
         raise InvalidArgumentError("seqused_k: got None with block_table, accepted are lengths")
-    left, right = (None if extent < 0 else extent for extent in window_size)
+    left, right = arguments.window(window_size)
     causal = right == 0
     right = None if causal else right
     return {
@@ -135,7 +144,7 @@ def _how(
         "cu_seqlens_k": cu_seq_k if block_table is None else None,
         "seqused_k": seqused_k,
         "page_table": block_table,
-        "split_size": _CHUNK if num_splits == 1 else None,
+        "split_size": None if num_splits is None else arguments.split_size(num_splits),
     }
 
 
@@ -155,7 +164,7 @@ def _attend(
     k, v = (key, value) if how["page_table"] is not None else (key[None], value[None])
     made = flash_attention(
         query[None], k, v, **how, scale=scale, return_lse=wants_lse, cu_seqlens_q=cu_seq_q,
-        max_seqlen_q=max_q, max_seqlen_k=max_k, out=None if out is None else out[None],
+        max_seqlen_q=max_q, max_seqlen_k=max_k, out=arguments.with_batch("out", out),
     )  # fmt: skip
     if not wants_lse:
         return made[0] if out is None else out
