@@ -14,6 +14,11 @@ from typing import Any
 
 ISAS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")  # instruction sets of the CPU kernels
 
+_JAX = (
+    *("jax_moe_gradients", "jax_dot_product_attention", "jax_gradients", "jax_ragged_dot"),
+    *("jax_moe", "jax_masks", "jax", "jax_lowering"),
+)
+
 # Those that take longest first, so that none is left when all others are done.
 _SHARING = (
     ("the sanitized build", r"tests/packaging/test_sanitizers\.py::\w*(sanitized|fuzz)"),
@@ -24,6 +29,8 @@ _SHARING = (
     ("programs on a made-up CUDA", r"tests/cuda/test_(launch|moe_plans)\.py"),
     ("JAX's programs for the GPU", r"tests/gpu/test_jax_attention\.py"),
     ("an encoder", r"tests/examples/test_sentence_embeddings\.py"),
+    # Most of whose time is XLA's, which compiles an operation once a process.
+    *((f"JAX's programs of {name}", rf"tests/python/test_{name}\.py") for name in _JAX),
 )
 _PATTERNS = [(name, re.compile(pattern)) for name, pattern in _SHARING]
 _ISA = re.compile(rf"(?<=[\[-])({'|'.join(ISAS)})(?=[]-])")
