@@ -1,7 +1,7 @@
 # Renders the explicit instantiations of kernels into the build folder, so that they compile in
-# parallel and a kernel is found by its name. Attention kernels share files, as many as compile in
-# about 25 s: what each would include costs the compiler as much as a kernel of sm90. Products of
-# experts take longer, and have a file each.
+# parallel and a kernel is found by its name. Kernels share files, as many as compile in about 25 s:
+# what each would include costs the compiler as much as a kernel of sm90. Most products of experts
+# take longer, and have a file each.
 
 # Kernels of the attention families: head dimension of q and k, of v, and optionally a tuning other
 # than the table's with its suffix. Other head dimensions are padded to the next.
@@ -52,13 +52,24 @@ set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
   "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged"
   "128,128,CappedRaggedTuning,_ragged_softcap")
 
+# `template`: what an instance of a family is rendered from.
+macro(flashmoe_read_template template source_dir)
+  file(READ "${source_dir}/instance.cu.in" ${template})
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${source_dir}/instance.cu.in")
+endmacro()
+
+# A file of rendered instances.
+function(flashmoe_render target file source)
+  file(CONFIGURE OUTPUT "${file}" CONTENT "${source}" @ONLY)
+  target_sources(${target} PRIVATE "${file}")
+endfunction()
+
 # `per_file`: so many of the list share a file, each in both dtypes. It is called from the first of them on.
 function(flashmoe_instantiate_attention target family per_file)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/${family}")
   set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/attention/${family}")
   string(TOUPPER "FLASHMOE_ATTENTION_${family}_KERNELS" kernels)
-  file(READ "${source_dir}/instance.cu.in" template)
-  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${source_dir}/instance.cu.in")
+  flashmoe_read_template(template "${source_dir}")
   set(ENTRIES "")
   list(LENGTH ${kernels} count)
   foreach(first RANGE 0 ${count} ${per_file})
@@ -98,8 +109,7 @@ function(flashmoe_instantiate_attention target family per_file)
       endforeach()
     endforeach()
     list(GET names 0 name)
-    file(CONFIGURE OUTPUT "${binary_dir}/from_${name}.cu" CONTENT "${source}" @ONLY)
-    target_sources(${target} PRIVATE "${binary_dir}/from_${name}.cu")
+    flashmoe_render(${target} "${binary_dir}/from_${name}.cu" "${source}")
   endforeach()
   configure_file("${source_dir}/entries.inc.in" "${binary_dir}/entries.inc" @ONLY)
   target_include_directories(${target} PRIVATE "${PROJECT_BINARY_DIR}/generated")
@@ -149,12 +159,20 @@ set(FLASHMOE_MOE_SM90_KERNELS
   "kWideDown,kRows,_down_wide_trans"
   "kGatedUp,kRowsInterleaved,_gated_up_turns")
 
+# Those that compile so fast, by family and suffix, that both dtypes share a file. Beside another kernel the
+# compiler makes other code of those of sm90_down_short, and of routing.
+set(FLASHMOE_MOE_SHORT_KERNELS
+  sm89_few_tokens_r16_n8 sm89_few_tokens_r32_n8 sm89_few_tokens_r32_n16 sm90_few_tokens_bulk
+  sm90_backward_weight_gradient
+  sm90_swiglu_up_narrow sm90_down_middle sm90_down_wide)
+
 # The names of the template's variables follow the family's.
 function(flashmoe_instantiate_moe target family)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/moe/${family}")
   set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/moe/${family}")
   string(TOUPPER "FLASHMOE_MOE_${family}_KERNELS" kernels)
   string(REPLACE "/" "_" kernels "${kernels}")
+  flashmoe_read_template(template "${source_dir}")
   set(ENTRIES "")
   foreach(kernel IN LISTS ${kernels})
     string(REPLACE "," ";" kernel "${kernel}")
@@ -165,6 +183,7 @@ function(flashmoe_instantiate_moe target family)
         set(suffix "${value}")
       endif()
     endforeach()
+    set(both "")
     foreach(dtype fp16 bf16)
       if(dtype STREQUAL "fp16")
         set(ELEMENT __half)
@@ -172,10 +191,17 @@ function(flashmoe_instantiate_moe target family)
         set(ELEMENT __nv_bfloat16)
       endif()
       set(NAME "${dtype}${suffix}")
-      configure_file("${source_dir}/instance.cu.in" "${binary_dir}/${NAME}.cu" @ONLY)
-      target_sources(${target} PRIVATE "${binary_dir}/${NAME}.cu")
       string(APPEND ENTRIES "FLASHMOE_ENTRY(${NAME})\n")
+      string(CONFIGURE "${template}" instance @ONLY)
+      if("${family}${suffix}" IN_LIST FLASHMOE_MOE_SHORT_KERNELS)
+        string(APPEND both "${instance}")
+      else()
+        flashmoe_render(${target} "${binary_dir}/${NAME}.cu" "${instance}")
+      endif()
     endforeach()
+    if(both)
+      flashmoe_render(${target} "${binary_dir}/both${suffix}.cu" "${both}")
+    endif()
   endforeach()
   configure_file("${source_dir}/entries.inc.in" "${binary_dir}/entries.inc" @ONLY)
 endfunction()

@@ -9,9 +9,15 @@ changes ids, which newer versions of pytest do not let it do.)
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 ISAS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")  # instruction sets of the CPU kernels
+
+_JAX = (
+    *("jax_moe_gradients", "jax_dot_product_attention", "jax_gradients", "jax_ragged_dot"),
+    *("jax_moe", "jax_masks", "jax", "jax_lowering"),
+)
 
 # Those that take longest first, so that none is left when all others are done.
 _SHARING = (
@@ -23,6 +29,8 @@ _SHARING = (
     ("programs on a made-up CUDA", r"tests/cuda/test_(launch|moe_plans)\.py"),
     ("JAX's programs for the GPU", r"tests/gpu/test_jax_attention\.py"),
     ("an encoder", r"tests/examples/test_sentence_embeddings\.py"),
+    # Most of whose time is XLA's, which compiles an operation once a process.
+    *((f"JAX's programs of {name}", rf"tests/python/test_{name}\.py") for name in _JAX),
 )
 _PATTERNS = [(name, re.compile(pattern)) for name, pattern in _SHARING]
 _ISA = re.compile(rf"(?<=[\[-])({'|'.join(ISAS)})(?=[]-])")
@@ -53,12 +61,40 @@ def gpus_in_turn(worker: str, count: int) -> str:
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """Gives one group after the other to whichever process is free."""
+    """Gives one group after the other to whichever process is free.
+
+    Nearly every test is a group of its own. pytest-xdist's scheduler walks over all groups that a
+    process has been given, finished ones too, and looks for a test among all, whenever one ends: of
+    thirty thousand that takes minutes. Here what is finished is forgotten, and places are known.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
+        def __init__(self, config: Any, log: Any) -> None:
+            super().__init__(config, log)
+            self._places: dict[str, int] = {}
+
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
+
+        def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
+            super().add_node_collection(node, collection)  # all processes must collect the same
+            if not self._places:
+                self._places = {nodeid: place for place, nodeid in enumerate(collection)}
+
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            nodeid = self.registered_collections[node][item_index]
+            groups = self.assigned_work[node]
+            group = groups[group_of(nodeid)]
+            del group[nodeid]
+            if not group:
+                del groups[group_of(nodeid)]
+            self._reschedule(node)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            name, group = self.workqueue.popitem(last=False)
+            self.assigned_work[node][name] = group
+            node.send_runtest_some([self._places[nodeid] for nodeid in group])
 
     config.option.loadscopereorder = False  # they come in the order of `first`
     return Groups(config, log)

@@ -128,7 +128,6 @@ SOURCES = {
 OPTIONS = (
     *("-std=c++17", "-g", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-    *("-x", "c++"),  # sources of CUDA that have no kernel, too
     *("-DFLASHMOE_WITH_CUDA=1", "-DFLASHMOE_WITH_SM90=1"),
     '-DFLASHMOE_CUDA_ARCHITECTURES="89-real 90a-real 89-virtual"',
 )
@@ -152,100 +151,119 @@ CHOICE_ENTRIES = {
 }
 
 
-def _compile(name: str, build: Path) -> Path:
-    headers = require_cuda_headers()
-    for family, names in (ENTRIES | (CHOICE_ENTRIES if name == "test_choice" else {})).items():
-        entries = build / "cuda" / family / "entries.inc"
-        entries.parent.mkdir(parents=True)
-        entries.write_text("".join(f"FLASHMOE_ENTRY({name})\n" for name in names))
-    includes = [f"-I{path}" for path in (ROOT, ROOT / "include", ROOT / "tests", build)]
-    sources = (*SOURCES[name], f"tests/cuda/host/{name}.cpp")
-    made = build / name
-    checked([require_tool("c++"), *OPTIONS, *includes, "-isystem", headers,
-             *(ROOT / source for source in sources), *LINK.get(name, ()), "-o", made])  # fmt: skip
-    return made
+class _Programs:
+    """Linked from objects that they share: most sources are of most programs."""
+
+    def __init__(self, build: Path) -> None:
+        self._build = build
+        self._programs: set[Path] = set()
+        self._objects: set[Path] = set()
+        for choice, entries in enumerate((ENTRIES, ENTRIES | CHOICE_ENTRIES)):
+            for family, names in entries.items():
+                listed = self._includes(bool(choice)) / "cuda" / family / "entries.inc"
+                listed.parent.mkdir(parents=True)
+                listed.write_text("".join(f"FLASHMOE_ENTRY({name})\n" for name in names))
+
+    def _includes(self, choice: bool) -> Path:
+        return self._build / ("choice" if choice else "all")
+
+    def _object(self, source: str, choice: bool) -> Path:
+        """Compiled once; for test_choice anew where it depends on which kernels there are."""
+        if choice:
+            shared = self._object(source, choice=False)
+            if "entries.inc" not in shared.with_suffix(".d").read_text():
+                return shared
+        made = self._includes(choice) / Path(source).with_suffix(".o")
+        if made not in self._objects:
+            made.parent.mkdir(parents=True, exist_ok=True)
+            includes = (ROOT, ROOT / "include", ROOT / "tests", self._includes(choice))
+            # By its language: sources of CUDA that have no kernel are C++, too.
+            checked([require_tool("c++"), *OPTIONS, *(f"-I{path}" for path in includes),
+                     "-isystem", require_cuda_headers(), "-MMD", "-x", "c++", "-c", ROOT / source,
+                     "-o", made])  # fmt: skip
+            self._objects.add(made)
+        return made
+
+    def __call__(self, name: str) -> Path:
+        made = self._build / name
+        if made not in self._programs:
+            sources = (*SOURCES[name], f"tests/cuda/host/{name}.cpp")
+            objects = [self._object(source, name == "test_choice") for source in sources]
+            checked([require_tool("c++"), *OPTIONS, *objects, *LINK.get(name, ()), "-o", made])
+            self._programs.add(made)
+        return made
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _compile("test_launch", tmp_path_factory.mktemp("host"))
-
-
-@pytest.fixture(scope="module")
-def backward_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _compile("test_backward", tmp_path_factory.mktemp("host"))
-
-
-@pytest.fixture(scope="module")
-def experts_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _compile("test_moe_calls", tmp_path_factory.mktemp("host"))
+def programs(tmp_path_factory: pytest.TempPathFactory) -> _Programs:
+    return _Programs(tmp_path_factory.mktemp("host"))
 
 
 @pytest.mark.parametrize(
     "without", ["", "no-driver", "no-handles", "no-shared-attributes", "no-map-moves"]
 )
-def test_launch(program: Path, without: str) -> None:
-    checked([program, *([without] if without else [])])
+def test_launch(programs: _Programs, without: str) -> None:
+    checked([programs("test_launch"), *([without] if without else [])])
 
 
 @pytest.mark.parametrize("without", ["", "no-driver", "no-map-moves"])
-def test_backward(backward_program: Path, without: str) -> None:
-    checked([backward_program, *([without] if without else [])])
+def test_backward(programs: _Programs, without: str) -> None:
+    checked([programs("test_backward"), *([without] if without else [])])
 
 
-def test_l2_swizzle(tmp_path: Path) -> None:
-    checked([_compile("test_l2_swizzle", tmp_path)])
+def test_l2_swizzle(programs: _Programs) -> None:
+    checked([programs("test_l2_swizzle")])
 
 
-def test_attention_choice(tmp_path: Path) -> None:
-    checked([_compile("test_choice", tmp_path)])
+def test_attention_choice(programs: _Programs) -> None:
+    checked([programs("test_choice")])
 
 
-def test_ragged_order(tmp_path: Path) -> None:
-    checked([_compile("test_ragged_order", tmp_path)])
+def test_ragged_order(programs: _Programs) -> None:
+    checked([programs("test_ragged_order")])
 
 
-def test_sequence_tables(tmp_path: Path) -> None:
-    checked([_compile("test_sequence_tables", tmp_path)])
+def test_sequence_tables(programs: _Programs) -> None:
+    checked([programs("test_sequence_tables")])
 
 
-def test_cost(tmp_path: Path) -> None:
-    checked([_compile("test_cost", tmp_path)])
+def test_cost(programs: _Programs) -> None:
+    checked([programs("test_cost")])
 
 
-def test_stream_k(tmp_path: Path) -> None:
-    checked([_compile("test_stream_k", tmp_path)])
+def test_stream_k(programs: _Programs) -> None:
+    checked([programs("test_stream_k")])
 
 
-def test_appending_to_a_cache(tmp_path: Path) -> None:
-    checked([_compile("test_kv_append", tmp_path)])
+def test_appending_to_a_cache(programs: _Programs) -> None:
+    checked([programs("test_kv_append")])
 
 
-def test_gathering_from_a_cache(tmp_path: Path) -> None:
-    checked([_compile("test_kv_gather", tmp_path)])
+def test_gathering_from_a_cache(programs: _Programs) -> None:
+    checked([programs("test_kv_gather")])
 
 
-def test_merging_partial_results(tmp_path: Path) -> None:
-    checked([_compile("test_merge_states", tmp_path)])
+def test_merging_partial_results(programs: _Programs) -> None:
+    checked([programs("test_merge_states")])
 
 
-def test_routing_and_combining(tmp_path: Path) -> None:
-    checked([_compile("test_moe", tmp_path)])
+def test_routing_and_combining(programs: _Programs) -> None:
+    checked([programs("test_moe")])
 
 
 @pytest.mark.parametrize("without", ["", "no-driver"])
-def test_offsets_of_all_rows(tmp_path: Path, without: str) -> None:
-    checked([_compile("test_all_rows", tmp_path), *([without] if without else [])])
+def test_offsets_of_all_rows(programs: _Programs, without: str) -> None:
+    checked([programs("test_all_rows"), *([without] if without else [])])
 
 
-def test_what_layers_and_products_refuse(tmp_path: Path) -> None:
-    checked([_compile("test_moe_limits", tmp_path)])
+def test_what_layers_and_products_refuse(programs: _Programs) -> None:
+    checked([programs("test_moe_limits")])
 
 
 @pytest.mark.parametrize("without", ["", "no-map-moves"])
-def test_calls_of_experts(experts_program: Path, without: str) -> None:
-    checked([experts_program, *([without] if without else [])])
+def test_calls_of_experts(programs: _Programs, without: str) -> None:
+    checked([programs("test_moe_calls"), *([without] if without else [])])
 
 
-def test_who_serves_few_tokens(tmp_path: Path) -> None:
-    checked([_compile("test_moe_few", tmp_path)])
+def test_who_serves_few_tokens(programs: _Programs) -> None:
+    checked([programs("test_moe_few")])
