@@ -1,10 +1,9 @@
 // Attention backward on the CPU: plan and launch.
 //
-// Threads take tiles of keys from a shared counter (attention_backward_tiles.h). dsinks are sums
-// over a head's rows: each is one more piece of work, behind the tiles.
+// Threads take pieces of work from a shared counter (attention_backward_tiles.h). dsinks are sums
+// over a head's rows: each is one more piece, behind those of the tiles.
 #include <atomic>
 #include <cstdio>
-#include <new>
 
 #include "core/backends.h"
 #include "core/launch.h"
@@ -20,9 +19,9 @@ namespace {
 
 using cpu::AttentionBackwardKernel;
 using cpu::BackwardCut;
+using cpu::BackwardSums;
 using cpu::BackwardTiles;
 using cpu::kCacheLine;
-using cpu::Turn;
 using cpu::whole_lines;
 
 const AttentionBackwardKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
@@ -51,22 +50,14 @@ int64_t sinks_of(const AttentionBackwardProblem& p) {
 }
 
 int64_t pieces_of(const AttentionBackwardProblem& p, const BackwardCut& cut) {
-  return cut.tiles_in_all + sinks_of(p);
+  return cut.pieces_in_all + sinks_of(p);
 }
 
-// The parts of the workspace that threads share; what is behind is cut into their scratch.
-struct Shared {
-  uint64_t dq_sums;  // bytes
-  uint64_t turns;
-
-  Shared(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
-         const BackwardCut& cut) {
-    const auto blocks = static_cast<uint64_t>(cut.blocks_in_all);
-    dq_sums = blocks * whole_lines(kernel.dq_sums_bytes(p));
-    turns = whole_lines(blocks * sizeof(Turn));
-  }
-  uint64_t bytes() const { return dq_sums + turns; }
-};
+// The part of the workspace that threads share; what is behind is cut into their scratch.
+BackwardSums sums_of(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
+                     const BackwardCut& cut) {
+  return {p, kernel, cut.blocks_in_all, cut.key_tiles_in_all};
+}
 
 flashmoe_status check_count(const char* what, int64_t heads, int64_t each, const Reason& reason) {
   int64_t count;
@@ -139,11 +130,11 @@ flashmoe_status plan(const AttentionBackwardProblem& p, Plan* plan, const Reason
   const int64_t pieces = pieces_of(p, cut);
   if (pieces > UINT32_MAX) {
     return reason.refuse(
-        FLASHMOE_ERROR_UNSUPPORTED, "%lld tiles of keys and %lld sinks: at most %u in all",
-        static_cast<long long>(cut.tiles_in_all), static_cast<long long>(sinks_of(p)), UINT32_MAX);
+        FLASHMOE_ERROR_UNSUPPORTED, "%lld pieces of work and %lld sinks: at most %u in all",
+        static_cast<long long>(cut.pieces_in_all), static_cast<long long>(sinks_of(p)), UINT32_MAX);
   }
   const int32_t threads = add_launch(p, kernel, pieces, static_cast<double>(pieces), plan);
-  set_workspace(Shared(p, kernel, cut).bytes(), whole_lines(kernel.scratch_bytes(p)), threads,
+  set_workspace(sums_of(p, kernel, cut).bytes(), whole_lines(kernel.scratch_bytes(p)), threads,
                 plan);
   return FLASHMOE_OK;
 }
@@ -163,11 +154,11 @@ void work(void* context, int32_t worker) {
   for (;;) {
     const int64_t index = launch.next.fetch_add(1, std::memory_order_relaxed);
     if (index >= launch.pieces) return;
-    if (index < tiles.cut.tiles_in_all) {
-      cpu::work_on_tile(tiles, index, scratch);
+    if (index < tiles.cut.pieces_in_all) {
+      cpu::work_on_piece(tiles, index, scratch);
       continue;
     }
-    const int64_t head = index - tiles.cut.tiles_in_all;
+    const int64_t head = index - tiles.cut.pieces_in_all;
     tiles.kernel.write_dsink(tiles.problem, head, tiles.kernel.add_dsink(tiles.problem, head, 0.0));
   }
 }
@@ -186,12 +177,11 @@ flashmoe_status launch(const AttentionBackwardProblem& p, const Plan& plan, void
     return FLASHMOE_OK;
   }
   const BackwardCut cut(p, kernel);
-  const Shared shared(p, kernel, cut);
-  auto* const turns = reinterpret_cast<Turn*>(base + shared.dq_sums);
-  for (int64_t i = 0; i < cut.blocks_in_all; ++i) new (&turns[i]) Turn(0);
-  Launch launch = {{p, kernel, cut, base, turns},
+  const BackwardSums sums = sums_of(p, kernel, cut);
+  sums.begin(base);
+  Launch launch = {{p, kernel, cut, sums.dq(base), sums.keys(base)},
                    pieces_of(p, cut),
-                   base + shared.bytes(),
+                   base + sums.bytes(),
                    whole_lines(kernel.scratch_bytes(p))};
   cpu::parallel_run(threads, work, &launch);
   record_launch(planned);

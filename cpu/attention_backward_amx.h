@@ -167,7 +167,16 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
     }
   }
 
-  void end_keys() {
+  // `sums` are of dk, then of dv.
+  void end_keys(float* sums, bool first, bool last) {
+    const int64_t keys = round_up(step_.keys, kPanel);
+    const int64_t of_dk = keys * dim_panels_ * kPanel;
+    if (wants_dk()) add_to_shared(s_.dk, sums, of_dk, first, last);
+    if (wants_dv()) {
+      float* const shared = sums != nullptr ? sums + of_dk : nullptr;
+      add_to_shared(s_.dv, shared, keys * dim_v_panels_ * kPanel, first, last);
+    }
+    if (!last) return;
     if (wants_dk()) write_keys(b_.dk, b_.dim, b_.scale, dim_panels_, s_.dk);
     if (wants_dv()) write_keys(b_.dv, b_.dim_v, 1.0f, dim_v_panels_, s_.dv);
   }
@@ -462,6 +471,11 @@ inline size_t amx_backward_dq_sums_bytes(const AttentionBackwardProblem& p) {
   return static_cast<size_t>(kAmxBackwardRows * round_up(p.dim, kPanel)) * sizeof(float);
 }
 
+inline size_t amx_backward_key_sums_bytes(const AttentionBackwardProblem& p) {
+  const int64_t dims = round_up(p.dim, kPanel) + round_up(p.dim_v, kPanel);
+  return static_cast<size_t>(amx_backward_keys(p) * dims) * sizeof(float);
+}
+
 inline AmxBackwardStep amx_backward_step(const AttentionBackwardProblem& p,
                                          const AttentionBackwardStep& step, void* scratch) {
   ScratchCursor cursor(scratch);
@@ -485,8 +499,9 @@ inline void amx_backward_add_dq(const AttentionBackwardProblem& p,
 }
 
 inline void amx_backward_end_keys(const AttentionBackwardProblem& p,
-                                  const AttentionBackwardStep& step, void* scratch) {
-  amx_backward_step(p, step, scratch).end_keys();
+                                  const AttentionBackwardStep& step, void* scratch, void* sums,
+                                  bool first, bool last) {
+  amx_backward_step(p, step, scratch).end_keys(static_cast<float*>(sums), first, last);
 }
 
 constexpr AttentionBackwardKernel kAmxBackwardKernel = {"amx",
@@ -494,6 +509,7 @@ constexpr AttentionBackwardKernel kAmxBackwardKernel = {"amx",
                                                         amx_backward_block_rows,
                                                         amx_backward_scratch_bytes,
                                                         amx_backward_dq_sums_bytes,
+                                                        amx_backward_key_sums_bytes,
                                                         amx_backward_begin_keys,
                                                         amx_backward_add_rows,
                                                         amx_backward_add_dq,

@@ -14,14 +14,15 @@ struct AttentionBackwardStep {
 };
 
 // The kernels of one instruction set for one dtype. A thread takes a tile of keys through
-// `begin_keys`, for each block of rows `add_rows` and `add_dq`, then `end_keys`, with one scratch,
-// 64-byte aligned.
+// `begin_keys`, for each block of its rows `add_rows` and `add_dq`, then `end_keys`, with one
+// scratch, 64-byte aligned.
 struct AttentionBackwardKernel {
   const char* isa;
   int32_t (*tile_keys)(const AttentionBackwardProblem& problem);
   int32_t (*block_rows)(const AttentionBackwardProblem& problem);
-  size_t (*scratch_bytes)(const AttentionBackwardProblem& problem);  // of one thread
-  size_t (*dq_sums_bytes)(const AttentionBackwardProblem& problem);  // of a block of rows
+  size_t (*scratch_bytes)(const AttentionBackwardProblem& problem);   // of one thread
+  size_t (*dq_sums_bytes)(const AttentionBackwardProblem& problem);   // of a block of rows
+  size_t (*key_sums_bytes)(const AttentionBackwardProblem& problem);  // dk and dv of a tile of keys
 
   // `step.rows` names the batch and the KV head, and no row.
   void (*begin_keys)(const AttentionBackwardProblem& problem, const AttentionBackwardStep& step,
@@ -33,9 +34,9 @@ struct AttentionBackwardKernel {
   // the sums, the last one writes dq. `sums` may be nullptr for a tile that is both.
   void (*add_dq)(const AttentionBackwardProblem& problem, const AttentionBackwardStep& step,
                  void* scratch, void* sums, bool first, bool last);
-  // Writes dk and dv of the tile.
+  // Adds what the rows contributed to dk and dv of the tile to `sums`, as add_dq does to its own.
   void (*end_keys)(const AttentionBackwardProblem& problem, const AttentionBackwardStep& step,
-                   void* scratch);
+                   void* scratch, void* sums, bool first, bool last);
   // `sum` and what the rows of the problem add to dsinks of a query head, row by row.
   double (*add_dsink)(const AttentionBackwardProblem& problem, int64_t head, double sum);
   // Writes such a sum.

@@ -16,6 +16,17 @@ float dot_of_row(const Element* a, const Element* b, int64_t dim) {
   return Simd::sum_of(sum);
 }
 
+// Adds what a thread has summed to `shared`, which the first to come stores and of which the last
+// one has the whole in `own`. `shared` may be nullptr for one that is both.
+inline void add_to_shared(float* own, float* shared, int64_t count, bool first, bool last) {
+  if (first && last) return;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vector sum = Simd::load(own + i);
+    if (!first) sum = Simd::add(Simd::load(shared + i), sum);
+    Simd::store((last ? own : shared) + i, sum);
+  }
+}
+
 template <typename Product>
 class BackwardRows : protected TileRows {
  public:

@@ -1,10 +1,10 @@
-// Lengths are read once, by the thread that calls, into a list in the workspace. The tiles of a
+// Lengths are read once, by the thread that calls, into a list in the workspace. The pieces of a
 // sequence are taken as those of a dense batch are (attention_backward_tiles.h), and sequences by
-// the work of one tile, the most first: a long one does not begin when the others have ended.
+// the work of one piece, the most first: a long one does not begin when the others have ended.
 //
-// Blocks of dq have room for as many rows as the tensor has. Offsets that go back and forth may
-// name more, since sequences then share rows: only then are there several rounds, each of as many
-// sequences as there is room for.
+// Sums of dq, dk and dv have room for as many rows and keys as the tensors have. Offsets that go
+// back and forth may name more, since sequences then share rows: only then are there several
+// rounds, each of as many sequences as there is room for.
 //
 // What a sequence leaves of its room is set to 0 before all else: with such offsets it may be
 // another's.
@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <new>
 
 #include "cpu/attention_backward_tiles.h"
 #include "cpu/attention_schedule.h"
@@ -26,9 +25,10 @@ namespace {
 struct Sequence {
   SequenceRows rows;
   int64_t batch;
-  int64_t end_tile;     // of all tiles of its round, behind this sequence's last
-  int64_t first_block;  // of all that sum dq in its round
-  double tile_work;
+  int64_t end_piece;       // of all pieces of its round, behind this sequence's last
+  int64_t first_block;     // of all that sum dq in its round
+  int64_t first_key_tile;  // of all that sum dk and dv in its round
+  double piece_work;
 };
 
 AttentionBackwardProblem problem_of(const AttentionBackwardProblem& p, const SequenceRows& rows) {
@@ -37,36 +37,51 @@ AttentionBackwardProblem problem_of(const AttentionBackwardProblem& p, const Seq
   return own;
 }
 
-// Of rows whose dq is summed, there are at most so many at a time. False: too many to be numbered.
-bool count_blocks(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
-                  int64_t* blocks) {
+// How many sums there may be at a time, of blocks of rows and of tiles of keys.
+struct Room {
+  int64_t blocks = 0;
+  int64_t key_tiles = 0;
+};
+
+// Of all sequences and KV heads, where a sequence has at most `most` units of `unit` rows. With
+// `offsets` the tensor's rows are shared out among them, and each may begin a unit that it does not
+// fill. False: too many to be numbered.
+bool count_units(const AttentionBackwardProblem& p, int64_t most, const Numbers& offsets,
+                 int64_t rows, int64_t unit, int64_t* units) {
+  if (__builtin_mul_overflow(most, p.batch, units)) *units = INT64_MAX;
+  if (offsets.data != nullptr) *units = std::min(*units, rows / unit + p.batch);
+  return !__builtin_mul_overflow(*units, p.heads_kv, units) && *units <= UINT32_MAX;
+}
+
+bool count_room(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
+                Room* room) {
   AttentionBackwardProblem longest = p;
   longest.batch = 1;
   const BackwardCut cut(longest, kernel);
-  *blocks = 0;
-  if (cut.blocks_in_all == 0 || p.batch == 0) return true;
-  const int64_t group = p.heads_q / p.heads_kv;
-  if (__builtin_mul_overflow(cut.blocks, p.batch, blocks)) *blocks = INT64_MAX;
-  if (p.sequences.cu_seqlens_q.data != nullptr) {
-    // Each sequence may begin a block that it does not fill.
-    const int64_t of_rows = p.sequences.rows_q * group / cut.block_rows + p.batch;
-    *blocks = std::min(*blocks, of_rows);
+  *room = {};
+  if (p.batch == 0) return true;
+  const SequenceTables& tables = p.sequences;
+  if (cut.blocks_in_all > 0 &&
+      !count_units(p, cut.blocks, tables.cu_seqlens_q, tables.rows_q * (p.heads_q / p.heads_kv),
+                   cut.block_rows, &room->blocks)) {
+    return false;
   }
-  return !__builtin_mul_overflow(*blocks, p.heads_kv, blocks) && *blocks <= UINT32_MAX;
+  // A shorter one of few tiles may be cut into parts where the longest is not.
+  const bool keys = p.dk.data != nullptr || p.dv.data != nullptr;
+  const int64_t tiles = std::min(cut.tiles, BackwardCut::most_tiles_with_parts(p.heads_kv));
+  if (!keys || cut.blocks < 2 * kLeastBlocksOfPart || tiles == 0) return true;
+  return count_units(p, tiles, tables.cu_seqlens_k, tables.rows_k, cut.tile_keys, &room->key_tiles);
 }
 
-// The parts of the workspace that threads share.
+// The part of the workspace that threads share: the list, then the sums.
 struct Shared {
   uint64_t list;  // bytes
-  uint64_t dq_sums;
-  uint64_t turns;
+  BackwardSums sums;
 
-  Shared(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel, int64_t blocks) {
-    list = whole_lines(static_cast<uint64_t>(p.batch) * sizeof(Sequence));
-    dq_sums = static_cast<uint64_t>(blocks) * whole_lines(kernel.dq_sums_bytes(p));
-    turns = whole_lines(static_cast<uint64_t>(blocks) * sizeof(Turn));
-  }
-  uint64_t bytes() const { return list + dq_sums + turns; }
+  Shared(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel, const Room& room)
+      : list(whole_lines(static_cast<uint64_t>(p.batch) * sizeof(Sequence))),
+        sums(p, kernel, room.blocks, room.key_tiles) {}
+  uint64_t bytes() const { return list + sums.bytes(); }
 };
 
 // ---- what no sequence has ---------------------------------------------------------------------
@@ -157,14 +172,14 @@ Sequence* read_sequences(const AttentionBackwardProblem& p, const AttentionBackw
     if (sequence.rows.queries.count == 0) continue;
     const AttentionBackwardProblem own = problem_of(p, sequence.rows);
     const BackwardCut cut(own, kernel);
-    if (cut.tiles_in_all == 0) return list;  // dsinks alone are wanted
+    if (cut.pieces_in_all == 0) return list;  // dsinks alone are wanted
     const double work = attention_backward_flops(own);
-    sequence.tile_work = work / static_cast<double>(cut.tiles_in_all);
+    sequence.piece_work = work / static_cast<double>(cut.pieces_in_all);
     *all_work += work;
     ++end;
   }
   std::sort(list, end, [](const Sequence& a, const Sequence& b) {
-    return a.tile_work != b.tile_work ? a.tile_work > b.tile_work : a.batch < b.batch;
+    return a.piece_work != b.piece_work ? a.piece_work > b.piece_work : a.batch < b.batch;
   });
   return end;
 }
@@ -174,10 +189,10 @@ struct Round {
   const AttentionBackwardKernel& kernel;
   const Sequence* begin;
   const Sequence* end;
-  int64_t tiles;
-  int64_t sinks;  // pieces of work behind the tiles
-  unsigned char* dq_sums;
-  Turn* turns;
+  int64_t pieces;
+  int64_t sinks;  // more pieces, behind these
+  SumsInTurn dq;
+  SumsInTurn keys;
   unsigned char* scratch;
   uint64_t scratch_bytes;  // per thread
   std::atomic<int64_t> next{0};
@@ -186,14 +201,12 @@ struct Round {
 void work_on_sequence(const Round& round, int64_t index, void* scratch) {
   const Sequence& sequence =
       *std::upper_bound(round.begin, round.end, index,
-                        [](int64_t i, const Sequence& each) { return i < each.end_tile; });
+                        [](int64_t i, const Sequence& each) { return i < each.end_piece; });
   const AttentionBackwardProblem own = problem_of(round.problem, sequence.rows);
   const BackwardCut cut(own, round.kernel);
-  const uint64_t bytes = whole_lines(round.kernel.dq_sums_bytes(own));
-  const BackwardTiles tiles = {own, round.kernel, cut,
-                               round.dq_sums + static_cast<uint64_t>(sequence.first_block) * bytes,
-                               round.turns + sequence.first_block};
-  work_on_tile(tiles, index - (sequence.end_tile - cut.tiles_in_all), scratch);
+  const BackwardTiles tiles = {own, round.kernel, cut, round.dq.from(sequence.first_block),
+                               round.keys.from(sequence.first_key_tile)};
+  work_on_piece(tiles, index - (sequence.end_piece - cut.pieces_in_all), scratch);
 }
 
 // Over the sequences in their order, so that equal lengths have the bits of a dense batch.
@@ -212,27 +225,30 @@ void work(void* context, int32_t worker) {
   void* scratch = round.scratch + static_cast<uint64_t>(worker) * round.scratch_bytes;
   for (;;) {
     const int64_t index = round.next.fetch_add(1, std::memory_order_relaxed);
-    if (index >= round.tiles + round.sinks) return;
-    if (index < round.tiles) {
+    if (index >= round.pieces + round.sinks) return;
+    if (index < round.pieces) {
       work_on_sequence(round, index, scratch);
     } else {
-      write_dsink(round, index - round.tiles);
+      write_dsink(round, index - round.pieces);
     }
   }
 }
 
-// Takes sequences from `begin` on while their blocks fit in `room`; sets their places, and returns
+// Takes sequences from `begin` on while their sums fit in `room`; sets their places, and returns
 // the end of them.
 Sequence* take_round(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
-                     int64_t room, Sequence* begin, Sequence* end, int64_t* tiles) {
-  int64_t blocks = 0;
-  *tiles = 0;
+                     const Room& room, Sequence* begin, Sequence* end, int64_t* pieces) {
+  Room taken;
+  *pieces = 0;
   for (; begin != end; ++begin) {
     const BackwardCut cut(problem_of(p, begin->rows), kernel);
-    if (blocks + cut.blocks_in_all > room) return begin;
-    begin->first_block = blocks;
-    blocks += cut.blocks_in_all;
-    begin->end_tile = *tiles += cut.tiles_in_all;
+    if (taken.blocks + cut.blocks_in_all > room.blocks) return begin;
+    if (taken.key_tiles + cut.key_tiles_in_all > room.key_tiles) return begin;
+    begin->first_block = taken.blocks;
+    begin->first_key_tile = taken.key_tiles;
+    taken.blocks += cut.blocks_in_all;
+    taken.key_tiles += cut.key_tiles_in_all;
+    begin->end_piece = *pieces += cut.pieces_in_all;
   }
   return begin;
 }
@@ -242,23 +258,23 @@ Sequence* take_round(const AttentionBackwardProblem& p, const AttentionBackwardK
 flashmoe_status backward_sequences_bytes(const AttentionBackwardProblem& p,
                                          const AttentionBackwardKernel& kernel, uint64_t* bytes,
                                          const Reason& reason) {
-  int64_t blocks = 0;
-  if (!count_blocks(p, kernel, &blocks)) {
+  Room room;
+  if (!count_room(p, kernel, &room)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "%lld sequences of at most %lld queries and %lld KV heads may have more "
-                         "than %u blocks of rows",
+                         "than %u blocks of rows or tiles of keys",
                          static_cast<long long>(p.batch), static_cast<long long>(p.seq_q),
                          static_cast<long long>(p.heads_kv), UINT32_MAX);
   }
-  *bytes = Shared(p, kernel, blocks).bytes();
+  *bytes = Shared(p, kernel, room).bytes();
   return FLASHMOE_OK;
 }
 
 void launch_backward_sequences(const AttentionBackwardProblem& p,
                                const AttentionBackwardKernel& kernel, int32_t threads,
                                unsigned char* workspace) {
-  int64_t room = 0;  // that plan() has found to be enough
-  count_blocks(p, kernel, &room);
+  Room room;  // that plan() has found to be enough
+  count_room(p, kernel, &room);
   const Shared shared(p, kernel, room);
   if (!p.accumulate) {
     Zeros zeros = {p};
@@ -266,28 +282,28 @@ void launch_backward_sequences(const AttentionBackwardProblem& p,
     parallel_run(most, work_on_zeros, &zeros);
   }
   auto* const list = reinterpret_cast<Sequence*>(workspace);
-  auto* const turns = reinterpret_cast<Turn*>(workspace + shared.list + shared.dq_sums);
+  unsigned char* const sums = workspace + shared.list;
   double all_work = 0;
   Sequence* const end = read_sequences(p, kernel, list, &all_work);
   threads = choose_threads(all_work, kernel.flops_per_thread, threads);
   Sequence* begin = list;
   do {
-    int64_t tiles = 0;
-    Sequence* const last = take_round(p, kernel, room, begin, end, &tiles);
-    for (int64_t i = 0; i < room; ++i) new (&turns[i]) Turn(0);
+    int64_t pieces = 0;
+    Sequence* const last = take_round(p, kernel, room, begin, end, &pieces);
+    shared.sums.begin(sums);
     const int64_t sinks = last == end && p.dsinks.data != nullptr ? p.heads_q : 0;
     Round round = {p,
                    kernel,
                    begin,
                    last,
-                   tiles,
+                   pieces,
                    sinks,
-                   workspace + shared.list,
-                   turns,
+                   shared.sums.dq(sums),
+                   shared.sums.keys(sums),
                    workspace + shared.bytes(),
                    whole_lines(kernel.scratch_bytes(p))};
-    const int64_t pieces = std::max<int64_t>(tiles + sinks, 1);
-    parallel_run(static_cast<int32_t>(std::min<int64_t>(threads, pieces)), work, &round);
+    const int64_t all = std::max<int64_t>(pieces + sinks, 1);
+    parallel_run(static_cast<int32_t>(std::min<int64_t>(threads, all)), work, &round);
     begin = last;
   } while (begin != end);
 }

@@ -188,7 +188,16 @@ class BackwardStep : BackwardRows<Product> {
     }
   }
 
-  void end_keys() {
+  // `sums` are of dk, then of dv.
+  void end_keys(float* sums, bool first, bool last) {
+    const int64_t keys = round_up(step_.keys, kGroupRows);
+    const int64_t of_dk = keys * dim_panels_ * kPanel;
+    if (this->wants_dk()) add_to_shared(s_.dk, sums, of_dk, first, last);
+    if (this->wants_dv()) {
+      float* const shared = sums != nullptr ? sums + of_dk : nullptr;
+      add_to_shared(s_.dv, shared, keys * dim_v_panels_ * kPanel, first, last);
+    }
+    if (!last) return;
     for (int64_t key = 0; key < step_.keys; ++key) {
       if (this->wants_dk()) write_key(b_.dk, key, b_.dim, b_.scale, dim_panels_, s_.dk);
       if (this->wants_dv()) write_key(b_.dv, key, b_.dim_v, 1.0f, dim_v_panels_, s_.dv);
@@ -437,6 +446,13 @@ inline size_t backward_dq_sums_bytes(const AttentionBackwardProblem& p) {
 }
 
 template <typename Product>
+size_t backward_key_sums_bytes(const AttentionBackwardProblem& p) {
+  const int64_t keys = backward_keys(p, Product::kPack);
+  return static_cast<size_t>(keys * (round_up(p.dim, kPanel) + round_up(p.dim_v, kPanel))) *
+         sizeof(float);
+}
+
+template <typename Product>
 BackwardStep<Product> backward_step(const AttentionBackwardProblem& p,
                                     const AttentionBackwardStep& step, void* scratch) {
   ScratchCursor cursor(scratch);
@@ -463,8 +479,8 @@ void backward_add_dq(const AttentionBackwardProblem& p, const AttentionBackwardS
 
 template <typename Product>
 void backward_end_keys(const AttentionBackwardProblem& p, const AttentionBackwardStep& step,
-                       void* scratch) {
-  backward_step<Product>(p, step, scratch).end_keys();
+                       void* scratch, void* sums, bool first, bool last) {
+  backward_step<Product>(p, step, scratch).end_keys(static_cast<float*>(sums), first, last);
 }
 
 template <typename Product>
@@ -474,6 +490,7 @@ constexpr AttentionBackwardKernel attention_backward_kernel(const char* isa) {
           backward_block_rows,
           backward_scratch_bytes<Product>,
           backward_dq_sums_bytes,
+          backward_key_sums_bytes<Product>,
           backward_begin_keys<Product>,
           backward_add_rows<Product>,
           backward_add_dq<Product>,

@@ -1,5 +1,6 @@
 // Attention in fp64, forward and backward: for checks of gradients, in plain loops over rows and
 // keys. The online softmax and the order of sums are those of the other kernels.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -297,9 +298,19 @@ void add_dq(const AttentionBackwardProblem& p, const AttentionBackwardStep& step
   }
 }
 
-void end_keys(const AttentionBackwardProblem& p, const AttentionBackwardStep& step, void* scratch) {
+void end_keys(const AttentionBackwardProblem& p, const AttentionBackwardStep& step, void* scratch,
+              void* shared, bool first, bool last) {
   const Rows rows(p, step.rows);
   const Scratch s(p, scratch);
+  auto* const sums = static_cast<double*>(shared);
+  const int64_t count = kBackwardKeys * (p.dim + p.dim_v);  // of dk, and of dv behind it
+  if (!first) {
+    for (int64_t i = 0; i < count; ++i) s.dk[i] += sums[i];
+  }
+  if (!last) {
+    std::copy_n(s.dk, count, sums);
+    return;
+  }
   for (int64_t i = 0; i < step.keys; ++i) {
     const int64_t key = step.first_key + i;
     if (p.dk.data != nullptr) {
@@ -363,6 +374,9 @@ const AttentionBackwardKernel kFp64AttentionBackward = {
     },
     [](const AttentionBackwardProblem& p) {
       return static_cast<size_t>(kBackwardRows * p.dim) * sizeof(double);
+    },
+    [](const AttentionBackwardProblem& p) {
+      return static_cast<size_t>(kBackwardKeys * (p.dim + p.dim_v)) * sizeof(double);
     },
     begin_keys,
     add_rows,

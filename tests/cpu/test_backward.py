@@ -552,6 +552,76 @@ def test_bits_do_not_depend_on_threads(
         assert_same_bits(other, results[0])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"causal": "none"},
+        {"causal": "top_left", "softcap": 3.0},
+        {"causal": "bottom_right", "window": (100, None)},
+        {"window": (20, 20)},
+    ],
+    ids=str,
+)
+def test_rows_of_one_kv_head_are_shared_out(
+    isa_library: ctypes.CDLL, dtype: str, mask: dict[str, Any]
+) -> None:
+    """Where tiles of keys are few, dk and dv are sums over parts of the rows."""
+    kind = capi.DTYPES.get(dtype, FP64)
+    case = Case(
+        np.random.default_rng(19), kind, seq=(410, 300), heads=(8, 1), dims=(40, 24),
+        lib=isa_library, **mask,
+    )  # fmt: skip
+    results = []
+    for threads in (1, 2, 16):
+        isa_library.flashmoe_set_num_threads(threads)
+        results += [case.run(isa_library) for _ in range(2)]
+        launch = capi.last_launches(isa_library)[0]
+        tiles = -(-300 // launch.tile_n)
+        parts, rest = divmod(launch.grid[0], tiles)
+        blocks = -(-410 * 8 // launch.tile_m)
+        assert rest == 0 and blocks // 8 <= parts <= blocks // 4
+        assert launch.grid[0] >= 12
+    isa_library.flashmoe_set_num_threads(0)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+    case.check(results[0])
+    for wanted in (("dk",), ("dv",), ("dq",)):
+        some = case.run(isa_library, wanted=wanted)
+        for name in wanted:
+            np.testing.assert_array_equal(
+                bits(getattr(some, name)), bits(getattr(results[0], name))
+            )
+
+
+def launch_of(lib: ctypes.CDLL, q: tuple[int, ...], heads_kv: int) -> capi.Launch:
+    """As planned for tensors of zeros, with as many keys as queries."""
+    of_q = capi.aligned_empty(q, np.dtype(np.float32))
+    of_k = capi.aligned_empty((*q[:2], heads_kv, q[3]), np.dtype(np.float32))
+    lse = np.zeros((q[0], q[2], q[1]), np.float32)
+    tensors = {"dout": of_q, "q": of_q, "k": of_k, "v": of_k, "out": of_q, "lse": lse}
+    made = {"dq": np.empty_like(of_q), "dk": np.empty_like(of_k), "dv": np.empty_like(of_k)}
+    plan = capi.attention_backward_plan(capi.attention_backward_params(tensors | made), lib)
+    return plan.launches[0]
+
+
+@pytest.mark.parametrize("q", [(1, 512, 8, 64), (1, 2048, 2, 64), (1, 2048, 32, 128)], ids=str)
+def test_one_kv_head_gives_work_to_sixteen_threads(
+    library: ctypes.CDLL, q: tuple[int, ...]
+) -> None:
+    library.flashmoe_set_num_threads(16)
+    launch = launch_of(library, q, 1)
+    library.flashmoe_set_num_threads(0)
+    assert launch.block[0] == 16 and launch.grid[0] >= 24
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_rows_of_many_tiles_stay_whole(library: ctypes.CDLL, batch: int) -> None:
+    """Keys would be packed more often for nothing."""
+    launch = launch_of(library, (batch, 1024, 16, 64), 16)
+    assert launch.grid[0] == batch * 16 * -(-1024 // launch.tile_n)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hundred_runs(library: ctypes.CDLL, dtype: str) -> None:
     case = Case(np.random.default_rng(8), capi.DTYPES[dtype], seq=(300, 500), causal="top_left")

@@ -195,6 +195,24 @@ def test_every_way_has_the_bits_of_dense_calls(
         assert_same_bits(run(given, way), want, given, way)
 
 
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_kv_head_has_the_bits_of_dense_calls(
+    isa_library: ctypes.CDLL, dtype: str, causal: str
+) -> None:
+    """The rows of a sequence are cut into parts as its own length says."""
+    lengths = (130, 0, 5, 200, 70), (250, 40, 60, 400, 0)
+    given = Sequences(isa_library, capi.DTYPES[dtype], lengths, heads=(8, 1), causal=causal)
+    want = given.dense()
+    try:
+        for threads in (1, 2, 16):
+            isa_library.flashmoe_set_num_threads(threads)
+            for way in ways(given).values():
+                assert_same_bits(run(given, way), want, given, way)
+    finally:
+        isa_library.flashmoe_set_num_threads(0)
+
+
 def test_fp64(library: ctypes.CDLL) -> None:
     given = Sequences(library, np.dtype(np.float64), causal="bottom_right", window=(60, None))
     want = given.dense()
