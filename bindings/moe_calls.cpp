@@ -25,7 +25,7 @@ int64_t parse_top_k(nb::handle top_k) {
 uint64_t parse_max_workspace_bytes(nb::handle bytes) {
   if (bytes.is_none()) return 0;
   return static_cast<uint64_t>(parse_integer("max_workspace_bytes", bytes, 1, INT64_MAX,
-                                             "are positive, or None, for no bound"));
+                                             "are 1 to 2**63 - 1, or None, for no bound"));
 }
 
 bool extents_of_logits(const TensorView& logits, int64_t top_k, RouteExtents* extents) {

@@ -35,8 +35,11 @@ flashmoe_status fail(flashmoe_status status, const char* format, ...) {
   va_end(arguments);
   make_readable(sentence);
   keep(sentence);
-  if (log_enabled(FLASHMOE_LOG_ERROR)) {
-    log_line(FLASHMOE_LOG_ERROR, "%s: %s", flashmoe_status_name(status), sentence);
+  // A caller may launch without workspace, as most calls need none, and then with what one needs.
+  const bool asks = status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL;
+  const int32_t level = asks ? FLASHMOE_LOG_DEBUG : FLASHMOE_LOG_ERROR;
+  if (log_enabled(level)) {
+    log_line(level, "%s: %s", flashmoe_status_name(status), sentence);
     keep(sentence);  // a log's callback may itself call the library, and fail
   }
   return status;

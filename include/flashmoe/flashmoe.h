@@ -144,9 +144,9 @@ FLASHMOE_API int32_t flashmoe_get_num_threads(void);
 
 typedef enum flashmoe_log_level {
   FLASHMOE_LOG_OFF = 0,
-  FLASHMOE_LOG_ERROR = 1, /* one line per failed call */
+  FLASHMOE_LOG_ERROR = 1, /* one line per failed call, but of WORKSPACE_TOO_SMALL */
   FLASHMOE_LOG_INFO = 2,  /* one line per launched call: shapes, plan, stream */
-  FLASHMOE_LOG_DEBUG = 3  /* also why the other kernels were not chosen */
+  FLASHMOE_LOG_DEBUG = 3  /* also why the other kernels were not chosen, and WORKSPACE_TOO_SMALL */
 } flashmoe_log_level;
 
 /* Receives one line without its newline. May be called from any thread that calls the library, and

@@ -235,33 +235,42 @@ def check_before_append(
             _checked.add(call)
     except _TransformedError:  # which torch's operators take, that check it again
         return
-    if out is not None and any(_may_overlap(out, x) for x in (q, k, v, *how.values())):
+    if out is not None and _may_overlap(out, (q, k, v, *how.values())):
         attend_to_cache(q, k, v, **how, return_lse=return_lse, out=out)  # no plan knows of that
 
 
-def _may_overlap(out: torch.Tensor, given: Any) -> bool:
-    """Whether the first byte to the last of one has some of the other's."""
-    if not isinstance(given, torch.Tensor) or given.device != out.device:
-        return False
-    (begin, end), (first, last) = map(_bytes_of, (out, given))
-    return begin < last and first < end
+def _may_overlap(out: torch.Tensor, others: tuple[Any, ...]) -> bool:
+    """Whether the first byte to the last of it has some of another's on its device."""
+    begin, end = _bytes_of(out)
+    for given in others:
+        if given is None or not isinstance(given, torch.Tensor):
+            continue
+        first, last = _bytes_of(given)
+        if begin < last and first < end and given.device == out.device:
+            return True
+    return False
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    begin, axes = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():  # as nearly all are, and the rest takes long
+        return begin, begin + tensor.nbytes
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((n - 1) * stride for n, stride in axes)
     return begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin
 
 
 def _facts(given: Any) -> Any:
     """What a plan looks at. Options as they print: 1 and True are equal, and not both accepted."""
+    if given is None or given is True or given is False:  # most options, for less time
+        return given
     if not isinstance(given, torch.Tensor):
         return repr(given)
     try:
         skew: Any = given.data_ptr() % _ROW_ALIGNMENT
     except RuntimeError:  # it has no memory
         skew = object()
-    return given.shape, given.stride(), given.dtype, given.device, skew
+    return given.shape, given.stride(), given.dtype, given.device, skew, given.is_neg()
 
 
 def check_tensor(name: str, tensor: Any) -> None:

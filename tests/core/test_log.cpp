@@ -30,8 +30,8 @@ void collect(int32_t level, const char* line, void* user) {
 
 void fail_once() { CHECK(flashmoe_set_num_threads(-1) == FLASHMOE_ERROR_INVALID_ARGUMENT); }
 
-// A call that launches: one line at level INFO.
-void attend_once() {
+// A call with the workspace that it needs, or with none.
+flashmoe_status attend(bool with_workspace) {
   alignas(16) static const float ones[8] = {1, 1, 1, 1, 1, 1, 1, 1};
   alignas(16) static float result[8];
   const int64_t shape[4] = {1, 1, 1, 8};
@@ -52,9 +52,16 @@ void attend_once() {
   size_t bytes = 0;
   CHECK(flashmoe_attention_forward_workspace_size(&params, &bytes) == FLASHMOE_OK);
   std::vector<std::max_align_t> workspace(bytes / sizeof(std::max_align_t) + 1);
-  CHECK(flashmoe_attention_forward(&params, workspace.data(), bytes, nullptr) == FLASHMOE_OK);
-  CHECK(result[0] == 1.0f && result[7] == 1.0f);
+  CHECK(bytes > 0);
+  const flashmoe_status status =
+      with_workspace ? flashmoe_attention_forward(&params, workspace.data(), bytes, nullptr)
+                     : flashmoe_attention_forward(&params, nullptr, 0, nullptr);
+  CHECK(status != FLASHMOE_OK || (result[0] == 1.0f && result[7] == 1.0f));
+  return status;
 }
+
+// A call that launches: one line at level INFO.
+void attend_once() { CHECK(attend(true) == FLASHMOE_OK); }
 
 std::string read_file(const std::string& path) {
   std::ifstream file(path);
@@ -103,6 +110,19 @@ void callback() {
   CHECK(lines.size() == 4);
   fail_once();
   CHECK(lines.size() == 5);
+}
+
+// Who launches without workspace, and then with what the call needs, has not failed.
+void workspace_is_asked_for() {
+  std::vector<Line> lines;
+  CHECK(flashmoe_set_log(FLASHMOE_LOG_INFO, collect, &lines) == FLASHMOE_OK);
+  CHECK(attend(false) == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
+  CHECK(lines.empty());
+  CHECK(contains(flashmoe_last_error(), "workspace_size: got 0 bytes, this call needs "));
+  CHECK(flashmoe_set_log(FLASHMOE_LOG_DEBUG, nullptr, nullptr) == FLASHMOE_OK);
+  CHECK(attend(false) == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL);
+  CHECK(lines.size() == 1 && lines[0].level == FLASHMOE_LOG_DEBUG);
+  CHECK(contains(lines[0].text, "FLASHMOE_ERROR_WORKSPACE_TOO_SMALL: workspace_size: got 0 bytes"));
 }
 
 void callback_reenters() {
@@ -217,6 +237,7 @@ int main(int argc, char** argv) {
     void (*run)();
   } cases[] = {
       {"callback", callback},
+      {"workspace_is_asked_for", workspace_is_asked_for},
       {"callback_reenters", callback_reenters},
       {"level_off", level_off},
       {"level_error", level_error},

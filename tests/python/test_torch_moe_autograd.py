@@ -574,8 +574,12 @@ def test_the_workspace_of_gradients_is_bounded(fm: Any, layer: Any, backend: str
         assert torch.equal(made, gradient)
     with torch.no_grad():  # which computes none
         assert torch.equal(layer(fm, given, 1), layer(fm, given, None))
-    with pytest.raises(ValueError, match=r"^max_workspace_bytes: got 0, accepted are positive"):
-        layer(fm, given, 0)
+    with torch.no_grad():
+        layer(fm, given, (1 << 63) - 1)
+    for bound in (0, 1 << 63, 1 << 70):
+        told = rf"^max_workspace_bytes: got {bound}, accepted are 1 to 2\*\*63 - 1, or None"
+        with pytest.raises(ValueError, match=told):
+            layer(fm, given, bound)
 
 
 @MODULES

@@ -34,17 +34,26 @@ inline int64_t chunk_count(int64_t columns, int64_t chunk) {
 }
 
 // Columns of a chunk: the fewest chunks, about equal, for which fits(columns of one) is true; the
-// smallest chunks if it never is.
+// smallest chunks if it never is. What is smaller than one that fits has to fit as well; but all
+// columns need not, which have other workspace than a part of them.
 template <class Fits>
 int64_t fit_chunk(int64_t columns, const Fits& fits) {
-  const int64_t least = std::min(columns, kGradientBlock);
-  const int64_t most_chunks = chunk_count(columns, least);
-  for (int64_t count = 1; count < most_chunks; ++count) {
+  if (fits(columns)) return columns;
+  const auto chunk_of = [columns](int64_t count) {
     const int64_t blocks = chunk_count(chunk_count(columns, count), kGradientBlock);
-    const int64_t chunk = std::min(columns, blocks * kGradientBlock);
-    if (fits(chunk)) return chunk;
+    return std::min(columns, blocks * kGradientBlock);
+  };
+  int64_t most = chunk_count(columns, kGradientBlock);
+  int64_t least = 2;
+  while (least < most) {
+    const int64_t count = least + (most - least) / 2;
+    if (fits(chunk_of(count))) {
+      most = count;
+    } else {
+      least = count + 1;
+    }
   }
-  return least;
+  return chunk_of(most);
 }
 
 // bytes_of(chunks) is the workspace of such chunks.

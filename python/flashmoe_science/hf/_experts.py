@@ -23,10 +23,10 @@ _recompute = False
 def set_gradients(max_workspace_bytes: int | None, recompute: bool) -> None:
     """The options of the gradients of every call from now on."""
     global _max_workspace_bytes, _recompute
-    if max_workspace_bytes is not None and max_workspace_bytes < 1:
+    if max_workspace_bytes is not None and not 1 <= max_workspace_bytes < 2**63:
         raise InvalidArgumentError(
-            f"max_workspace_bytes: got {max_workspace_bytes}, accepted are positive, or None, for "
-            "no bound"
+            f"max_workspace_bytes: got {max_workspace_bytes}, accepted are 1 to 2**63 - 1, or "
+            "None, for no bound"
         )
     _max_workspace_bytes, _recompute = max_workspace_bytes, recompute
 
