@@ -76,20 +76,6 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
                   w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset,
                   weight_on_input, out, max_workspace_bytes, recompute, kernel, stream);
   }
-  const flashmoe_dtype dtype = call.tokens.tensor().dtype;
-  const int rank = call.tokens.rank();
-  nb::object result = nb::borrow(out);
-  if (!out.is_none()) {
-    caller.borrow("out", out, &call.out, Access::kWrite);
-    if (!same_shape(call.out, call.tokens)) {
-      raise_value_error("out: got another shape than that of tokens, accepted is the same");
-    }
-  } else if (is_float(dtype) && rank >= 1 && rank <= TensorView::kMaxRank) {
-    result = caller.allocate("out", call.tokens.device(), dtype, rank, call.tokens.tensor().shape,
-                             &call.out);
-  }
-  if (call.out.get() != nullptr) flatten("out", &call.out);
-  flatten("tokens", &call.tokens);
   nb::object made_logits = nb::borrow(logits);
   TensorView& router = call.router_weights;
   caller.borrow_optional("router_weights", router_weights, &router);
@@ -105,6 +91,21 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   if (call.logits.get() != nullptr) flatten("logits", &call.logits);
   caller.borrow_optional("selection_bias", selection_bias, &call.selection_bias);
   borrow_weights(caller, {w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
+  // Behind the inputs: forward-mode differentiation, which refuses one of these, gives no memory.
+  const flashmoe_dtype dtype = call.tokens.tensor().dtype;
+  const int rank = call.tokens.rank();
+  nb::object result = nb::borrow(out);
+  if (!out.is_none()) {
+    caller.borrow("out", out, &call.out, Access::kWrite);
+    if (!same_shape(call.out, call.tokens)) {
+      raise_value_error("out: got another shape than that of tokens, accepted is the same");
+    }
+  } else if (is_float(dtype) && rank >= 1 && rank <= TensorView::kMaxRank) {
+    result = caller.allocate("out", call.tokens.device(), dtype, rank, call.tokens.tensor().shape,
+                             &call.out);
+  }
+  if (call.out.get() != nullptr) flatten("out", &call.out);
+  flatten("tokens", &call.tokens);
   launch(&call, caller, stream);
   return result;
 }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flashmoe_science import _core, _dispatch, _moe
-from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, _naming
 from flashmoe_science.moe import (
     Activation,
     Gate,
@@ -321,7 +321,7 @@ def fused_moe_backward(
         made, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
         num_groups=num_groups, top_groups=top_groups, scale=scale, stream=stream,
     )  # fmt: skip
-    layer = moe_backward(
+    layer = _backward_of_tokens(
         dout, tokens, w_gate_up, w_down, routing, w_up=w_up, gate=gate, activation=activation,
         b_gate_up=b_gate_up, b_up=b_up, b_down=b_down, alpha=alpha, limit=limit,
         up_offset=up_offset, weight_on_input=weight_on_input,
@@ -348,6 +348,9 @@ def fused_moe_backward(
         dlogits if router_weights is None else None,
         layer.w_gate_up, layer.w_up, layer.w_down, layer.b_gate_up, layer.b_up, layer.b_down,
     )  # fmt: skip
+
+
+_backward_of_tokens = _naming({"x": "tokens"})(moe_backward)
 
 
 def _fused_backward_of_jax(dout: Any, top_k: int, **given: Any) -> FusedMoeGradients:

@@ -330,6 +330,51 @@ def test_what_the_functional_gradients_alone_do_not_take() -> None:
         fm.fused_moe_backward(torch.zeros(T, H), given["tokens"], **few, top_k=K)
 
 
+@pytest.mark.parametrize(
+    ("dout", "sentence"),
+    [
+        (torch.zeros(T + 1, H), f"dout: its number of tokens is {T + 1}, but tokens has {T}"),
+        (torch.zeros(T, H + 8), f"dout: its hidden size is {H + 8}, but tokens has {H}"),
+        (torch.zeros(T, H).bfloat16(), "dout: got dtype bf16, accepted is fp32 as tokens's"),
+    ],
+    ids=["rows", "columns", "dtype"],
+)
+def test_dout_of_the_functional_gradients_is_compared_with_tokens(
+    dout: torch.Tensor, sentence: str
+) -> None:
+    given = {n: x.detach() for n, x in leaves(torch.float32).items()}
+    assert said(lambda **a: fm.fused_moe_backward(dout, **a), given) == sentence
+
+
+@pytest.mark.parametrize("name", sorted(leaves(torch.float32)))
+@MODULES
+def test_a_tangent_of_any_tensor_of_the_layer_is_refused_by_its_name(fm: Any, name: str) -> None:
+    given = {n: x.detach() for n, x in leaves(torch.float32).items()}
+
+    def of_one(x: Any) -> Any:
+        return fm.fused_moe(**given | {name: x}, top_k=K)
+
+    with pytest.raises(ValueError, match=rf"^{name}: has a tangent of forward-mode"):
+        torch.func.jacfwd(of_one)(given[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_without_tokens(dtype: torch.dtype) -> None:
+    """Of tensors without elements torch's have no address."""
+    given = {n: x.detach() for n, x in leaves(dtype).items()} | {
+        "tokens": torch.zeros(0, H).to(dtype)
+    }
+    made = fm.fused_moe_backward(given["tokens"], **given, top_k=K)
+    for name, x in given.items():
+        gradient = getattr(made, name)
+        assert gradient.shape == x.shape and gradient.dtype == dtype, name
+        assert not gradient.any(), name
+    routing = fm.moe_route(torch.zeros(0, E, dtype=dtype), K)
+    layer = given["tokens"], given["w_gate_up"], given["w_down"], routing
+    dweights = fm.moe_backward(given["tokens"], *layer).weights
+    assert dweights.shape == (0, K) and dweights.dtype == dtype
+
+
 def test_a_module_learns() -> None:
     torch.manual_seed(0)
     layer = fmt.FlashMoELayer(32, 24, 8, 2, router_bias=True, expert_bias=True, transposed=True)

@@ -139,7 +139,9 @@ flashmoe_status read_outputs(const Params& params, MoeBackwardProblem* p) {
   FLASHMOE_TRY(bias("db_down", params.db_down, "w_down", layer.hidden, &p->db_down));
   if (params.dweights == nullptr) return FLASHMOE_OK;
   View dweights;
-  const Dtype of_weights = layer.wide_weights != nullptr ? Dtype::kFloat64 : Dtype::kFloat32;
+  // By the tensor: without tokens its pointer may be null.
+  const bool wide = params.weights->dtype.bits == 64;
+  const Dtype of_weights = wide ? Dtype::kFloat64 : Dtype::kFloat32;
   FLASHMOE_TRY(
       check_numbers("dweights", params.dweights, 2, "weights", of_weights, p->device, &dweights));
   FLASHMOE_TRY(
