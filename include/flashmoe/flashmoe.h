@@ -464,7 +464,7 @@ typedef struct flashmoe_attention_forward_params {
   const flashmoe_tensor* lse; /* NULL: not wanted */
   int32_t layout;             /* flashmoe_layout */
   int32_t causal;             /* flashmoe_causal */
-  float scale;                /* finite and positive; 0 = 1 / sqrt(dim) */
+  float scale;                /* finite and positive, fp32 of fp64 tensors too; 0 = 1 / sqrt(dim) */
   uint32_t reserved;          /* 0 */
   const char* kernel;         /* NULL: the best here. Else a kernel family ("cpu", "sm89"), a
                                  schedule of one ("sm90_split_kv") or a kernel's full name as a plan

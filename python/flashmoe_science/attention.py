@@ -183,7 +183,8 @@ def flash_attention(
         window: (left, right), numbers of keys: query i, which stands at key p = i + seq_k - seq_q
             (at p = i with "top_left"), sees keys p - left <= j <= p + right. None in either place
             is no bound. With causal right is 0 or None.
-        scale: Factor of the logits; None is 1 / sqrt(dim).
+        scale: Factor of the logits, rounded to fp32, for fp64 tensors, too, as softcap is; None is
+            1 / sqrt(dim) in full.
         softcap: Logits become softcap * tanh(logit / softcap), before the mask; None is no cap.
         sinks: [heads_q], fp32 or q's dtype, any stride: a logit of each head that takes part in
             every softmax and has no value, as gpt-oss learns it. scale and softcap do not touch it,

@@ -207,6 +207,10 @@ def test_what_is_not_there_is_refused_with_a_sentence() -> None:
             fmt.scaled_dot_product_attention(**given)
     with pytest.raises(TypeError, match=r"^dropout_p: got a torch\.Tensor, accepted is the number"):
         fmt.scaled_dot_product_attention(q, k, v, dropout_p=torch.zeros(2))  # type: ignore[arg-type]
+    for name in ("is_causal", "enable_gqa"):
+        wrong: Any = {name: torch.ones(2)}
+        with pytest.raises(TypeError, match=rf"^{name}: got tensor.*, accepted are False and True"):
+            fmt.scaled_dot_product_attention(q, k, v, **wrong)
     narrow = (x[..., :4] for x in (q, k, v))
     with pytest.raises(ValueError, match=r"^query: its head dimension is 4, accepted are multiple"):
         fmt.scaled_dot_product_attention(*narrow)

@@ -338,9 +338,41 @@ def test_jagged_tensors_in_one_graph(dynamic: bool | None, given: str, gradients
             assert all(map(torch.equal, made, expected))
 
 
+def test_jagged_tensors_that_were_made_apart() -> None:
+    """Torch does not know their lengths to be the same; its own attention serves them."""
+    q, k, v = (jagged(normal(15, 2, 16, seed=seed), LENGTHS_Q) for seed in (1, 2, 3))
+    assert k.shape[2] != v.shape[2]
+    offsets = q.transpose(1, 2).offsets()
+    together = (
+        torch.nested.nested_tensor_from_jagged(x.transpose(1, 2).values(), offsets).transpose(1, 2)
+        for x in (q, k, v)
+    )
+    want = fmt.scaled_dot_product_attention(*together).transpose(1, 2).values()
+    assert torch.equal(fmt.scaled_dot_product_attention(q, k, v).transpose(1, 2).values(), want)
+    with fmt.sdpa_kernel(strict=True):
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(out.transpose(1, 2).values(), want)
+
+
+def test_jagged_tensors_with_holes_elsewhere() -> None:
+    """Of one tensor of lengths, by which torch takes their shapes to be the same."""
+    rows, lengths = normal(24, 2, 16, seed=1), torch.tensor([4, 2, 5])
+    k, v = (
+        torch.nested.nested_tensor_from_jagged(rows, torch.tensor(offsets), lengths=lengths)
+        for offsets in ([0, 8, 16, 24], [3, 10, 19, 24])
+    )
+    assert k.shape[1] == v.shape[1]
+    tensors = [x.transpose(1, 2) for x in (k, k, v)]
+    with pytest.raises(ValueError, match=r"^value: its sequences begin at other rows"):
+        fmt.scaled_dot_product_attention(*tensors)
+    compiled = torch.compile(fmt.scaled_dot_product_attention, backend="eager")
+    with pytest.raises(ValueError, match=r"^value: its offsets or lengths are not key's"):
+        compiled(*tensors)
+
+
 def test_nested_tensors_that_are_not_ours(caplog: pytest.LogCaptureFixture) -> None:
     q = jagged(normal(15, 2, 16, seed=1), LENGTHS_Q)
-    other = jagged(normal(15, 2, 16, seed=2), LENGTHS_Q)
+    other = jagged(normal(15, 2, 16, seed=2), LENGTHS_Q[::-1])
     with pytest.raises(ValueError, match=r"^key: got a dense tensor beside nested ones"):
         fmt.scaled_dot_product_attention(q, torch.randn(4, 2, 9, 16), q)
     with pytest.raises(ValueError, match=r"^query: got a nested tensor of 4 dimensions, of which"):

@@ -30,8 +30,8 @@ def mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable
             )
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         return "key: it has another number of sequences than query"
-    if key.shape[_SEQ_AXIS] != value.shape[_SEQ_AXIS]:
-        return "value: its sequences have other lengths than those of key"
+    if apart := _apart(key, value):
+        return apart
     if key.shape[-1] != query.shape[-1]:
         return f"key: its head dimension is {key.shape[-1]}, but query has {query.shape[-1]}"
     heads, heads_k, heads_v = query.shape[1], key.shape[1], value.shape[1]
@@ -42,6 +42,30 @@ def mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable
             f"key: got {heads_k} heads, but query has {heads}; with enable_gqa=True they may be a "
             "divisor"
         )
+    return ""
+
+
+def _apart(key: Any, value: Any) -> str:
+    """Why the sequences of value are not at the rows of those of key, "" where they are."""
+    starts, starts_v, used, used_v = key.offsets(), value.offsets(), key.lengths(), value.lengths()
+    # Torch knows the lengths of two tensors to be the same where they come from one tensor. With
+    # holes the offsets are apart from them.
+    same = key.shape[_SEQ_AXIS] == value.shape[_SEQ_AXIS] and used is None and used_v is None
+    if same or (starts is starts_v and used is used_v):
+        return ""
+    if key.device != value.device:
+        return f"value: it is on {value.device}, but key is on {key.device}"
+    captured = key.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or captured:  # there are no numbers to compare
+        return "value: its offsets or lengths are not key's, accepted in a graph are the very same"
+    counts, counts_v = (
+        (starts.diff() if used is None else used).long()
+        for starts, used in ((starts, used), (starts_v, used_v))
+    )
+    if not torch.equal(counts, counts_v):
+        return "value: its sequences have other lengths than those of key"
+    if not torch.equal(starts.long(), starts_v.long()):
+        return "value: its sequences begin at other rows than those of key"
     return ""
 
 

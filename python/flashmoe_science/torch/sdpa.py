@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flashmoe_science import _autograd, _warn_once
+from flashmoe_science._dtypes import parse_flag
 from flashmoe_science.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
@@ -62,7 +63,8 @@ def scaled_dot_product_attention(
         dropout_p: 0: there is no dropout here yet.
         is_causal: Query i sees the keys up to i, counted from the first of both: top-left, as torch
             has it.
-        scale: Factor of the logits, positive; None is 1 / sqrt(dim).
+        scale: Factor of the logits, positive, rounded to fp32 for fp64 tensors, too; None is
+            1 / sqrt(dim) in full.
         enable_gqa: Whether heads_kv may be a divisor of heads_q, of key and of value another.
 
     Returns:
@@ -73,6 +75,8 @@ def scaled_dot_product_attention(
             the call or, where gradients are recorded, its backward.
         ValueError, TypeError: A shape, a stride, a dtype or an option is wrong.
     """
+    is_causal = parse_flag("is_causal", is_causal)
+    enable_gqa = parse_flag("enable_gqa", enable_gqa)
     if attn_mask is None and _is_zero(dropout_p) and _is_plain(query, key, value, enable_gqa):
         return _attend_plainly(query, key, value, is_causal, scale)
     _check_kinds(query, key, value, attn_mask, dropout_p)
