@@ -6,7 +6,11 @@ namespace flashmoe {
 namespace cpu {
 
 const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype) {
+#if FLASHMOE_CPU_X86
+  if (dtype == Dtype::kFloat64) return isa == Isa::kScalar ? kFp64Moe : kAvx2Fp64Moe;
+#else
   if (dtype == Dtype::kFloat64) return kFp64Moe;
+#endif
   const int index = static_cast<int>(dtype);
   switch (isa) {
 #if FLASHMOE_CPU_X86

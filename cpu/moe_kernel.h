@@ -143,6 +143,7 @@ struct MoeKernel {
 extern const MoeKernel kScalarMoe[3];
 extern const MoeKernel kFp64Moe;
 #if FLASHMOE_CPU_X86
+extern const MoeKernel kAvx2Fp64Moe;
 extern const MoeKernel kAvx2Moe[3];
 extern const MoeKernel kAvx512Moe[3];
 extern const MoeKernel kAvx512Bf16Moe;  // bf16 only
