@@ -199,11 +199,11 @@ void every_byte_of_a_problem_counts() {
   every_byte_counts<KvGatherProblem>(11);
   every_byte_counts<MergeStatesProblem>(8);
   every_byte_counts<AttentionMergeInProblem>(26);
-  every_byte_counts<MoeRouteProblem>(11);
-  every_byte_counts<MoeForwardProblem>(13);
+  every_byte_counts<MoeRouteProblem>(14);
+  every_byte_counts<MoeForwardProblem>(14);
   every_byte_counts<GroupedProductProblem>(6);
-  every_byte_counts<MoeRouteBackwardProblem>(5);
-  every_byte_counts<MoeBackwardProblem>(24);
+  every_byte_counts<MoeRouteBackwardProblem>(7);
+  every_byte_counts<MoeBackwardProblem>(26);
   every_byte_counts<GroupedProductBackwardProblem>(8);
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+from reference_backward import cancellation
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -66,11 +67,11 @@ def exactly(tensors: Any, function: Any, **given: Any) -> Any:
         return jax.tree.map(np.asarray, made)
 
 
-def assert_rule(got: Any, plain: Any, ref: Any, dtype: str) -> None:
-    """max|ours - ref| <= 2 max|JAX's - ref| + ulp"""
+def assert_rule(got: Any, plain: Any, ref: Any, dtype: str, more: float = 0.0) -> None:
+    """max|ours - ref| <= 2 max|JAX's - ref| + ulp + more"""
     got, plain = (np.asarray(x, np.float64) for x in (got, plain))
     ulp = reference.ulp(np.dtype(jnp.dtype(dtype)), float(np.abs(ref).max()))
-    bound = 2 * np.abs(plain - ref).max() + ulp
+    bound = 2 * np.abs(plain - ref).max() + ulp + more
     assert np.isfinite(got).all()
     assert np.abs(got - ref).max() <= bound
     assert np.abs(ref).max() > 10 * bound
@@ -162,6 +163,7 @@ def test_without_a_batch() -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_gradients_as_jax(lengths: dict[str, Any], options: dict[str, Any]) -> None:
+    """By the rule of gradients: rows that see few keys subtract numbers that are nearly equal."""
     tensors = arrays()
 
     def loss(function: Any) -> Any:
@@ -173,8 +175,11 @@ def test_gradients_as_jax(lengths: dict[str, Any], options: dict[str, Any]) -> N
 
     got = loss(dot_product_attention)(*tensors)
     plain, ref = loss(stock)(*tensors), exactly(tensors, loss(stock))
-    for of_ours, of_stock, exact in zip(got, plain, ref, strict=True):
-        assert_rule(of_ours, of_stock, exact, "float32")
+    single = np.dtype(np.float32)
+    left = cancellation([np.ones(SHAPES[0]), *map(np.asarray, tensors)], single, None)
+    for name, of_ours, of_stock, exact in zip(("dq", "dk", "dv"), got, plain, ref, strict=True):
+        more = reference.ulp(single, float(np.abs(exact).max())) + left[name]
+        assert_rule(of_ours, of_stock, exact, "float32", more)
     again = jax.jit(loss(dot_product_attention))(*tensors)
     jax.tree.map(np.testing.assert_array_equal, again, got)
 

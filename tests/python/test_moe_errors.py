@@ -324,7 +324,7 @@ FORWARD: list[tuple[Case, dict[str, Any], type[Exception], str]] = [
     (Case(), {"alpha": float("inf")}, ValueError, "alpha: got inf, accepted is a finite number"),
     (Case(activation="gelu"), {"alpha": 2.0}, ValueError, "alpha: got 2, accepted is"),
     (Case(), {"limit": 0.0}, ValueError, "limit: got 0.0, accepted is a finite positive number"),
-    (Case(), {"limit": -1.0}, ValueError, "limit: got -1, accepted is a finite positive number"),
+    (Case(), {"limit": -0.5}, ValueError, "limit: got -0.5, accepted is a finite positive number"),
     (Case(), {"limit": "1"}, TypeError, "limit: got '1' of type str, accepted is a number"),
     (Case(), {"up_offset": float("nan")}, ValueError, "up_offset: got nan, accepted is a finite"),
     (Case(), {"up_offset": None}, TypeError, "up_offset: got None of type NoneType, accepted is"),
