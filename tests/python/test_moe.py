@@ -643,7 +643,8 @@ def test_nothing_leaks() -> None:
         arguments = make(case, producer, "fp32")
         fused = fused_arguments(case, producer, "fp32")
         logits = producer.as_is(logits_of())
-        held = [*arguments.values(), *fused.values(), logits, *arguments["routing"]]
+        given = [*arguments.values(), *fused.values(), logits, *arguments["routing"]]
+        held = [thing for thing in given if not isinstance(thing, int)]  # 2 is anybody's
 
         def calls() -> None:
             fm.moe_forward(**arguments)  # noqa: B023
