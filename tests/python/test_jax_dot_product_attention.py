@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from reference_backward import cancellation
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -67,11 +66,11 @@ def exactly(tensors: Any, function: Any, **given: Any) -> Any:
         return jax.tree.map(np.asarray, made)
 
 
-def assert_rule(got: Any, plain: Any, ref: Any, dtype: str, more: float = 0.0) -> None:
-    """max|ours - ref| <= 2 max|JAX's - ref| + ulp + more"""
+def assert_rule(got: Any, plain: Any, ref: Any, dtype: str) -> None:
+    """max|ours - ref| <= 2 max|JAX's - ref| + ulp"""
     got, plain = (np.asarray(x, np.float64) for x in (got, plain))
     ulp = reference.ulp(np.dtype(jnp.dtype(dtype)), float(np.abs(ref).max()))
-    bound = 2 * np.abs(plain - ref).max() + ulp + more
+    bound = 2 * np.abs(plain - ref).max() + ulp
     assert np.isfinite(got).all()
     assert np.abs(got - ref).max() <= bound
     assert np.abs(ref).max() > 10 * bound
@@ -163,24 +162,30 @@ def test_without_a_batch() -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_gradients_as_jax(lengths: dict[str, Any], options: dict[str, Any]) -> None:
-    """By the rule of gradients: rows that see few keys subtract numbers that are nearly equal."""
+    """JAX's error is the largest of several orders of its sums over dimensions: in fp32 all there
+    is to an error is the order, and a row that sees few keys has few chances."""
     tensors = arrays()
+    dout = np.cos(np.arange(np.prod(SHAPES[0]), dtype=np.float32)).reshape(SHAPES[0])
 
-    def loss(function: Any) -> Any:
-        def of(q: Any, k: Any, v: Any) -> Any:
-            out = function(q, k, v, **lengths, **options)
-            return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))).sum()
+    def gradients(function: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            return (function(q, k, v, **lengths, **options) * dout).sum()
 
-        return jax.grad(of, (0, 1, 2))
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
 
-    got = loss(dot_product_attention)(*tensors)
-    plain, ref = loss(stock)(*tensors), exactly(tensors, loss(stock))
-    single = np.dtype(np.float32)
-    left = cancellation([np.ones(SHAPES[0]), *map(np.asarray, tensors)], single, None)
-    for name, of_ours, of_stock, exact in zip(("dq", "dk", "dv"), got, plain, ref, strict=True):
-        more = reference.ulp(single, float(np.abs(exact).max())) + left[name]
-        assert_rule(of_ours, of_stock, exact, "float32", more)
-    again = jax.jit(loss(dot_product_attention))(*tensors)
+    def in_order(seed: int) -> list[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        of_q, of_v = (rng.permutation(32) if seed else np.arange(32) for _ in range(2))
+        orders = (of_q, of_q, of_v)
+        turned = (x[..., order] for x, order in zip(tensors, orders, strict=True))
+        made = gradients(stock, *turned, dout[..., of_v])
+        return [np.asarray(x)[..., np.argsort(o)] for x, o in zip(made, orders, strict=True)]
+
+    got = gradients(dot_product_attention, *tensors, dout)
+    ref = exactly(tensors, lambda *x: gradients(stock, *x, dout))
+    for of_ours, exact, *plain in zip(got, ref, *map(in_order, range(8)), strict=True):
+        assert_rule(of_ours, max(plain, key=lambda x: np.abs(x - exact).max()), exact, "float32")
+    again = jax.jit(functools.partial(gradients, dot_product_attention))(*tensors, dout)
     jax.tree.map(np.testing.assert_array_equal, again, got)
 
 
