@@ -7,7 +7,8 @@ inputs, plain the same formulas the ordinary way: everything that is stored roun
 dtype, lse and sums in fp32. ulp is one unit in the last place of the dtype at the largest
 reference value of the head. The last term is of rows that see one key: their weight is 1 and their
 dscore 0 without any rounding where lse is the logit itself, to the last bit, and out is v. A
-forward may sum in another order. See reference.py.
+forward may sum in another order. A bias moves logits and lse to where fp32 is coarser: it rounds
+both of them, and the logits once more. See reference.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from reference import (
     _heads_first,
     _pairs,
     _products_in_order,
+    attention_float64,
     dtype_of,
     seen_by,
     to_numpy,
@@ -32,6 +34,7 @@ SINGLE = np.dtype(np.float32)
 
 
 CANCELLATION = 4 * 2.0**-23  # of a weight, and of the largest of dweights in dscores
+ROUNDINGS = 3  # by half a ulp each: the forward's logit, lse and the backward's logit
 
 
 class Gradients(NamedTuple):
@@ -119,11 +122,19 @@ def gradients_float64(
 
 
 def cancellation(
-    given: list[np.ndarray], dtype: np.dtype[Any], scale: float | None
+    given: list[np.ndarray], dtype: np.dtype[Any], scale: float | None, biased_lse: Any = None
 ) -> dict[str, float]:
-    """By gradient what the last term of the rule allows."""
-    dout, q, k, v = (float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in given)
-    eps = CANCELLATION if dtype != DOUBLE else CANCELLATION * 2.0**-29
+    """By gradient what the last term of the rule allows. `biased_lse`: of a call with a bias."""
+
+    def largest(x: np.ndarray) -> float:
+        return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+
+    dout, q, k, v = map(largest, given)
+    eps = CANCELLATION
+    if biased_lse is not None:
+        eps += ROUNDINGS / 2 * ulp(SINGLE, largest(biased_lse))
+    if dtype == DOUBLE:
+        eps *= 2.0**-29
     dims = given[3].shape[-1] ** 0.5  # sums of random signs grow with the root
     dscores = eps * dout * v * dims * (scale or given[1].shape[-1] ** -0.5)
     rows = float(np.prod(given[0].shape[:-1])) ** 0.5
@@ -147,7 +158,10 @@ def assert_gradients_accurate(
     extra = [None if x is None else to_numpy(x) for x in (dlse, sinks)]
     ref = _gradients(*given, *extra, DOUBLE, DOUBLE, **options)
     plain = _gradients(*given, *extra, SINGLE, dtype, **options)
-    left = cancellation(given, dtype, options.get("scale"))
+    biased = None
+    if options.get("attn_bias") is not None:
+        biased = attention_float64(*given[1:], sinks=extra[1], **options).lse
+    left = cancellation(given, dtype, options.get("scale"), biased)
     got = Gradients(*got)
     for name, x, want, usual in zip(Gradients._fields, got, ref, plain, strict=True):
         if x is None:
