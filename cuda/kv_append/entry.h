@@ -3,13 +3,15 @@
 
 #include "core/dtype.h"
 #include "cuda/launch.h"
+#include "cuda/rows/rows.h"
 
 namespace flashmoe::kv_append {
 
-inline constexpr int kThreads = 256;
-inline constexpr int kPieceBytes = 16;
+using rows::kMostBlockRows;  // of packed batches, whose owners a block keeps
+using rows::kPieceBytes;
+using rows::kThreads;
+
 inline constexpr int kMostUnitHeads = 4;
-inline constexpr int kMostBlockRows = 128;  // of packed batches, whose owners a block keeps
 
 // What is done to heads of k and q. Each has kernels of its own: what one needs registers for would
 // cost the others threads.

@@ -9,12 +9,19 @@
 #include "core/status.h"
 #include "cuda/kv_append/entry.h"
 #include "cuda/kv_append/params.h"
-#include "cuda/kv_append/shares.h"
 #include "cuda/launch.h"
+#include "cuda/rows/shares.h"
 
 namespace flashmoe::kv_append {
 namespace {
 
+using rows::bytes_of;
+using rows::ceil_div;
+using rows::divisor_of;
+using rows::launch_one;
+using rows::rows_of;
+using rows::scales_of;
+using rows::Shares;
 using Problem = KvAppendProblem;
 
 // Threads of a multiprocessor that run at a time.
@@ -95,7 +102,7 @@ bool shares_of(const Problem& p, int unit_heads, Shares* shares) {
     thread_units =
         std::clamp(ceil_div(p.batch, kOffsetsOfUnit * kThreads), thread_units, kMostThreadUnits);
   }
-  return cut_append_rows(rows_of_call(p), units_of_row(p, unit_heads), thread_units, shares);
+  return rows::cut_append_rows(rows_of_call(p), units_of_row(p, unit_heads), thread_units, shares);
 }
 
 const Entry& find_entry(const Problem& p) {
@@ -129,7 +136,7 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
   plan->info.microseconds = microseconds_of(p, shares, *facts);
-  plan_rows(kernel, device_id, shares, p.dim, p.dim_v, plan);
+  rows::plan_rows(kernel, device_id, shares, p.dim, p.dim_v, plan);
   plan->info.launches[0].stages = unit_heads;
   return FLASHMOE_OK;
 }
@@ -165,10 +172,6 @@ Rotary rotary_of(const Problem& p) {
                        ? 1
                        : 0;
   return rotary;
-}
-
-Scales scales_of(const KeyScales& given) {
-  return {static_cast<const float*>(given.data), given.batch_stride, given.head_stride};
 }
 
 Params make_params(const Problem& p, const flashmoe_launch& planned) {

@@ -5,20 +5,16 @@
 #include <cstdint>
 
 #include "cuda/divisor.h"
+#include "cuda/rows/rows.h"
 #include "cuda/tile/sequence_tables.h"
 
 namespace flashmoe::kv_append {
 
+using rows::Rows;
+using rows::Scales;
+
 // The three kinds of rows.
 enum Stream : int { kKeys, kValues, kQueries, kStreams };
-
-// Read, or written.
-struct Rows {
-  char* data;
-  int64_t batch;
-  int64_t seq;
-  int64_t head;
-};
 
 // [batch, seq] integers; data is nullptr: absent.
 struct Tokens {
@@ -27,13 +23,6 @@ struct Tokens {
   int64_t seq_stride;
   int32_t wide;  // int64, else int32
   int32_t gap;
-};
-
-// Factors of a cache of fp8: [batch or pages, heads]; data is nullptr: all are 1.
-struct Scales {
-  const float* data;
-  int64_t batch;
-  int64_t head;
 };
 
 // Division by a number of rows that may be any.

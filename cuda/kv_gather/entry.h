@@ -2,14 +2,14 @@
 #pragma once
 
 #include "core/dtype.h"
-#include "cuda/kv_append/entry.h"
 #include "cuda/launch.h"
+#include "cuda/rows/rows.h"
 
 namespace flashmoe::kv_gather {
 
-using kv_append::kMostBlockRows;  // whose places a block keeps
-using kv_append::kPieceBytes;
-using kv_append::kThreads;  // rows are cut by cuda/kv_append/shares.h
+using rows::kMostBlockRows;  // whose places a block keeps
+using rows::kPieceBytes;
+using rows::kThreads;
 
 struct Entry {
   Kernel kernel;

@@ -7,18 +7,19 @@
 
 #include "core/backends.h"
 #include "core/status.h"
-#include "cuda/kv_append/shares.h"
 #include "cuda/kv_gather/entry.h"
 #include "cuda/kv_gather/params.h"
 #include "cuda/launch.h"
+#include "cuda/rows/shares.h"
 
 namespace flashmoe::kv_gather {
 namespace {
 
-using kv_append::divisor_of;
-using kv_append::launch_one;
-using kv_append::rows_of;
-using kv_append::Shares;
+using rows::divisor_of;
+using rows::launch_one;
+using rows::rows_of;
+using rows::scales_of;
+using rows::Shares;
 using Problem = KvGatherProblem;
 
 constexpr int64_t kManyUnits = 4;  // of a thread, where there are many
@@ -38,7 +39,7 @@ int64_t rows_of_call(const Problem& p) { return is_packed(p) ? p.seq : p.batch *
 bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
   if (p.batch > INT_MAX || p.seq > INT_MAX || p.heads_kv > INT_MAX) return false;
   const int64_t row_units = p.heads_kv * ((p.dim + p.dim_v) / numbers_of_piece(p));
-  return kv_append::cut_rows(rows_of_call(p), row_units, kManyUnits, multiprocessors, shares);
+  return rows::cut_rows(rows_of_call(p), row_units, kManyUnits, multiprocessors, shares);
 }
 
 const Entry& find_entry(const Problem& p) {
@@ -70,12 +71,8 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
   plan->info.microseconds = microseconds_of(p, shares, *facts);
-  kv_append::plan_rows(kernel, device_id, shares, p.dim, p.dim_v, plan);
+  rows::plan_rows(kernel, device_id, shares, p.dim, p.dim_v, plan);
   return FLASHMOE_OK;
-}
-
-Scales scales_of(const KeyScales& given) {
-  return {static_cast<const float*>(given.data), given.batch_stride, given.head_stride};
 }
 
 // Keys of a sequence; no length is more than 31 bits.

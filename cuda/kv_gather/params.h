@@ -5,17 +5,16 @@
 #include <cstdint>
 
 #include "cuda/divisor.h"
-#include "cuda/kv_append/params.h"
+#include "cuda/rows/rows.h"
 #include "cuda/tile/sequence_tables.h"
 
 namespace flashmoe::kv_gather {
 
-using kv_append::kKeys;
-using kv_append::kValues;
-using kv_append::Rows;
-using kv_append::Scales;
+using rows::Rows;
+using rows::Scales;
 
-inline constexpr int kStreams = 2;  // keys and values
+// The two kinds of rows.
+enum Stream : int { kKeys, kValues, kStreams };
 
 // A unit is what a thread moves at a time: 16 bytes of a head of the results.
 struct Params {

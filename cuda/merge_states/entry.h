@@ -2,13 +2,13 @@
 #pragma once
 
 #include "core/dtype.h"
-#include "cuda/kv_append/entry.h"
 #include "cuda/launch.h"
+#include "cuda/rows/rows.h"
 
 namespace flashmoe::merge_states {
 
-using kv_append::kMostBlockRows;  // whose weights a block keeps
-using kv_append::kThreads;        // rows are cut by cuda/kv_append/shares.h
+using rows::kMostBlockRows;  // whose weights a block keeps
+using rows::kThreads;
 
 inline constexpr int kUnitNumbers = 8;  // of a row, that a thread merges at a time
 

@@ -7,19 +7,19 @@
 
 #include "core/backends.h"
 #include "core/status.h"
-#include "cuda/kv_append/shares.h"
 #include "cuda/launch.h"
 #include "cuda/merge_states/entry.h"
 #include "cuda/merge_states/params.h"
+#include "cuda/rows/shares.h"
 
 namespace flashmoe::merge_states {
 namespace {
 
-using kv_append::bytes_of;
-using kv_append::ceil_div;
-using kv_append::divisor_of;
-using kv_append::launch_one;
-using kv_append::rows_of;
+using rows::bytes_of;
+using rows::ceil_div;
+using rows::divisor_of;
+using rows::launch_one;
+using rows::rows_of;
 using Problem = MergeStatesProblem;
 
 constexpr int64_t kUnitsOfThread = 8;      // at the most

@@ -5,12 +5,12 @@
 #include <cstdint>
 
 #include "cuda/divisor.h"
-#include "cuda/kv_append/params.h"
+#include "cuda/rows/rows.h"
 #include "cuda/tile/sequence_tables.h"
 
 namespace flashmoe::merge_states {
 
-using kv_append::Rows;
+using rows::Rows;
 
 // A number of each row, such as its log-sum-exp; data is nullptr: absent.
 struct RowFloats {

@@ -9,15 +9,14 @@
 #include "core/ops/attention/problem.h"
 #include "core/status.h"
 #include "cuda/divisor.h"
-#include "cuda/kv_append/entry.h"
-#include "cuda/kv_append/params.h"
 #include "cuda/launch.h"
+#include "cuda/rows/rows.h"
 
-namespace flashmoe::kv_append {
+namespace flashmoe::rows {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-// See Params.
+// See the Params of each.
 struct Shares {
   int64_t rows;
   int64_t row_units;
@@ -117,6 +116,10 @@ Rows rows_of(const RowsView<Data>& view) {
           bytes_of(view.strides.head, view.dtype)};
 }
 
+inline Scales scales_of(const KeyScales& given) {
+  return {static_cast<const float*>(given.data), given.batch_stride, given.head_stride};
+}
+
 // Of an extent. What is divided has 31 bits, so that a longer extent divides as 2^31 - 1 does; an
 // extent of 0 is that of calls that have no such rows, and divides nothing.
 inline Divisor divisor_of(int64_t extent) {
@@ -133,4 +136,4 @@ flashmoe_status launch_one(const Problem& problem, const Plan& plan, void* strea
   return launch_planned(plan, 0, &params, stream);
 }
 
-}  // namespace flashmoe::kv_append
+}  // namespace flashmoe::rows
