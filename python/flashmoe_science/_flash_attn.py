@@ -20,9 +20,6 @@ from flashmoe_science.errors import (
 from flashmoe_science.plan import attention_plan
 
 _CHUNK = 1024  # keys, of num_splits=1
-_ROW_ALIGNMENT = 16  # bytes
-_MOST_KEPT = 1024
-_checked: set[Any] = set()  # calls: a plan takes longer than a call may
 
 
 def options(
@@ -227,12 +224,7 @@ def check_before_append(
         into = None if out is None else out[:, :0]
         attend_to_cache(q[:, :0], k, v, **how, return_lse=return_lse, out=into)
     try:
-        call = tuple(map(_facts, (q, k, v, out, return_lse, *how.values())))
-        if call not in _checked:
-            attention_plan(q, k, v, **how, return_lse=return_lse, out=out)
-            if len(_checked) >= _MOST_KEPT:
-                _checked.clear()
-            _checked.add(call)
+        attention_plan(q, k, v, **how, return_lse=return_lse, out=out)
     except _TransformedError:  # which torch's operators take, that check it again
         return
     if out is not None and _may_overlap(out, (q, k, v, *how.values())):
@@ -258,19 +250,6 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((n - 1) * stride for n, stride in axes)
     return begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin
-
-
-def _facts(given: Any) -> Any:
-    """What a plan looks at. Options as they print: 1 and True are equal, and not both accepted."""
-    if given is None or given is True or given is False:  # most options, for less time
-        return given
-    if not isinstance(given, torch.Tensor):
-        return repr(given)
-    try:
-        skew: Any = given.data_ptr() % _ROW_ALIGNMENT
-    except RuntimeError:  # it has no memory
-        skew = object()
-    return given.shape, given.stride(), given.dtype, given.device, skew, given.is_neg()
 
 
 def check_tensor(name: str, tensor: Any) -> None:
