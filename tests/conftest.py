@@ -21,6 +21,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
 
+# Every run has the same examples, so that a failure is of what was changed. Profile "random" looks
+# for others: python -m pytest --hypothesis-profile=random.
+if importlib.util.find_spec("hypothesis") is not None:
+    import hypothesis
+
+    hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("random", deadline=None)
+    hypothesis.settings.load_profile("fixed")
+
 
 def _spread_over_gpus() -> None:
     """Before anything has loaded CUDA."""

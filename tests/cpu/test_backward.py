@@ -242,7 +242,7 @@ def test_dsinks_of_no_rows(library: ctypes.CDLL) -> None:
         assert (case.run(library).dsinks == 0).all()
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
     causal=st.sampled_from(["none", "bottom_right", "top_left"]),

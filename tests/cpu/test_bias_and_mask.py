@@ -82,7 +82,7 @@ def test_mask(isa_library: ctypes.CDLL, dtype: str, of: Any, one: str) -> None:
     case.check(isa_library)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_random_calls(data: st.DataObject) -> None:
     pick = data.draw

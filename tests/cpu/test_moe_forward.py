@@ -335,7 +335,7 @@ def run_forward_unchecked(x, layer, routing, poison: int) -> np.ndarray:
     return out
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_any_problem(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

@@ -220,7 +220,7 @@ def test_no_tokens_without_data() -> None:
         run(4, 5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_problem(data: st.DataObject) -> None:
     experts = data.draw(st.integers(1, 70))

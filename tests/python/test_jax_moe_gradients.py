@@ -611,7 +611,7 @@ def test_what_the_functional_calls_refuse() -> None:
 # ---- random shapes ----
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_random_layers(data: Any) -> None:
     pick = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731

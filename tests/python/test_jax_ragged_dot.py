@@ -65,7 +65,7 @@ def test_with_gradients(dtype: str, sizes: Any) -> None:
     assert_equal(jax.jit(pull)(dout), pull(dout))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_random_shapes(data: Any) -> None:
     pick = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731

@@ -145,7 +145,7 @@ def bounded(call: Any, share: float | None) -> None:
         call(int(int(told[1]) * share))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_any_gradients_of_a_layer(data: st.DataObject) -> None:
     draw = data.draw
@@ -214,7 +214,7 @@ def test_any_gradients_of_a_layer(data: st.DataObject) -> None:
     written.check(ref, plain, dtype)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_any_gradients_of_a_grouped_product(data: st.DataObject) -> None:
     draw = data.draw

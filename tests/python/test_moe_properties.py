@@ -88,7 +88,7 @@ def routes(draw: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(routes(), st.sampled_from(FRAMEWORKS), st.sampled_from(("fp32", "fp16", "bf16")))
 def test_any_route(options: dict[str, Any], producer: Producer, dtype: str) -> None:
     options["logits"] = producers.cast(options["logits"], dtype)
@@ -119,7 +119,7 @@ def as_fp32(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_any_given_ids(data: st.DataObject) -> None:
     draw = data.draw
@@ -158,7 +158,7 @@ def name_of(array: np.ndarray) -> str:
     return next(name for name, dtype in DTYPES.items() if dtype == array.dtype)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_any_layer(data: st.DataObject) -> None:
     draw = data.draw
@@ -202,7 +202,7 @@ def test_any_layer(data: st.DataObject) -> None:
     moe_oracle.assert_forward(out, **tensors, **options, routing=routing, pre_activation=pre)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_any_grouped_product(data: st.DataObject) -> None:
     draw = data.draw

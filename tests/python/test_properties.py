@@ -127,19 +127,19 @@ def check_gradients(call: dict[str, Any]) -> None:
         np.testing.assert_array_equal(x, to_numpy(y))
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(max_examples=200)
 @given(calls(STRIDED))
 def test_any_valid_call(call: dict[str, Any]) -> None:
     check(call)
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(max_examples=25)
 @given(calls([p for p in producers.ON_CPU if p not in STRIDED]))
 def test_any_valid_call_through_dlpack_and_jax(call: dict[str, Any]) -> None:
     check(call)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(calls(STRIDED))
 def test_any_gradients(call: dict[str, Any]) -> None:
     check_gradients(call)
@@ -147,7 +147,7 @@ def test_any_gradients(call: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("producer", [p for p in producers.ON_CPU if p not in STRIDED], ids=str)
 def test_any_gradients_through_dlpack_and_jax(producer: Producer) -> None:
-    @settings(deadline=None, max_examples=8, derandomize=True)
+    @settings(max_examples=8)
     @given(calls([producer]))
     def run(call: dict[str, Any]) -> None:
         check_gradients(call)
@@ -158,7 +158,7 @@ def test_any_gradients_through_dlpack_and_jax(producer: Producer) -> None:
 WRONG_EXTENTS = st.sampled_from((-1, 0, 1, 3, 7, 12, 257, 264, 2**31, 2**62, 2**63 - 1))
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_any_plan_is_made_or_refused_with_a_sentence(data: st.DataObject) -> None:
     extents = {"batch": 2, "seq_q": 16, "seq_k": 24, "heads_q": 4, "heads_kv": 2, "dim": 64}
