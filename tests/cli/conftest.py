@@ -1,11 +1,14 @@
-"""Small ceilings, since every run of `bench` measures them; and a folder for modules."""
+"""Small ceilings, since every run of `bench` measures them; threads as they were, which it sets;
+and a folder for modules."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import flashmoe_science as fm
 import pytest
 from flashmoe_science.cli import ceilings
 
@@ -20,6 +23,21 @@ def low_ceilings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def real_ceilings() -> None:
     """Asks for those of a real run."""
+
+
+@pytest.fixture(autouse=True)
+def threads_put_back() -> Iterator[None]:
+    """Puts back how many threads torch and we have. Processes of tests that each have torch in more
+    threads than one wait for each other in what comes behind, which took up to 30 times as long."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    fm.set_num_threads(0)
 
 
 @pytest.fixture
