@@ -133,8 +133,10 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
         init(self, *arguments, **fields)
 
     monkeypatch.setattr(HandMade, "__init__", remember)
+    gc.freeze()  # a second of each collection is what earlier tests left
     yield
     gc.collect()
+    gc.unfreeze()
     assert made, "a test of hand-made objects makes some"
     assert all(one.balanced for one in made)
     assert any(one.streams for one in made)
