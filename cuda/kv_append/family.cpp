@@ -18,6 +18,8 @@ namespace {
 using rows::bytes_of;
 using rows::ceil_div;
 using rows::divisor_of;
+using rows::fit_parts;
+using rows::kMostRowUnits;
 using rows::launch_one;
 using rows::rows_of;
 using rows::scales_of;
@@ -92,6 +94,32 @@ int unit_heads_of(const Problem& p, int multiprocessors) {
   return heads;
 }
 
+// Cuts so many rows of so many units: blocks of so many threads that as few as can be have nothing
+// to do, each with `thread_units` units of a thread. False where something does not fit in 31 bits.
+bool cut_rows(int64_t rows, int64_t row_units, int64_t thread_units, Shares* shares) {
+  constexpr int64_t kStep = 32;
+  Shares& s = *shares;
+  if (rows > INT_MAX || row_units > kMostRowUnits) return false;
+  s.rows = rows;
+  s.row_units = row_units;
+  double best = 0;
+  for (int64_t threads = kThreads; threads >= kMostBlockRows; threads -= kStep) {
+    const int64_t block_units = threads * thread_units;
+    const int64_t block_rows =
+        std::clamp<int64_t>(block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
+    const int64_t parts = std::max<int64_t>(ceil_div(block_rows * row_units, block_units), 1);
+    const double busy =
+        static_cast<double>(block_rows * row_units) / static_cast<double>(parts * block_units);
+    if (busy <= best && s.threads != 0) continue;
+    best = busy;
+    s.threads = static_cast<int>(threads);
+    s.block_units = block_units;
+    s.block_rows = block_rows;
+    s.parts = parts;
+  }
+  return fit_parts(shares);
+}
+
 // False where something does not fit in 31 bits.
 bool shares_of(const Problem& p, int unit_heads, Shares* shares) {
   int64_t thread_units = 1;
@@ -102,7 +130,7 @@ bool shares_of(const Problem& p, int unit_heads, Shares* shares) {
     thread_units =
         std::clamp(ceil_div(p.batch, kOffsetsOfUnit * kThreads), thread_units, kMostThreadUnits);
   }
-  return rows::cut_append_rows(rows_of_call(p), units_of_row(p, unit_heads), thread_units, shares);
+  return cut_rows(rows_of_call(p), units_of_row(p, unit_heads), thread_units, shares);
 }
 
 const Entry& find_entry(const Problem& p) {

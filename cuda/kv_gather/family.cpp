@@ -15,7 +15,10 @@
 namespace flashmoe::kv_gather {
 namespace {
 
+using rows::ceil_div;
 using rows::divisor_of;
+using rows::fit_parts;
+using rows::kMostRowUnits;
 using rows::launch_one;
 using rows::rows_of;
 using rows::scales_of;
@@ -23,6 +26,7 @@ using rows::Shares;
 using Problem = KvGatherProblem;
 
 constexpr int64_t kManyUnits = 4;  // of a thread, where there are many
+static_assert(kManyUnits <= rows::kMostUnits);
 
 // Nobody chooses by it.
 constexpr double kMicroseconds = 3.0;
@@ -35,11 +39,30 @@ bool is_packed(const Problem& p) { return p.cu_seqlens_k.data != nullptr; }
 // Of the results, of all sequences.
 int64_t rows_of_call(const Problem& p) { return is_packed(p) ? p.seq : p.batch * p.seq; }
 
+// Cuts so many rows of so many units. Units of a thread: one where that gives so few blocks that
+// all run at a time, and else kManyUnits, so that blocks take longer than it takes to begin them.
+// False where something does not fit in 31 bits.
+bool cut_rows(int64_t rows, int64_t row_units, int multiprocessors, Shares* shares) {
+  constexpr int64_t kFewBlocks = 8;  // of a multiprocessor
+  if (rows > INT_MAX || row_units > kMostRowUnits) return false;
+  const bool few = static_cast<double>(rows) * static_cast<double>(row_units) <=
+                   static_cast<double>(kFewBlocks * multiprocessors * kThreads);
+  Shares& s = *shares;
+  s.rows = rows;
+  s.row_units = row_units;
+  s.threads = kThreads;
+  s.block_units = kThreads * (few ? 1 : kManyUnits);
+  s.block_rows =
+      std::clamp<int64_t>(s.block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
+  s.parts = std::max<int64_t>(ceil_div(s.block_rows * row_units, s.block_units), 1);
+  return fit_parts(shares);
+}
+
 // False where something does not fit in 31 bits.
 bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
   if (p.batch > INT_MAX || p.seq > INT_MAX || p.heads_kv > INT_MAX) return false;
   const int64_t row_units = p.heads_kv * ((p.dim + p.dim_v) / numbers_of_piece(p));
-  return rows::cut_rows(rows_of_call(p), row_units, kManyUnits, multiprocessors, shares);
+  return cut_rows(rows_of_call(p), row_units, multiprocessors, shares);
 }
 
 const Entry& find_entry(const Problem& p) {

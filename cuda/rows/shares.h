@@ -44,52 +44,6 @@ inline bool fit_parts(Shares* shares) {
   return s.parts * s.block_units <= kMostRowUnits;
 }
 
-// Cuts so many rows of so many units. Units of a thread: one where that gives so few blocks that
-// all run at a time, and else `many_units`, so that blocks take longer than it takes to begin them.
-// False where something does not fit in 31 bits.
-inline bool cut_rows(int64_t rows, int64_t row_units, int64_t many_units, int multiprocessors,
-                     Shares* shares) {
-  constexpr int64_t kFewBlocks = 8;  // of a multiprocessor
-  if (rows > INT_MAX || row_units > kMostRowUnits) return false;
-  const bool few = static_cast<double>(rows) * static_cast<double>(row_units) <=
-                   static_cast<double>(kFewBlocks * multiprocessors * kThreads);
-  Shares& s = *shares;
-  s.rows = rows;
-  s.row_units = row_units;
-  s.threads = kThreads;
-  s.block_units = kThreads * (few ? 1 : std::min(many_units, kMostUnits));
-  s.block_rows =
-      std::clamp<int64_t>(s.block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
-  s.parts = std::max<int64_t>(ceil_div(s.block_rows * row_units, s.block_units), 1);
-  return fit_parts(shares);
-}
-
-// The same for appending: blocks of so many threads that as few as can be have nothing to do, each
-// with `thread_units` units of a thread.
-inline bool cut_append_rows(int64_t rows, int64_t row_units, int64_t thread_units, Shares* shares) {
-  constexpr int64_t kStep = 32;
-  Shares& s = *shares;
-  if (rows > INT_MAX || row_units > kMostRowUnits) return false;
-  s.rows = rows;
-  s.row_units = row_units;
-  double best = 0;
-  for (int64_t threads = kThreads; threads >= kMostBlockRows; threads -= kStep) {
-    const int64_t block_units = threads * thread_units;
-    const int64_t block_rows =
-        std::clamp<int64_t>(block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
-    const int64_t parts = std::max<int64_t>(ceil_div(block_rows * row_units, block_units), 1);
-    const double busy =
-        static_cast<double>(block_rows * row_units) / static_cast<double>(parts * block_units);
-    if (busy <= best && s.threads != 0) continue;
-    best = busy;
-    s.threads = static_cast<int>(threads);
-    s.block_units = block_units;
-    s.block_rows = block_rows;
-    s.parts = parts;
-  }
-  return fit_parts(shares);
-}
-
 // The launch of rows of dimensions `dim` and `dim_v`.
 inline void plan_rows(const Kernel& kernel, int device_id, const Shares& shares, int64_t dim,
                       int64_t dim_v, Plan* plan) {

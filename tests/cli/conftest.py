@@ -28,7 +28,7 @@ def real_ceilings() -> None:
 @pytest.fixture(autouse=True)
 def threads_put_back() -> Iterator[None]:
     """Puts back how many threads torch and we have. Processes of tests that each have torch in more
-    threads than one wait for each other in what comes behind, which took up to 30 times as long."""
+    threads than one wait for each other in what comes behind, which takes many times as long."""
     if importlib.util.find_spec("torch") is None:
         yield
         return
