@@ -42,6 +42,13 @@ if(CMAKE_CUDA_ARCHITECTURES MATCHES "90a")
   set(FLASHMOE_SM90 ON)
 endif()
 
+# Of kernels that take more shared memory than Ada has: where others are built for too, no machine code for it.
+set(FLASHMOE_LARGE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
+list(REMOVE_ITEM FLASHMOE_LARGE_CUDA_ARCHITECTURES "89-real")
+if(NOT FLASHMOE_LARGE_CUDA_ARCHITECTURES)
+  set(FLASHMOE_LARGE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
+endif()
+
 # For people: "89-real 90a-real 89-virtual".
 string(REPLACE ";" " " FLASHMOE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
 

@@ -65,6 +65,8 @@ function(flashmoe_render target file source)
 endfunction()
 
 # `per_file`: so many of the list share a file, each in both dtypes. It is called from the first of them on.
+# A second target takes the files of kernels that Ada has not the shared memory for, which are those of no
+# tuning for Ada.
 function(flashmoe_instantiate_attention target family per_file)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/attention/${family}")
   set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/attention/${family}")
@@ -109,7 +111,11 @@ function(flashmoe_instantiate_attention target family per_file)
       endforeach()
     endforeach()
     list(GET names 0 name)
-    flashmoe_render(${target} "${binary_dir}/from_${name}.cu" "${source}")
+    set(owner ${target})
+    if(ARGN AND NOT together MATCHES "Ada")
+      set(owner ${ARGN})
+    endif()
+    flashmoe_render(${owner} "${binary_dir}/from_${name}.cu" "${source}")
   endforeach()
   configure_file("${source_dir}/entries.inc.in" "${binary_dir}/entries.inc" @ONLY)
   target_include_directories(${target} PRIVATE "${PROJECT_BINARY_DIR}/generated")

@@ -9,7 +9,7 @@ include(CMakePackageConfigHelpers)
 
 set(flashmoe_objects $<TARGET_OBJECTS:flashmoe_objects>)
 if(FLASHMOE_CUDA)
-  list(APPEND flashmoe_objects $<TARGET_OBJECTS:flashmoe_cuda>)
+  list(APPEND flashmoe_objects $<TARGET_OBJECTS:flashmoe_cuda> $<TARGET_OBJECTS:flashmoe_cuda_large>)
   if(FLASHMOE_SM90)
     list(APPEND flashmoe_objects $<TARGET_OBJECTS:flashmoe_cuda_sm90>)
   endif()

@@ -55,6 +55,11 @@ class Kernel(NamedTuple):
         return self.tuning.endswith("_fp8")
 
     @property
+    def large(self) -> bool:
+        """Of sm89's gradients, whether it takes more shared memory than Ada has."""
+        return "Ada" not in self.tuning
+
+    @property
     def biased(self) -> bool:
         """Whether it serves calls with a bias or a mask and no others."""
         return "Biased" in self.tuning
