@@ -90,6 +90,7 @@ SOURCES = {
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/split_kv_cost")),
     ),
     "test_ragged_order": BASE,
+    "test_whole_tiles": BASE,
     "test_sequence_tables": (*BASE, "core/ops/attention/problem.cpp"),
     "test_stream_k": (
         *BASE,
@@ -221,6 +222,10 @@ def test_attention_choice(programs: _Programs) -> None:
 
 def test_ragged_order(programs: _Programs) -> None:
     checked([programs("test_ragged_order")])
+
+
+def test_shares_of_whole_tiles(programs: _Programs) -> None:
+    checked([programs("test_whole_tiles")])
 
 
 def test_sequence_tables(programs: _Programs) -> None:

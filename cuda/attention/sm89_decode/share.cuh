@@ -3,12 +3,14 @@
 // What blocks share is counted in units: steps of kStepKeys keys, or chunks of a sequence. The
 // tiles of a sequence are one behind the other, heads first, and so are sequences. Block b of G has
 // the units from b W / G on, of W: each works that out from the lengths, by a sum over all
-// sequences.
+// sequences. Where tiles are about as many as blocks, or a few of them a block, shares are of whole
+// tiles instead (whole_tiles.h).
 #pragma once
 
 #include <climits>
 
 #include "cuda/attention/sm89_decode/traits.cuh"
+#include "cuda/attention/sm89_decode/whole_tiles.h"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/thread.cuh"
 
@@ -80,6 +82,64 @@ __device__ __forceinline__ int64_t units_of(const Params& params, const Describe
   return int64_t{lead_of<Traits>(params) + known.units} * known.row_tiles * params.heads_kv;
 }
 
+// The last sequence with no more than so many units in front of it.
+__device__ __forceinline__ int sequence_of(const BlockState& state, int count, int64_t unit) {
+  int low = 0;
+  for (int high = count; high - low > 1;) {
+    const int middle = (low + high) / 2;
+    if (state.before[middle] <= unit) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Sets the cursor to the block's share of whole tiles, where none of these is too long: then no
+// tile has parts. Each thread has described a sequence, if there is one for it. False, for all
+// threads, if shares are to be equal. Ends with a barrier.
+template <class Traits>
+__device__ __forceinline__ bool find_whole_share(const Params& params, const Described& known,
+                                                 int64_t before, int64_t total, int blocks,
+                                                 BlockState& state) {
+  const int count = params.sequences.count;
+  const int64_t rows = int64_t{params.sequences.most_q} * params.group.number();
+  const int64_t most_tiles =
+      int64_t{count} * params.heads_kv * ((rows + Traits::kRows - 1) / Traits::kRows);
+  // Of few tiles each is worth several blocks, and a share of one unit is not cut further.
+  if (count > kThreads || blocks > kThreads || 2 * most_tiles < blocks || total <= blocks) {
+    return false;
+  }
+  const int thread = thread_index();
+  const int lead = lead_of<Traits>(params);
+  const int64_t most = most_whole_units(total, blocks, lead);
+  state.before[thread] = before;
+  bool too_long = false;
+  if (thread < count) {
+    state.tile_units[thread] = lead + known.units;
+    too_long = known.row_tiles > 0 && lead + known.units > most;
+  }
+  if (__syncthreads_or(too_long)) return false;
+  int64_t begin = total;
+  int s = 0;
+  if (thread < blocks) {
+    s = sequence_of(state, count, total * thread / blocks);
+    begin = whole_begin(total, blocks, thread, state.before[s], state.tile_units[s]);
+    state.share_begin[thread] = begin;
+  }
+  __syncthreads();
+  if (thread < blocks) {
+    const int64_t end = thread + 1 < blocks ? state.share_begin[thread + 1] : total;
+    too_long = end - begin > most;
+    if (thread == static_cast<int>(blockIdx.x)) {
+      while (s + 1 < count && state.before[s + 1] <= begin) ++s;
+      state.cursor.begin_at(s, begin - state.before[s], end, end - begin);
+    }
+  }
+  return !__syncthreads_or(too_long);
+}
+
 // Sets the cursor to the block's share. False, for all threads, if it has none. Ends with a
 // barrier.
 template <class Traits>
@@ -120,7 +180,11 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
   }
   const int block = static_cast<int>(blockIdx.x);
   const int blocks = static_cast<int>(min(total, int64_t{params.blocks}));
-  if (block < blocks) {
+  if (thread == 0) {
+    state.cursor.total = total;
+    state.cursor.blocks = blocks;
+  }
+  if (block < blocks && !find_whole_share<Traits>(params, known, before, total, blocks, state)) {
     const int64_t begin = total * block / blocks;
     if (before <= begin && begin < before + mine) {
       int64_t behind = begin - before;  // of the sequence's first unit
@@ -130,16 +194,8 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
         if (behind < units) break;
         behind -= units;
       }
-      Cursor& cursor = state.cursor;
-      cursor.end = total * (block + 1) / blocks;
-      cursor.left = cursor.end - begin;
-      cursor.total = total;
-      cursor.blocks = blocks;
-      cursor.sequence = s;
-      // Into tiles it is divided where the sequence is described.
-      cursor.owner = -1;
-      cursor.unit = static_cast<int>(behind & 0x7fffffff);
-      cursor.tile = static_cast<int>(behind >> 31);
+      const int64_t end = total * (block + 1) / blocks;
+      state.cursor.begin_at(s, behind, end, end - begin);
     }
   }
   __syncthreads();

@@ -66,6 +66,18 @@ struct Cursor {
   int32_t owner;   // the block in which the tile begins
   int32_t steps;   // of the segments so far
   int32_t tiles;   // so far
+
+  // To a unit of a sequence, `behind` its first. Into tiles it is divided where the sequence is
+  // described.
+  __device__ __forceinline__ void begin_at(int of, int64_t behind, int64_t share_end,
+                                           int64_t units) {
+    end = share_end;
+    left = units;
+    sequence = of;
+    owner = -1;
+    unit = static_cast<int>(behind & 0x7fffffff);
+    tile = static_cast<int>(behind >> 31);
+  }
 };
 
 // What a block takes to end a tile and begin the next, in bytes of keys and values that it would
@@ -80,6 +92,11 @@ inline constexpr int kSegments = 4;
 struct BlockState {
   Cursor cursor;
   int64_t warp_units[kWarps];
+  // Where there may be shares of whole tiles: units in front of each sequence, of a tile of it, and
+  // in front of each share.
+  int64_t before[kThreads];
+  int32_t tile_units[kThreads];
+  int64_t share_begin[kThreads];
   Described window[kWindow];
   Segment segments[kSegments];
 };
