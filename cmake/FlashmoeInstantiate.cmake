@@ -149,7 +149,8 @@ endfunction()
 #   sm90_few_tokens: the same family's for Hopper, by the copy engine.
 #   sm90_backward: the gradient of weights.
 #   sm90: rows of x, gathered, with a gate and an up or with one matrix, or rows as they lie, also to fp32
-#     or added to the output; and which stride of the weights is 1, or that a transposed gate and up are interleaved.
+#     or added to the output, or rows of dout, back through SiLU; and which stride of the weights is 1, or that
+#     a transposed gate and up are interleaved.
 set(FLASHMOE_MOE_SM89_KERNELS
   "Rows::kPlain,Major::kColumns," "Rows::kPlain,Major::kRows,_trans"
   "Rows::kGated,Major::kColumns,_gated" "Rows::kGated,Major::kRows,_gated_trans")
@@ -163,7 +164,8 @@ set(FLASHMOE_MOE_SM90_KERNELS
   "kWideDown,kColumns,_down_wide"
   "kGatedUp,kRows,_gated_up_trans" "kUp,kRows,_up_trans" "kDown,kRows,_down_trans"
   "kWideDown,kRows,_down_wide_trans"
-  "kGatedUp,kRowsInterleaved,_gated_up_turns")
+  "kGatedUp,kRowsInterleaved,_gated_up_turns"
+  "kUpGradient,kColumns,_up_gradient" "kUpGradient,kRows,_up_gradient_trans")
 
 # Those that compile so fast, by family and suffix, that both dtypes share a file. Beside another kernel the
 # compiler makes other code of those of sm90_down_short, and of routing.

@@ -89,7 +89,7 @@ constexpr Compiled kCompiled[] = {
     {"kv_append_sm89_packed_", 1028, kMostRegisters},
     {"kv_gather_sm89_", 5632, kMostRegisters},
     {"merge_states_sm89_", 23040, kMostRegisters},
-    {"moe_backward_combine_", 7680, kMostRegisters},
+    {"moe_backward_combine_", 16384, kMostRegisters},
     {"moe_backward_sums_", 8192, kMostRegisters},
     {"moe_route_once_", 144, kMostRegisters},
     {"moe_route_place", 41232, kMostRegisters},

@@ -11,7 +11,7 @@ import kernels
 
 _CUDA = Path(__file__).resolve().parents[1] / "cuda" / "moe"
 ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
-_ONLY_OF_GRADIENTS = "_down_wide"  # results of fp32, or that are added
+_ONLY_OF_GRADIENTS = re.compile("_down_wide|_up_gradient")
 
 
 def _enumerators(header: str, name: str) -> dict[str, int]:
@@ -111,14 +111,15 @@ def _made() -> dict[str, str]:
 
 def every() -> dict[str, str]:
     """Of the forward."""
-    return {name: f for name, f in _made().items() if _ONLY_OF_GRADIENTS not in name}
+    return {name: f for name, f in _made().items() if not _ONLY_OF_GRADIENTS.search(name)}
 
 
 def of_gradients() -> dict[str, str]:
     """Of the backward of layers and grouped products."""
-    made = {name: f for name, f in _made().items() if _ONLY_OF_GRADIENTS in name}
+    made = {name: f for name, f in _made().items() if _ONLY_OF_GRADIENTS.search(name)}
     made |= {
         "moe_backward_zeros": "moe_backward::zeros_kernel",
+        "moe_backward_slots": "moe_backward::slots_kernel",
         "moe_route_backward": "moe_route_backward::route_backward_kernel",
     }
     for dtype in kernels.DTYPES:

@@ -29,7 +29,7 @@ ENTRIES = {
     "moe/sm90": (
         *("bf16_gated_plain", "bf16_gated_narrow", "bf16_gated", "bf16_gated_t"),
         *("bf16_gated_interleaved", "bf16_up", "bf16_up_t", "bf16_down", "bf16_down_t"),
-        *("bf16_down_short", "bf16_down_middle"),
+        *("bf16_down_short", "bf16_down_middle", "bf16_up_gradient", "bf16_up_gradient_t"),
     ),
     "moe/sm89_few_tokens": ("bf16_t1_n8", "bf16_t2_n16"),
     "moe/sm90_few_tokens": ("bf16_bulk",),

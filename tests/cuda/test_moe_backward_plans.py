@@ -97,6 +97,42 @@ def test_stages_are_those_that_are_needed(device: capi.Device) -> None:
                                                              "combine"]  # fmt: skip
 
 
+def sm90_stages(*wanted: str, **options: Any) -> list[str]:
+    """Of a layer by sm90; of its products `gradient` goes back through the activation, too."""
+    gate = options.pop("gate", None)
+    params = layer(*wanted, kernel=b"sm90", **options)
+    if gate is not None:
+        params.gate = capi_moe.GATES[gate]
+    made = plan(params, _H200)
+    kinds = {"_up_gradient": "gradient", "_up": "up", "_down": "down", "_rows_bf16": "rows",
+             "_slots": "slots", "_weight_gradient": "dw", "_sums": "sums",
+             "_combine": "combine"}  # fmt: skip
+    return [
+        next(kind for name, kind in kinds.items() if name in launch.kernel.decode())
+        for launch in made.launches[: made.launch_count]
+    ]
+
+
+def test_da_goes_through_silu_in_the_product_that_gives_it() -> None:
+    """Of sm90, where nothing but that and a gate is between the two products; else row by row."""
+    skip_without("sm90")
+    every = ("dx", "dw_gate_up", "dw_down", "dweights")
+    behind = ["dw", "dw", "down", "combine"]
+    for options in ({}, {"overwrite_pre_activation": 1}, {"gate": "up_gate"}):
+        assert sm90_stages(*every, saved=True, **options) == ["slots", "gradient", *behind]
+    assert sm90_stages(*every) == ["up", "slots", "gradient", *behind]
+    assert sm90_stages("dx", "db_gate_up", saved=True) == ["slots", "gradient", "sums", "down",
+                                                           "combine"]  # fmt: skip
+    assert sm90_stages("dweights", saved=True) == ["slots", "gradient", "combine"]
+    assert sm90_stages("dw_down", saved=True) == ["rows", "dw"]
+    for options in (
+        {"activation": capi_moe.ACTIVATIONS["gelu"]}, {"alpha": 1.702}, {"limit": 7.0},
+        {"up_offset": 1.0}, {"weight_on_input": 1}, {"gate": "interleaved"},
+        {"b_down": tensor(E, H)},
+    ):  # fmt: skip
+        assert sm90_stages("dx", saved=True, **options)[:2] == ["up", "rows"], options
+
+
 def pieces(*bytes_each: int, pairs: int = T * K) -> int:
     return sum(-(-pairs * n // 256) * 256 for n in bytes_each)
 
@@ -112,6 +148,17 @@ def test_the_workspace() -> None:
     assert again == pieces(4, 4, 4 * INNER, 2 * INNER, 4 * INNER)
     weights = plan(layer("dw_down", saved=True, **named), _H200).workspace_bytes
     assert weights == pieces(4, 2 * INNER)
+
+
+def slots(pairs: int) -> int:
+    """Of sm90, behind whose product da goes through SiLU: tokens and weights, which are read in
+    boxes."""
+    return pieces(4, 4, pairs=pairs + 256)
+
+
+def parts(inner: int, pairs: int) -> int:
+    """Of sm90: the weights' gradients, of 128 columns each."""
+    return pieces(4 * 2 * -(-inner // 256), pairs=pairs)
 
 
 FAMILIES = pytest.mark.parametrize("family", ["sm90", "sm89"])
@@ -161,8 +208,7 @@ def test_a_gradient_has_room_for_another_stage() -> None:
         tokens=4096, hidden=64, inner=1024, experts=8, top_k=2, device="h200", kernel="sm90",
         wanted=(False, True, False, True, False, False, False, False),
     )  # fmt: skip
-    counters = few.workspace_bytes - pieces(4, 4 * 1024, 2 * 1024, pairs=8192)
-    assert 0 < counters < 4096
+    assert few.workspace_bytes == slots(8192) + pieces(4 * 1024, 2 * 1024, pairs=8192)
 
 
 def test_many_rows_of_dx_go_by_halves() -> None:
@@ -190,11 +236,12 @@ def test_bounded_workspaces(family: str) -> None:
     with pytest.raises(fm.UnsupportedError, match="max_workspace_bytes: got 1, ") as refusal:
         bounded(family, 1)
     least = int(str(refusal.value).rpartition("and from ")[2].partition(" on")[0])
-    assert abs(least - pieces(4, 4, dz, 2 * 256, pairs=pairs)) < 4096
+    sm90 = family == "sm90"  # which has a in the place of a gradient, unless by chunks of I
+    small = slots(pairs) + parts(1024, pairs) if sm90 else pieces(4, 4, pairs=pairs)
+    assert least == small + pieces(dz, 2 * 256, pairs=pairs)
     with pytest.raises(fm.UnsupportedError, match=f"and from {least} on"):
         bounded(family, least - 1)
-    sm90 = family == "sm90"  # which has a in the place of a gradient, unless by chunks of I
-    whole = pieces(4, 4, dz, 2 * 2048, pairs=pairs) + 4096
+    whole = small + pieces(dz, 2 * 2048, pairs=pairs)
     for bound, of_inner, of_hidden in (
         (least, 1 if sm90 else 4, 8), (least + pairs * 2 * 256, 1 if sm90 else 2, 4),
         (least + pairs * 2 * 512, 1 if sm90 else 2, 3), (whole, 1, 1),
@@ -206,7 +253,8 @@ def test_bounded_workspaces(family: str) -> None:
         assert (repeats[0], repeats[-1 - first]) == (of_inner, of_hidden)
     # Without dx it goes in chunks, too.
     of_weights = (False, True, False, True, False, False, False, False)
-    thin = bounded(family, pieces(4, 6 * 256, pairs=pairs) + 4096, wanted=of_weights)
+    small = slots(pairs) if sm90 else pieces(4, pairs=pairs)
+    thin = bounded(family, small + pieces(4 * 256, 2 * 256, pairs=pairs), wanted=of_weights)
     assert {launch.repeats for launch in thin.launches} == {4}
 
 

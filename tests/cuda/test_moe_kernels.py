@@ -38,7 +38,7 @@ def test_names_are_those_of_the_list() -> None:
     data = capi.library_path().read_bytes()
     kinds = (
         rb"moe_route_(?:once|choose|place|backward)\w*|moe_(?:up|down|combine)_\w+|grouped_product_sm\w+"
-        rb"|moe_backward_(?:rows|combine|sums|zeros|sm)\w*"
+        rb"|moe_backward_(?:rows|combine|sums|zeros|slots|sm)\w*"
     )
     # Beginnings of names, which plans for models of GPUs look kernels up by, end in an underscore.
     found = {name.decode() for name in re.findall(rb"\0(" + kinds + rb")(?<!_)(?=\0)", data)}

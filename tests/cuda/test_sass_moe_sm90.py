@@ -12,7 +12,8 @@ import sass
 
 # In the order of the enumeration.
 _USES = (
-    "swiglu_up", "gated_up", "up", "down", "narrow_up", "short_down", "middle_down", "wide_down"
+    "swiglu_up", "gated_up", "up", "down", "narrow_up", "short_down", "middle_down", "wide_down",
+    "up_gradient",
 )  # fmt: skip
 _MAJORS = ("columns", "rows", "rows interleaved")  # and so here
 _KEPT_STEPS = {"short_down": 4, "middle_down": 8}  # of 64 columns, of weights in registers
@@ -20,7 +21,7 @@ _COLUMNS = ("swiglu_up", "narrow_up", *_KEPT_STEPS)  # whose weights have contig
 _DOWN = ("down", "wide_down", *_KEPT_STEPS)  # which take rows as they lie
 _FUNCTION = re.compile(
     r"moe4sm9022grouped_product_kernelI\w*?Traits"
-    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-7])EL\w*?5MajorE([0-2])E"
+    r"I(6__half|13__nv_bfloat16)L\w*?3UseE([0-8])EL\w*?5MajorE([0-2])E"
 )
 # What tiles' widths there is code for: multiples of so many tokens, up to so many.
 _WIDTHS = {
@@ -32,6 +33,7 @@ _WIDTHS = {
     "short_down": (16, 192),
     "middle_down": (16, 128),
     "wide_down": (64, 192),
+    "up_gradient": (32, 192),
 }
 
 
@@ -100,8 +102,11 @@ def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
         assert (by_threads == 0) == (code[1].use in _DOWN and not wide), f"{code}: {opcodes}"
         transposed = any(re.match(r"STSM.*\.M?T", name) for name in opcodes)
         assert transposed != wide, f"{code}: {opcodes}"
-        kept = sass.count(opcodes, "LDSM")  # 64 rows of all columns, four matrices of 8 by 8 a warp
-        assert kept == 4 * _KEPT_STEPS.get(code[1].use, 0), f"{code}: {opcodes}"
+        read = sass.count(opcodes, "LDSM")
+        if code[1].use == "up_gradient":  # as much as is written, of which a is a third
+            assert 3 * read == 2 * sass.count(opcodes, "STSM"), f"{code}: {opcodes}"
+        else:  # weights that are kept: 64 rows of all columns, four matrices of 8 by 8 a warp
+            assert read == 4 * _KEPT_STEPS.get(code[1].use, 0), f"{code}: {opcodes}"
 
 
 def test_roles_divide_the_registers(instructions: dict[tuple[str, Kernel], Counter[str]]) -> None:
@@ -131,4 +136,6 @@ def test_nothing_is_in_local_memory_and_atomics_are_those_between_up_and_down(
         sass.check_no_local_memory(code, opcodes, resources[code])
         # `up` counts the tiles that it has stored, `down` the items that it has taken.
         atomics = {name.partition(".")[0] for name in opcodes if name.startswith(("ATOM", "RED"))}
-        assert atomics - {"REDUX"} == ({"ATOMG"} if code[1].use in _DOWN else {"REDG"}), code
+        use = code[1].use
+        made = set() if use == "up_gradient" else {"ATOMG"} if use in _DOWN else {"REDG"}
+        assert atomics - {"REDUX"} == made, code

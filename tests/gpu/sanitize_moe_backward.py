@@ -36,6 +36,7 @@ SMALL = (
     Case(tokens=150, hidden=264, inner=136, experts=2, top_k=2, bias="x"),
     Case(tokens=9, hidden=40, inner=24, experts=3, top_k=2, gate="separate", bias="fp32",
          weight_on_input=True),
+    Case(tokens=130, hidden=136, inner=72, experts=2, top_k=2),
 )  # fmt: skip
 LAYERS = (
     Case(tokens=70, hidden=136, inner=72, experts=4, top_k=3, gate="interleaved", transposed=True,
@@ -55,7 +56,7 @@ def stated_kernels(part: str) -> set[str]:
     own = {"sm89": "sm89_{}", "sm90": "sm90_{}_weight_gradient"}[part]
     stages = ("rows_{}", "combine_{}", "sums_{}", own)
     made = {f"moe_backward_{stage.format(dtype)}" for stage in stages for dtype in kernels.DTYPES}
-    return made | {"moe_backward_zeros"}
+    return made | {"moe_backward_zeros"} | ({"moe_backward_slots"} if part == "sm90" else set())
 
 
 Make = Callable[[], tuple[Any, dict[str, np.ndarray]]]  # parameters, and the outputs among them

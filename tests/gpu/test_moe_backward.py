@@ -328,18 +328,22 @@ def test_hostile_routing_stays_inside(family: str) -> None:
             gradients.run()
 
 
-def test_two_slots_of_one_pair(family: str) -> None:
-    """The one that `slots` names counts, and the other does not."""
-    case = dataclasses.replace(BASE, bias="fp32")
+@pytest.mark.parametrize("bias", [None, "fp32"])
+def test_two_slots_of_one_pair(family: str, bias: str | None) -> None:
+    """The one that `slots` names counts, and the other does not, whatever was saved of it."""
+    case = dataclasses.replace(BASE, bias=bias)
     ids = torch.full((case.tokens, 2), -1, dtype=torch.int32, device=DEVICE)
     ids[:, 0] = torch.arange(case.tokens, device=DEVICE) % case.experts
-    gradients = Gradients.of(case, "bf16", family, ids=ids)
-    want = gradients.run()
-    placed = gradients.call.placed
-    last = int(placed["offsets"].view[-1])
-    placed["pairs"].view[last] = placed["pairs"].view[0]
-    placed["offsets"].view[-1] += 1
-    assert_same(gradients.run(), want)
+    for saved in (False, True):
+        gradients = Gradients.of(case, "bf16", family, ids=ids, saved=saved)
+        want = gradients.run()
+        placed = gradients.call.placed
+        last = int(placed["offsets"].view[-1])
+        placed["pairs"].view[last] = placed["pairs"].view[0]
+        placed["offsets"].view[-1] += 1
+        if saved:
+            placed["pre_activation"].view[last] = torch.nan
+        assert_same(gradients.run(), want)
 
 
 def test_no_tokens(family: str) -> None:

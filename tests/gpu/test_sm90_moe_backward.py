@@ -290,7 +290,13 @@ LAYERS = {
     "one-token": LayerCase(tokens=1, experts=8),
     "no-tokens": LayerCase(tokens=0),
     "wide": LayerCase(tokens=700, hidden=520, inner=264, experts=8, top_k=4, saved=False),
+    "up-gate-alone": LayerCase(gate="up_gate", skew=0.5),
+    "separate-alone": LayerCase(gate="separate", turned_down=True),
+    "many-tiles": LayerCase(tokens=1500, hidden=72, inner=784, experts=4, top_k=2),
 }  # fmt: skip
+FUSED = ("plain", "computed-again", "turned", "skewed", "wide", "up-gate-alone", "separate-alone",
+         "many-tiles")  # fmt: skip
+"""Whose da goes through the activation in the product that gives it."""
 
 
 class Layer:
@@ -442,6 +448,8 @@ def test_layer(name: str, dtype: str) -> None:
     layer.check()
     names = [launch.kernel for launch in fm.last_launches()]
     assert f"moe_backward_sm90_{dtype}_weight_gradient" in names, names
+    fused = f"grouped_product_sm90_{dtype}_up_gradient"
+    assert name not in FUSED or fused in {n.removesuffix("_trans") for n in names}, names
     first = {n: memory.bits(p.view).clone() for n, p in layer.outputs.items()}
     for wanted in (("dx", "dweights"), ("dw_gate_up", "dw_up", "dw_down"), ("db_down",), None):
         layer.run(wanted)

@@ -19,6 +19,7 @@ extern const Kernel rows_kernels[2];
 extern const Kernel combine_kernels[2];
 extern const Kernel sums_kernels[2];
 extern const Kernel zeros_kernel_entry;
+extern const Kernel slots_kernel_entry;
 
 inline const Kernel& kernel_for(const Kernel (&kernels)[2], Dtype dtype) {
   return kernels[dtype == Dtype::kFloat16 ? 0 : 1];
@@ -51,8 +52,10 @@ inline int team_threads(int64_t columns) {
 }
 // A block for each multiprocessor, whose teams take tokens in turn; of few tokens one for each.
 inline CombineShape combine_shape(int64_t tokens, int64_t columns, int multiprocessors) {
+  constexpr int kWarp = 32;
   const int threads = team_threads(columns);
-  const int most = std::min(kMostTeams, kCombineThreads / threads);
+  const int most =
+      std::min(threads > kWarp ? kMostBarriers : kMostTeams, kCombineThreads / threads);
   const int64_t teams = std::clamp<int64_t>(tokens / multiprocessors, 1, most);
   const int64_t blocks = std::min<int64_t>((tokens + teams - 1) / teams, multiprocessors);
   return {threads, static_cast<int>(teams), blocks};

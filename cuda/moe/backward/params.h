@@ -8,14 +8,16 @@
 
 namespace flashmoe::moe_backward {
 
-inline constexpr int kPiece = 8;     // elements of 16 bytes
-inline constexpr int kRowWarps = 4;  // of a block of `rows`, a run of slots each
-inline constexpr int kSumWarps = 8;  // of a block of `sums`, by turns a row each
+inline constexpr int kPiece = 8;      // elements of 16 bytes
+inline constexpr int kRowWarps = 4;   // of a block of `rows`, a run of slots each
+inline constexpr int kSlotWarps = 8;  // of a block of `slots`, a slot a lane
+inline constexpr int kSumWarps = 8;   // of a block of `sums`, by turns a row each
 inline constexpr int kSumColumns = 256;
 inline constexpr int kZeroWarps = 4;      // of a block of `zeros`, a row each
 inline constexpr int kTeamThreads = 256;  // at most, of a token of `combine`
-inline constexpr int kMostTeams = 15;     // of a block, each with a named barrier
 inline constexpr int kCombineThreads = 1024;
+inline constexpr int kMostTeams = 32;     // of a block
+inline constexpr int kMostBarriers = 15;  // of its teams of more than a warp: a named one each
 
 struct Routing {
   const float* weights;    // [tokens, top_k]
@@ -66,14 +68,22 @@ struct RowsParams {
   float up_offset;
 };
 
+// What routing says of slots.
+struct SlotsParams {
+  Routing routing;
+  int32_t* row_tokens;  // [rows]: of a slot, or -1; out
+  float* row_weights;   // [rows]: of its pair, or 0; out
+};
+
 // dx[t] = sum over k of y[slots[t, k]], and dweights. Of a chunk of columns `hidden` are its own.
 struct CombineParams {
   Routing routing;
   const int32_t* row_tokens;
   const uint16_t* y[2];  // [rows, hidden], to be added up; the second may be absent
-  // The weights' gradients, or with weight_on_input, where they are <y, x>, the sums of the chunks
-  // so far. nullptr: of one chunk.
+  // The weights' gradients in dot_parts parts, [dot_parts, rows], or with weight_on_input, where
+  // they are <y, x>, the sums of the chunks so far. nullptr: of one chunk.
   float* dots;
+  int32_t dot_parts;
   int32_t adds_dots;  // behind the first chunk
   const uint16_t* x;  // [tokens, hidden]
   int64_t x_stride;

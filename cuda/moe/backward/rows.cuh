@@ -96,6 +96,16 @@ __device__ __forceinline__ Found look_up(const Routing& routing, int slot) {
   return found;
 }
 
+__global__ void __launch_bounds__(kSlotWarps* kThreadsPerWarp)
+    slots_kernel(const __grid_constant__ SlotsParams params) {
+  begin_kernel();
+  const int64_t slot = int64_t{blockIdx.x} * (kSlotWarps * kThreadsPerWarp) + thread_index();
+  if (slot >= params.routing.rows) return;
+  const Found found = look_up(params.routing, static_cast<int>(slot));
+  params.row_tokens[slot] = found.token;
+  params.row_weights[slot] = found.weight;
+}
+
 // A run of slots that a warp has.
 template <class Element>
 class RowsOfWarp {

@@ -4,7 +4,7 @@
 
 namespace flashmoe::moe_backward {
 
-static LoadedKernel loaded[7][kMaxDevices];
+static LoadedKernel loaded[8][kMaxDevices];
 
 #define FLASHMOE_STAGES(index, name, kernel)                                                       \
   {                                                                                                \
@@ -17,6 +17,9 @@ const Kernel combine_kernels[2] = FLASHMOE_STAGES(2, "moe_backward_combine", com
 const Kernel sums_kernels[2] = FLASHMOE_STAGES(4, "moe_backward_sums", sums_kernel);
 const Kernel zeros_kernel_entry = {"moe_backward_zeros",
                                    reinterpret_cast<const void*>(&zeros_kernel), 0, loaded[6]};
+
+const Kernel slots_kernel_entry = {"moe_backward_slots",
+                                   reinterpret_cast<const void*>(&slots_kernel), 0, loaded[7]};
 
 #undef FLASHMOE_STAGES
 

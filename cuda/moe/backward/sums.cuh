@@ -103,6 +103,29 @@ __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int
   return total;
 }
 
+// The gradients of a token's weights by parts; a warp, of which each row has as many lanes.
+__device__ __forceinline__ void write_sums_of_parts(const CombineParams& p, int64_t token,
+                                                    const int* rows) {
+  const int top_k = p.routing.top_k;
+  int lanes = kThreadsPerWarp;  // of a row
+  while (lanes * top_k > kThreadsPerWarp) lanes /= 2;
+  const int k = lane_index() / lanes;
+  const int row = k < top_k ? rows[k] : -1;
+  float sum = 0.0f;
+  if (row >= 0) {
+#pragma unroll 4
+    for (int part = lane_index() % lanes; part < p.dot_parts; part += lanes) {
+      sum += p.dots[int64_t{part} * p.routing.rows + row];
+    }
+  }
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(kFullWarp, sum, distance);
+  }
+  if (k >= top_k || lane_index() % lanes != 0) return;
+  float* const to = p.dweights + token * top_k + k;
+  *to = p.adds != 0 ? *to + sum : sum;
+}
+
 // What a thread looks up for a pair of a token, in two steps: a team begins either for tokens to
 // come, so that no token waits for one and then the other.
 class PairsRow {
@@ -160,23 +183,21 @@ __device__ __forceinline__ void combine_token(const CombineParams& params, int64
                            params.adds != 0, sum);
     }
   }
-  const bool sums_up = params.weight_on_input != 0 && params.dots != nullptr;
-  if (params.dweights == nullptr && !sums_up) return;
+  if (params.weight_on_input == 0) {
+    if (params.dweights != nullptr && thread < kThreadsPerWarp) {
+      write_sums_of_parts(params, token, rows);
+    }
+    return;
+  }
+  if (params.dweights == nullptr && params.dots == nullptr) return;
   const int warps = params.team_threads / kThreadsPerWarp;
   for (int k = thread / kThreadsPerWarp; k < top_k; k += warps) {
     const int row = rows[k];
-    float gradient = 0.0f;
-    if (row >= 0) {
-      gradient =
-          params.weight_on_input != 0 ? dot_with_x<Element>(params, row, token) : params.dots[row];
-    }
-    if (lane_index() != 0) continue;
-    if (params.dweights == nullptr) {
-      if (row >= 0) params.dots[row] = gradient;
-      continue;
-    }
-    float* const to = params.dweights + token * top_k + k;
-    *to = params.adds != 0 ? *to + gradient : gradient;
+    const float gradient = row >= 0 ? dot_with_x<Element>(params, row, token) : 0.0f;
+    const bool is_part = params.dweights == nullptr;
+    if (lane_index() != 0 || (is_part && row < 0)) continue;
+    float* const to = is_part ? params.dots + row : params.dweights + token * top_k + k;
+    *to = !is_part && params.adds != 0 ? *to + gradient : gradient;
   }
 }
 
@@ -206,7 +227,11 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
       next.begin(token + 2 * stride);
     }
     // Of the other place all have read what the token before had there.
-    ptx::named_barrier_sync(1 + team, params.team_threads);
+    if (params.team_threads == kThreadsPerWarp) {
+      __syncwarp();
+    } else {
+      ptx::named_barrier_sync(1 + team, params.team_threads);
+    }
     combine_token<Element>(params, token, thread, rows[team][place], weights[team][place]);
   }
 }

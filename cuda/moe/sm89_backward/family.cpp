@@ -512,6 +512,7 @@ moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const Hi
   params.y[0] = w.y[0];
   params.y[1] = w.y[1];
   params.dots = w.dots;
+  params.dot_parts = 1;
   params.adds_dots = p.layer.weight_on_input && chunk.first > 0 ? 1 : 0;
   params.x = static_cast<const uint16_t*>(p.layer.x.data) + chunk.first;
   params.x_stride = p.layer.x.row_stride;

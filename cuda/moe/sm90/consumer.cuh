@@ -1,7 +1,10 @@
 // What a consumer warpgroup does with the tiles that the producer sends.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/moe/sm90/epilogue.cuh"
+#include "cuda/moe/sm90/gradient_epilogue.cuh"
 #include "cuda/moe/sm90/mainloop.cuh"
 #include "cuda/moe/sm90/storage.cuh"
 #include "cuda/moe/sm90/traits.cuh"
@@ -15,8 +18,10 @@ namespace flashmoe::moe::sm90 {
 // of a tile: if they had the latter in common, ptxas would have to bring the accumulators of all
 // main loops to the same registers, and lets products wait for each other rather than that (C7511).
 template <class Traits>
-struct Consumer : Epilogue<Traits> {
-  using Base = Epilogue<Traits>;
+struct Consumer
+    : std::conditional_t<Traits::kDifferentiates, GradientEpilogue<Traits>, Epilogue<Traits>> {
+  using Base =
+      std::conditional_t<Traits::kDifferentiates, GradientEpilogue<Traits>, Epilogue<Traits>>;
   using Base::announce;
   using Base::Base;
   using Base::finish;
@@ -29,6 +34,7 @@ struct Consumer : Epilogue<Traits> {
   using Base::rows_before;
   using Base::sent;
   using Base::shared;
+  using Base::tile_number;
   using Base::wait_sent;
   using typename Base::Kept;
 
@@ -88,28 +94,28 @@ struct Consumer : Epilogue<Traits> {
   __device__ __forceinline__ void run() {
     const int steps = ceil_div<Traits::kStep>(params.columns);
     const int stride = Traits::kAlternates ? kConsumers : 1;
-    int number = Traits::kAlternates ? group : 0;  // of the tile
+    tile_number = Traits::kAlternates ? group : 0;
     if (Traits::kAlternates && group == 1) {
       pipe.advance(steps);
       ptx::named_barrier_arrive(kTurnBarrier, 2 * kThreadsPerGroup);
     }
-    for (;; number += stride) {
-      const int slot = number % Traits::kTileSlots;
-      ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
+    for (;; tile_number += stride) {
+      const int slot = tile_number % Traits::kTileSlots;
+      ptx::mbarrier_wait(shared.known(slot), tile_number / Traits::kTileSlots % 2);
       const int units = uniform(shared.tiles[slot].units);
       if (units == 0) break;
       pipe.stage = uniform(pipe.stage);
-      if (!Traits::kAlternates && steps <= kAnnounceStep && held != kNone) announce();
+      if (Traits::kAnnounces && steps <= kAnnounceStep && held != kNone) announce();
       compute_within<Traits::kUnitSteps>(units, shared.tiles[slot]);
       if (Traits::kAlternates) pipe.advance(steps);
     }
     // Nobody else takes the turn that the last tile's products left.
-    if (Traits::kAlternates && shared.tiles[number % Traits::kTileSlots].edge != 0) {
+    if (Traits::kAlternates && shared.tiles[tile_number % Traits::kTileSlots].edge != 0) {
       ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
     }
-    if (!Traits::kAlternates && held != kNone) {
+    if (Traits::kAnnounces && held != kNone) {
       announce();
-    } else if (warp_of_group() == 0 && lane_index() == 0) {
+    } else if ((Traits::kDifferentiates || warp_of_group() == 0) && lane_index() == 0) {
       ptx::tma_store_wait();
     }
     __syncwarp();

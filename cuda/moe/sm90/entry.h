@@ -15,7 +15,8 @@ enum class Use {
   kNarrowGatedUp,  // as kPlainGatedUp, for experts of few tokens: narrower tiles, one more stage
   kShortDown,      // as kDown, for at most 256 columns and many tokens: keeps weights in registers
   kMiddleDown,     // the same for at most 512 columns: narrower tiles
-  kWideDown        // as kDown, without a bias, to fp32 or added to what the output holds
+  kWideDown,       // as kDown, without a bias, to fp32 or added to what the output holds
+  kUpGradient      // gathers rows of dout, goes back through SiLU of g times u
 };
 
 // Which stride of the weights is 1; or, of kRowsInterleaved, that of rows is 2: a gate's and an

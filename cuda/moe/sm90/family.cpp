@@ -68,7 +68,8 @@ struct View {
 };
 
 // What is kept with a plan: the parameters of its products, and what their maps are of.
-inline constexpr int kMostMaps = kHalves + kTokenBoxes + kOutHeights + kHalves * kOutHeights;
+inline constexpr int kMostMaps =
+    kHalves + kTokenBoxes + kOutHeights + kHalves * kOutHeights + kHalves;
 struct Kept {
   Params params[2];
   const void* mapped[2][kMostMaps];
@@ -379,6 +380,12 @@ Product down_of(const MoeForwardProblem& p) {
           major};
 }
 
+Product up_gradient_of(const MoeForwardProblem& p) {
+  Product product = up_of(p);
+  product.use = Use::kUpGradient;
+  return product;
+}
+
 // The workspace: a [slots, inner], then y [slots, hidden], then what `up` tells `down`.
 struct Layout {
   int64_t y;
@@ -467,6 +474,38 @@ bool fill_up(const MoeForwardProblem& p, const Plan& plan, int index, void* acti
   params->bias[0] = bias_of(p.gated ? p.gate_bias : p.up_bias);
   params->bias[1] = bias_of(p.up_bias);
   fill_activation(p, params);
+  return true;
+}
+
+bool fill_up_gradient(const MoeForwardProblem& p, const UpGradient& g, const Plan& plan, int index,
+                      Maps* maps, Params* params) {
+  const Product product = up_gradient_of(p);
+  if (!fill_product(product, p.up, p.up, *static_cast<const Entry*>(plan.entries[index]),
+                    clusters_of(plan, index), maps, params)) {
+    return false;
+  }
+  const auto view_of = [&](const void* data, int64_t stride) {
+    return View{data, p.inner, product.rows, 1, stride, 0, kGradientTokens, p.x.dtype};
+  };
+  for (int i = 0; i < kHalves; ++i) {
+    if (!maps->set(view_of(g.before[i], g.before_stride), &params->before[i])) return false;
+    if (g.dz[i] != nullptr &&
+        !maps->set_out(view_of(g.dz[i], g.dz_stride), &params->pre_activation[i])) {
+      return false;
+    }
+  }
+  if (g.activated != nullptr && !maps->set_out(view_of(g.activated, p.inner), &params->out)) {
+    return false;
+  }
+  params->x = static_cast<const uint16_t*>(p.x.data);
+  params->x_row_chunks = static_cast<uint32_t>(p.x.row_stride / 8);
+  params->pairs = g.row_tokens;
+  params->top_k = 1;
+  params->offsets = p.offsets;
+  params->row_weights = g.row_weights;
+  params->dots = g.dots;
+  params->wants_dz = g.dz[0] != nullptr ? 1 : 0;
+  params->wants_a = g.activated != nullptr ? 1 : 0;
   return true;
 }
 
@@ -629,6 +668,23 @@ flashmoe_status launch_up(const MoeForwardProblem& problem, const Plan& plan, in
                           void* activated, uint32_t* progress, void* stream) {
   return launch_stage(plan, index, stream, [&](Maps* maps, Params* params) {
     return fill_up(problem, plan, index, activated, progress, maps, params);
+  });
+}
+
+int64_t up_gradient_parts(int64_t inner) {
+  constexpr int64_t kTileRows = int64_t{kHalves} * kConsumers * kBoxColumns;
+  return kConsumers * ceil_div(inner, kTileRows);
+}
+
+flashmoe_status add_up_gradient(const MoeForwardProblem& da, const DeviceFacts& facts, Plan* plan,
+                                const Reason& reason) {
+  return add_product("weights", facts, up_gradient_of(da), plan, reason);
+}
+
+flashmoe_status launch_up_gradient(const MoeForwardProblem& da, const UpGradient& gradient,
+                                   const Plan& plan, int index, void* stream) {
+  return launch_stage(plan, index, stream, [&](Maps* maps, Params* params) {
+    return fill_up_gradient(da, gradient, plan, index, maps, params);
   });
 }
 

@@ -101,6 +101,7 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
       }
     }
     ptx::named_barrier_sync(kGatherBarrier, Traits::kGatherThreads);
+    const int steps_behind = Traits::steps_behind(tile.units);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const int column = step * Traits::kStep + chunk * kChunk;
@@ -123,6 +124,13 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
         if (more) next.request(params, tile, thread);
       }
       if (step == store_step && more) next.store(params, table, thread);
+    }
+    // Of what comes by TMA alone.
+#pragma unroll 1
+    for (int step = 0; step < steps_behind; ++step) {
+      ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+      ptx::mbarrier_arrive(shared.full(pipe.stage));
+      pipe.advance();
     }
   }
 }

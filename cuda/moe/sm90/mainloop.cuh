@@ -45,7 +45,8 @@ struct MainLoop {
   int group;
   PipelineState<Traits::kStages> pipe;
   int held = kNone;  // the last stage of the tile before, by way of which its output leaves
-  int sent = 0;      // parts of the output: of this tile in `up`, else of all
+  int tile_number = 0;
+  int sent = 0;  // parts of the output: of this tile in `up`, else of all
 
   __device__ __forceinline__ MainLoop(const Params& params_, const Shared<Traits>& shared_,
                                       int group_)
@@ -66,6 +67,10 @@ struct MainLoop {
     }
   }
 
+  __device__ __forceinline__ int stage_before() const {
+    return pipe.stage == 0 ? Traits::kStages - 1 : pipe.stage - 1;
+  }
+
   // Lets `down` know that one more tile of this consumer is stored.
   __device__ __forceinline__ void announce() const {
     if (warp_of_group() == 0) {
@@ -80,12 +85,12 @@ struct MainLoop {
 
   // Gives the stage back by way of which the last tile's output has left.
   __device__ __forceinline__ void give_back() const {
-    if (held == kNone) return;
-    if (warp_of_group() == 0) {
+    if (Traits::kDifferentiates ? tile_number == 0 : held == kNone) return;
+    if (Traits::kDifferentiates || warp_of_group() == 0) {
       if (lane_index() == 0) ptx::tma_store_wait_read();
       __syncwarp();
     }
-    release(held);
+    release(Traits::kDifferentiates ? stage_before() : held);
   }
 
   // Begins the products of a step, which the first of a tile overwrite the accumulators with.
@@ -127,7 +132,7 @@ struct MainLoop {
     // The first consumer may not come to the barrier for the next tile before the second has come
     // for this one. It needs a stage for that which the second still has; but not of tiles so
     // short.
-    const bool meets = steps + 1 < Traits::kStages;
+    const bool meets = steps + Traits::steps_behind(kTokens / kUnitTokens) + 1 < Traits::kStages;
     const auto let_lag = [&] {
       if (meets) {
         ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
@@ -158,7 +163,7 @@ struct MainLoop {
       issue(products, false);
       if (lets_lag && step == 1) let_lag();
       // By now the stores are over.
-      if (!Traits::kAlternates && step == kAnnounceStep && held != kNone) announce();
+      if (Traits::kAnnounces && step == kAnnounceStep && held != kNone) announce();
       if (come) {
         ptx::wgmma_wait<1>();
         release(last_stage);
@@ -173,10 +178,10 @@ struct MainLoop {
     if (lets_lag && steps == 1) let_lag();
     ptx::pin(products.first);
     ptx::pin(products.second);
-    if (Traits::kAlternates) {
-      release(last_stage);
-    } else {
+    if (Traits::kAnnounces) {
       held = last_stage;
+    } else {
+      release(last_stage);
     }
   }
 

@@ -19,6 +19,7 @@ inline constexpr int kTokenBoxes = 12;  // of as many units of tokens at most
 // is touched.
 inline constexpr int kOutHeights = 3;
 inline constexpr int kOutBoxRows[kOutHeights] = {32, 8, 1};
+inline constexpr int kGradientTokens = 32;  // of a step of kUpGradient behind the products
 // Of weights that a kernel keeps in registers, at most: with tiles of many tokens, and of fewer.
 inline constexpr int kMostKeptColumns = 256;
 inline constexpr int kMostKeptOfFewer = 512;
@@ -43,6 +44,13 @@ struct Params {
   // [rows of weights, rows, batches] in boxes of each of kOutBoxRows.
   CUtensorMap out[kOutHeights];
   CUtensorMap pre_activation[kHalves][kOutHeights];  // of each half; without a gate the first
+
+  // Of kUpGradient, whose output is a, and whose pre_activation are the gradients of g and of u.
+  CUtensorMap before[kHalves];  // g and u, in boxes of kGradientTokens rows
+  const float* row_weights;     // [rows]; `pairs` are tokens, which is as much with a top_k of 1
+  float* dots;                  // [tiles of rows][kConsumers][rows] parts of <da, a>, or nullptr
+  int32_t wants_dz;
+  int32_t wants_a;
 
   // Rows to gather: slot s has row pairs[s] / top_k of x.
   const uint16_t* x;

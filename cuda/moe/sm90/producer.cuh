@@ -28,7 +28,8 @@ struct TileCopies {
   uint64_t policy;    // for weights
   uint32_t expected;  // bytes that a stage waits for
   int expert;
-  int row;        // of the weights, the first
+  int row;  // of the weights, the first
+  int first_slot;
   int only_half;  // that this block copies, for both; kNone: it copies both for itself
   int token_row;  // of this block's half of the tokens
   int token_batch;
@@ -42,6 +43,7 @@ struct TileCopies {
     expected = Traits::kKeeps ? 0 : Traits::kWeightBytes;
     expert = tile.expert;
     row = tile.row_tile * Traits::kRowsToTile;
+    first_slot = tile.first_slot;
     only_half = Traits::kGathers && tile.shared != 0 ? rank : kNone;
     if (!Traits::kGathers) {
       expected += tile.units * kUnitTokens * kBoxRowBytes;
@@ -105,6 +107,27 @@ struct TileCopies {
   __device__ __forceinline__ void load_only_tokens(int stage, int step) const {
     ptx::mbarrier_arrive_expect(shared.full(stage), static_cast<int>(expected));
     load_tokens(stage, step);
+  }
+
+  // Of a step behind the products: g and u of its tokens, and what is known of their slots.
+  __device__ __forceinline__ void load_before(int stage, int step) const {
+    const uint32_t full = shared.full(stage);
+    const uint32_t to = shared.weights(stage);
+    const int slot = first_slot + step * kGradientTokens;
+    const int aligned = slot / 4 * 4;
+    ptx::mbarrier_arrive_expect(full, 2 * Traits::kUpBoxesOffset + 2 * Traits::kSlotBytes);
+#pragma unroll
+    for (int i = 0; i < kHalves; ++i) {
+#pragma unroll
+      for (int box = 0; box < Traits::kBoxes; ++box) {
+        ptx::tma_load(to + i * Traits::kUpBoxesOffset + box * Traits::kOutBytes, &params.before[i],
+                      full, ptx::kEvictFirst, row + box * kBoxColumns, slot, 0, 0);
+      }
+    }
+    ptx::bulk_load(to + Traits::kSlotTokensOffset, params.pairs + aligned, Traits::kSlotBytes, full,
+                   ptx::kEvictNormal);
+    ptx::bulk_load(to + Traits::kSlotWeightsOffset, params.row_weights + aligned,
+                   Traits::kSlotBytes, full, ptx::kEvictNormal);
   }
 
   // Copies this block's half of a step's tokens, for both; one thread.
@@ -217,6 +240,16 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
       deal.tell(sent);
     }
     load_until(steps);
+    if constexpr (Traits::kDifferentiates) {
+      const int steps_behind = Traits::steps_behind(tile.units);
+#pragma unroll 1
+      for (int behind = 0; behind < steps_behind; ++behind) {
+        ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+        if (leader) copies.load_before(pipe.stage, behind);
+        __syncwarp();
+        pipe.advance();
+      }
+    }
     step = 0;
     item = deal.item_after(item, sent);
     ++sent;

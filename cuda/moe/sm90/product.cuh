@@ -61,7 +61,7 @@ __device__ __forceinline__ void consume(const Params& params, const Shared<Trait
     // No thread but this one lets `down` begin. The second consumer announces nothing before it has
     // waited for the first one (kLagBarrier), and so for this.
     if (threadIdx.x == kThreadsPerGroup) {
-      begin_progress(params);
+      if (Traits::kAnnounces) begin_progress(params);
       ptx::launch_dependents();
     }
     __syncwarp();

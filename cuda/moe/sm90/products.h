@@ -32,6 +32,28 @@ int64_t most_progress_words(int multiprocessors);
 flashmoe_status launch_up(const MoeForwardProblem& problem, const Plan& plan, int index,
                           void* activated, uint32_t* progress, void* stream);
 
+// From a product of rows that are gathered, da, to the gradients of g and u, of which the layer's
+// SiLU(g) u was made. Rows by slot, strides in elements.
+struct UpGradient {
+  const void* before[2];  // g and u
+  int64_t before_stride;
+  void* dz[2];  // their gradients; or nullptr
+  int64_t dz_stride;
+  void* activated;  // [rows, inner] SiLU(g) u times the weight; or nullptr
+  float* dots;      // [up_gradient_parts(inner), rows] parts of <da, a>; or nullptr
+  // Of slots, in memory for kSlotsBehind more; of one that does not count -1 and 0.
+  const int32_t* row_tokens;
+  const float* row_weights;
+};
+inline constexpr int64_t kSlotsBehind = 256;
+int64_t up_gradient_parts(int64_t inner);
+
+// `da`: the layer whose first product, without a gate, that is.
+flashmoe_status add_up_gradient(const MoeForwardProblem& da, const DeviceFacts& facts, Plan* plan,
+                                const Reason& reason);
+flashmoe_status launch_up_gradient(const MoeForwardProblem& da, const UpGradient& gradient,
+                                   const Plan& plan, int index, void* stream);
+
 // A product of rows as they lie. `name`: the argument that tells their number. The output may be
 // fp32; `adds`: to what it holds. Either has no bias.
 flashmoe_status add_rows_product(const char* name, const GroupedProductProblem& problem, bool adds,

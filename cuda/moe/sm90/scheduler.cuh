@@ -221,6 +221,8 @@ class Scheduler {
     tile->units = narrow + (token_tile < wider ? 1 : 0);
     tile->tokens = counts ? min(tile->units * kUnitTokens, tokens - first_unit * kUnitTokens) : 0;
     tile->first_slot = first_unit * kUnitTokens;
+    // Both blocks of a cluster have as many steps behind their products.
+    if (Traits::kDifferentiates) tile->units = ceil_div(units, tiles);
   }
 
   const Params& params_;

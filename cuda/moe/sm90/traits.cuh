@@ -28,6 +28,9 @@ struct Traits {
   static constexpr bool kKeeps = kUse == Use::kShortDown || kKeepsMore;
   static constexpr bool kWide = kUse == Use::kWideDown;
   static constexpr bool kGathers = kUse != Use::kDown && !kWide && !kKeeps;
+  // Steps follow those of the products, in which g and u come by tokens, and what they become goes.
+  static constexpr bool kDifferentiates = kUse == Use::kUpGradient;
+  static constexpr bool kAnnounces = kGathers && !kDifferentiates;  // that tiles are stored
   static_assert(kGated || !kInterleaved);
   static_assert(!kKeeps || !kTransposed);
 
@@ -50,7 +53,9 @@ struct Traits {
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
   // Widths that there is code for are multiples of so many units: the more follows the main loop,
   // the fewer.
-  static constexpr int kUnitSteps = kPlain || !(kGathers || kWide) ? 1 : kGated ? 2 : 4;
+  static constexpr int kUnitSteps = kPlain || !(kGathers || kWide) ? 1
+                                    : kGated || kDifferentiates    ? 2
+                                                                   : 4;
   static_assert(kTileUnits % kUnitSteps == 0);
   static constexpr int kMostOddTiles = 5;  // of an expert's tokens, where pairs share weights
   // Columns of items that the weights of an expert pass by together: as many token tiles as
@@ -81,9 +86,30 @@ struct Traits {
   // Output of `up` leaves by way of its tile's last stage: a consumer's own 64 rows of both halves
   // of the weights are a buffer each. Others have buffers of their own.
   static constexpr int kOutBuffers = kGathers || kKeeps ? 2 : 1;
-  static constexpr int kOutTokens = kGathers || kKeeps ? 64 : 96;
+  static constexpr int kOutTokens = kDifferentiates        ? kGradientTokens
+                                    : kAnnounces || kKeeps ? 64
+                                                           : 96;
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
-  static_assert(!kGathers || kOutBytes == kConsumerRows * kBoxRowBytes);
+  static_assert(!kAnnounces || kOutBytes == kConsumerRows * kBoxRowBytes);
+
+  // The stage of a step of kGradientTokens: boxes of g and of u, which become their gradients, and
+  // of a, each [half][consumer][token][64]. Then tokens and weights of the slots, from a multiple
+  // of 16 bytes on, and sums of warps.
+  static constexpr int kBoxes = kHalves * kConsumers;
+  static constexpr int kUpBoxesOffset = kBoxes * kOutBytes;
+  static constexpr int kActivatedOffset = 2 * kUpBoxesOffset;
+  static constexpr int kSlotBytes = 4 * kGradientTokens + 16;
+  static constexpr int kSlotTokensOffset = kActivatedOffset + kBoxes * kOutBytes;
+  static constexpr int kSlotWeightsOffset = kSlotTokensOffset + kSlotBytes;
+  static constexpr int kSumsOffset = kSlotWeightsOffset + kSlotBytes;
+  static constexpr int kSumsBytes = 4 * 4 * kGradientTokens;  // of a consumer, of four warps
+  // What threads alone read and write is not where the copy engine loads weights.
+  static_assert(!kDifferentiates || (kSumsOffset >= kWeightBytes &&
+                                     kSumsOffset + kConsumers * kSumsBytes <= kStageBytes));
+  // Steps behind the products of a tile so many units wide.
+  static constexpr __host__ __device__ int steps_behind(int units) {
+    return kDifferentiates ? (units * kUnitTokens + kGradientTokens - 1) / kGradientTokens : 0;
+  }
 
   // Tiles in flight: loaded ahead, one with each stage, being finished, and an end for each
   // consumer that looks for one of its own, which is known without a wait for a stage.
@@ -93,7 +119,7 @@ struct Traits {
   static constexpr int kOutOffset = kStages * kStageBytes;
   static constexpr int kScalesOffset =
       kOutOffset + (kGathers ? 0 : kConsumers * kOutBuffers * kOutBytes);
-  static constexpr int kScaleBytes = kGathers ? kTileTokens * 4 : 0;  // of a consumer
+  static constexpr int kScaleBytes = kAnnounces ? kTileTokens * 4 : 0;  // of a consumer
   static constexpr int kRowsOffset = kScalesOffset + kConsumers * kScaleBytes;
   static constexpr int kRowsBytes = kGathers ? kTileTokens * 4 : 0;
   static constexpr int kTilesOffset = kRowsOffset + kRowsBytes;

@@ -1,5 +1,6 @@
 // The sm_90 family of gradients: of a grouped product, and of a layer.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -186,6 +187,8 @@ struct Needs {
   bool combine;
   bool rows;
   bool up;
+  // da goes through the activation in the product that gives it, not row by row.
+  bool fuses;
 
   explicit Needs(const Layer& p) {
     const bool any = pairs_of(p) > 0;
@@ -200,8 +203,12 @@ struct Needs {
     da = dz || scaled_dz || dots;
     a = any && p.dw_down.data != nullptr;
     combine = any && (p.dx.data != nullptr || p.dweights != nullptr);
-    rows = any;
     up = (da || a) && p.pre_activation.data == nullptr;
+    fuses = da && p.layer.gated && p.order != FLASHMOE_MOE_INTERLEAVED &&
+            p.layer.activation == FLASHMOE_ACTIVATION_SILU && p.layer.alpha == 1.0f &&
+            std::isinf(p.layer.limit) && p.layer.up_offset == 0.0f && !on_input &&
+            p.layer.down_bias.data == nullptr;
+    rows = any && !fuses;
   }
 };
 
@@ -250,10 +257,16 @@ MoeForwardProblem da_layer(const Layer& p, const InnerChunk& chunk) {
   return layer;
 }
 
+// Of which the weights' gradients are made, by slot.
+int64_t dot_parts(const Layer& p) {
+  return Needs(p).fuses ? sm90::up_gradient_parts(p.layer.inner) : 1;
+}
+
 // The workspace: offsets from its beginning. What no stage needs has no bytes. What lies between
 // the stages of I and what lies between those of H have the same place.
 struct Workspace {
   int64_t row_tokens;
+  int64_t row_weights;
   int64_t dots;
   int64_t progress;  // of one product at a time
   int64_t dz;        // [pairs, width], for dx of all columns; or it has pre_activation's place
@@ -278,15 +291,19 @@ struct Workspace {
       if (needed) bytes += ceil_div(count * each, kAlignment) * kAlignment;
       return place;
     };
-    row_tokens = take(needs.rows, pairs, kWordBytes);
-    dots = take(needs.dots || sums_up, pairs, kWordBytes);
-    progress = take(needs.da || needs.up, sm90::most_progress_words(multiprocessors), kWordBytes);
+    const int64_t behind = needs.fuses ? sm90::kSlotsBehind : 0;
+    row_tokens = take(needs.rows || needs.fuses, pairs + behind, kWordBytes);
+    row_weights = take(needs.fuses, pairs + behind, kWordBytes);
+    dots = take(needs.dots || sums_up, pairs * dot_parts(p), kWordBytes);
+    progress = take((needs.da && !needs.fuses) || needs.up,
+                    sm90::most_progress_words(multiprocessors), kWordBytes);
     dz = take(needs.dz && !dz_is_in_place(p), pairs * (needs.dx_rows ? width_of(p) : width),
               element);
     const int64_t shared = bytes;
     computed = take(needs.up, pairs * width, element);
-    da = take((needs.da || needs.a || needs.up) && room_for_a(p, chunks) == nullptr,
-              pairs * chunks.inner, element);
+    da = take(
+        ((needs.da && !needs.fuses) || needs.a || needs.up) && room_for_a(p, chunks) == nullptr,
+        pairs * chunks.inner, element);
     scaled_dz = take(needs.scaled_dz, pairs * width, element);
     const int64_t of_inner = bytes;
     bytes = shared;
@@ -520,7 +537,17 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
     FLASHMOE_TRY(
         sm90::check_weights("w_down", down.up, layer.experts, layer.inner, layer.hidden, reason));
     FLASHMOE_TRY(sm90::check_gathered("dout", p.dout, layer.tokens, reason));
-    FLASHMOE_TRY(sm90::add_up(down, *facts, plan, reason));
+    if (needs.fuses) {
+      if (!needs.up) {
+        FLASHMOE_TRY(sm90::check_rows("pre_activation", p.pre_activation, pairs, 1, reason));
+      }
+      FLASHMOE_TRY(add_rows_stage(moe_backward::slots_kernel_entry, p.device, *facts,
+                                  ceil_div(pairs, moe_backward::kSlotWarps * kWarpThreads),
+                                  moe_backward::kSlotWarps, plan, reason));
+      FLASHMOE_TRY(sm90::add_up_gradient(down, *facts, plan, reason));
+    } else {
+      FLASHMOE_TRY(sm90::add_up(down, *facts, plan, reason));
+    }
     plan->info.microseconds += product;
   }
   const auto add_stage = [&](const Kernel(&kernels)[2], int64_t blocks, int64_t warps) {
@@ -643,6 +670,34 @@ moe_backward::RowsParams row_params(const Layer& p, const GradientChunks& chunks
   return params;
 }
 
+sm90::UpGradient up_gradient(const Layer& p, const GradientChunks& chunks, const InnerChunk& chunk,
+                             const Workspace& w, char* base) {
+  const Needs needs(p);
+  sm90::UpGradient gradient = {};
+  const TokenRows<const void> before =
+      needs.up ? rows_at(p, base + w.computed, 2 * chunk.count)
+               : rows_at(p, p.pre_activation.data, p.pre_activation.row_stride, chunk.first);
+  const TokenRows<const void> dz = dz_at(p, chunk, w, base, 0);
+  const DzPlaces places = dz_places(p, chunk);
+  gradient.before_stride = before.row_stride;
+  gradient.dz_stride = dz.row_stride;
+  for (int i = 0; i < 2; ++i) {
+    gradient.before[i] =
+        rows_at(p, before.data, 0, i * (needs.up ? chunk.count : chunk.inner)).data;
+    if (needs.dz) {
+      gradient.dz[i] = const_cast<void*>(rows_at(p, dz.data, 0, places.places[i]).data);
+    }
+  }
+  if (needs.a) gradient.activated = da_at(p, chunks, w, base);
+  if (needs.dots) {
+    gradient.dots = reinterpret_cast<float*>(base + w.dots) +
+                    sm90::up_gradient_parts(chunk.first) * pairs_of(p);
+  }
+  gradient.row_tokens = reinterpret_cast<const int32_t*>(base + w.row_tokens);
+  gradient.row_weights = reinterpret_cast<const float*>(base + w.row_weights);
+  return gradient;
+}
+
 // `threads`: of a token.
 moe_backward::CombineParams combine_params(const Layer& p, const HiddenChunk& chunk,
                                            const Workspace& w, int32_t threads, char* base) {
@@ -660,6 +715,7 @@ moe_backward::CombineParams combine_params(const Layer& p, const HiddenChunk& ch
   params.dots = needs.dots || (in_chunks && p.dweights != nullptr)
                     ? reinterpret_cast<float*>(base + w.dots)
                     : nullptr;
+  params.dot_parts = static_cast<int32_t>(dot_parts(p));
   params.adds_dots = p.layer.weight_on_input && chunk.first > 0 ? 1 : 0;
   params.x = static_cast<const uint16_t*>(p.layer.x.data) + chunk.first;
   params.x_stride = p.layer.x.row_stride;
@@ -688,13 +744,21 @@ flashmoe_status launch_inner(const Layer& p, const GradientChunks& chunks, const
     FLASHMOE_TRY(sm90::launch_up(up_again(p, chunk, base + w.computed), plan, index++, da, progress,
                                  stream));
   }
-  if (needs.da) {
+  if (needs.da && !needs.fuses) {
     FLASHMOE_TRY(sm90::launch_up(da_layer(p, chunk), plan, index++, da, progress, stream));
   }
   if (needs.rows) {
     const int32_t of_warp = plan.info.launches[index].tile_n;
     const moe_backward::RowsParams params = row_params(p, chunks, chunk, w, of_warp, base);
     FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
+  }
+  if (needs.fuses) {
+    const moe_backward::SlotsParams slots = {routing_of(p),
+                                             reinterpret_cast<int32_t*>(base + w.row_tokens),
+                                             reinterpret_cast<float*>(base + w.row_weights)};
+    FLASHMOE_TRY(launch_planned(plan, index++, &slots, stream));
+    FLASHMOE_TRY(sm90::launch_up_gradient(
+        da_layer(p, chunk), up_gradient(p, chunks, chunk, w, base), plan, index++, stream));
   }
   const Gradients gradients(p, chunks, chunk, w, base);
   for (int i = 0; i < gradients.count; ++i) {

@@ -34,7 +34,7 @@ const Entry entry_bf16_t = entry_of("plain_t", false, true, 3);
 
 namespace flashmoe::moe::sm90 {
 
-static LoadedKernel loaded[11][kMaxDevices];
+static LoadedKernel loaded[13][kMaxDevices];
 
 static Entry entry_of(const char* name, Use use, Major major, int index) {
   Entry entry = {};
@@ -47,7 +47,7 @@ static Entry entry_of(const char* name, Use use, Major major, int index) {
   entry.major = major;
   entry.tile_rows = 256;
   entry.box_rows = 64;
-  entry.out_rows = use == Use::kUp || use == Use::kDown ? 256 : 128;
+  entry.out_rows = use == Use::kUp || use == Use::kDown || use == Use::kUpGradient ? 256 : 128;
   entry.tile_tokens = use == Use::kNarrowGatedUp ? 96 : 192;
   entry.columns_per_group = 4;
   entry.stages = 4;
@@ -57,7 +57,8 @@ static Entry entry_of(const char* name, Use use, Major major, int index) {
 
 extern const Entry entry_bf16_gated_plain, entry_bf16_gated_narrow, entry_bf16_gated,
     entry_bf16_gated_t, entry_bf16_gated_interleaved, entry_bf16_up, entry_bf16_up_t,
-    entry_bf16_down, entry_bf16_down_t, entry_bf16_down_short, entry_bf16_down_middle;
+    entry_bf16_down, entry_bf16_down_t, entry_bf16_down_short, entry_bf16_down_middle,
+    entry_bf16_up_gradient, entry_bf16_up_gradient_t;
 const Entry entry_bf16_gated_plain =
     entry_of("gated_plain", Use::kPlainGatedUp, Major::kColumns, 0);
 const Entry entry_bf16_gated_narrow =
@@ -72,6 +73,9 @@ const Entry entry_bf16_gated_interleaved =
     entry_of("gated_interleaved", Use::kGatedUp, Major::kRowsInterleaved, 8);
 const Entry entry_bf16_down_short = entry_of("down_short", Use::kShortDown, Major::kColumns, 9);
 const Entry entry_bf16_down_middle = entry_of("down_middle", Use::kMiddleDown, Major::kColumns, 10);
+const Entry entry_bf16_up_gradient = entry_of("up_gradient", Use::kUpGradient, Major::kColumns, 11);
+const Entry entry_bf16_up_gradient_t =
+    entry_of("up_gradient_t", Use::kUpGradient, Major::kRows, 12);
 
 }  // namespace flashmoe::moe::sm90
 

@@ -5,7 +5,7 @@
 
 namespace flashmoe::moe_backward {
 
-static LoadedKernel loaded[7][kMaxDevices];
+static LoadedKernel loaded[8][kMaxDevices];
 static Kernel kernel_of(const char* name, int index) {
   return {name, reinterpret_cast<const void*>(intptr_t{0x400} + index), 0, loaded[index]};
 }
@@ -14,6 +14,7 @@ const Kernel rows_kernels[2] = {kernel_of("rows_fp16", 0), kernel_of("rows_bf16"
 const Kernel combine_kernels[2] = {kernel_of("combine_fp16", 2), kernel_of("combine_bf16", 3)};
 const Kernel sums_kernels[2] = {kernel_of("sums_fp16", 4), kernel_of("sums_bf16", 5)};
 const Kernel zeros_kernel_entry = kernel_of("zeros", 6);
+const Kernel slots_kernel_entry = kernel_of("slots", 7);
 
 }  // namespace flashmoe::moe_backward
 

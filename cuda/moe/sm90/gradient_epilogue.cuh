@@ -1,0 +1,230 @@
+// From a consumer's products with rows of dout, da, to the gradients of g and u, of which
+// a = SiLU(g) u:
+//
+//   du = w da act(g)      dg = w da u act'(g)      a w      <da, a>      w: the weight of the pair
+//
+// After the steps of the products come steps of kGradientTokens tokens, through the same stages: g
+// and u by TMA, which a thread reads as it has its products, and overwrites. What is computed
+// leaves by TMA, and the stage is given back a step later, when that has been read.
+#pragma once
+
+#include "cuda/moe/sm90/epilogue.cuh"
+#include "cuda/moe/sm90/mainloop.cuh"
+#include "cuda/moe/sm90/params.h"
+#include "cuda/moe/sm90/storage.cuh"
+#include "cuda/moe/sm90/traits.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/matrix_pair.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/stmatrix.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/tile/activation.cuh"
+
+namespace flashmoe::moe::sm90 {
+
+template <class Traits>
+struct GradientEpilogue : Epilogue<Traits> {
+  using Base = Epilogue<Traits>;
+  using Base::Base;
+  using Base::group;
+  using Base::params;
+  using Base::pipe;
+  using Base::release;
+  using Base::rows_before;
+  using Base::send;
+  using Base::shared;
+  using Base::stage_before;
+  using typename Base::Numeric;
+
+  static constexpr int kBlock = 8;  // tokens that a thread has two of
+  static constexpr int kWarps = kThreadsPerGroup / kThreadsPerWarp;
+
+  // Of two tokens: makes the gradients of g and u, and a times the weight.
+  static __device__ __forceinline__ void differentiate(const float* da, uint32_t& g, uint32_t& u,
+                                                       uint32_t& a, const float (&weights)[2],
+                                                       float (&dots)[2]) {
+    const float2 gates = Numeric::unpack(g);
+    const float2 ups = Numeric::unpack(u);
+    const float z[2] = {gates.x, gates.y};
+    const float up[2] = {ups.x, ups.y};
+    float dg[2];
+    float du[2];
+    float activated[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float sigmoid = reciprocal(1.0f + numeric::exp2_approx(-kLog2E * z[e]));
+      const float act = z[e] * sigmoid;
+      const float slope = fmaf(act, 1.0f - sigmoid, sigmoid);
+      const float weighted = da[e] * weights[e];
+      const float product = act * up[e];
+      dots[e] = fmaf(da[e], product, dots[e]);
+      dg[e] = weighted * up[e] * slope;
+      du[e] = weighted * act;
+      activated[e] = product * weights[e];
+    }
+    g = Numeric::pack(dg[0], dg[1]);
+    u = Numeric::pack(du[0], du[1]);
+    a = Numeric::pack(activated[0], activated[1]);
+  }
+
+  // Of a step, of a token that does not count: puts zeros in the place of what this warp has of g
+  // and u, which may be anything.
+  __device__ __forceinline__ void clear(uint32_t stage, uint32_t token) const {
+    uint32_t row = stage + group * Traits::kOutBytes + token * kBoxRowBytes;
+    asm volatile("" : "+r"(row));  // else parts of the addresses are kept all the time
+#pragma unroll
+    for (int i = 0; i < 4 * kHalves; ++i) {  // chunks of 16 bytes, two of a box
+      const uint32_t chunk = (2 * warp_of_group() + i % 2) ^ (token % 8);
+      ptx::store_shared(row + i / 2 * kConsumers * Traits::kOutBytes + chunk * 16,
+                        make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    }
+  }
+
+  // Of a block of tokens and this consumer's rows of both halves of the products: overwrites g and
+  // u with their gradients, and leaves a behind them.
+  template <int kTokens>
+  static __device__ __forceinline__ void differentiate_block(const Products<kTokens>& products,
+                                                             int block, uint32_t box,
+                                                             uint32_t slot_weights,
+                                                             float (&dots)[2]) {
+    const float weights[2] = {ptx::load_shared_float(slot_weights),
+                              ptx::load_shared_float(slot_weights + 4)};
+    if (kTokens == Traits::kTileTokens && block <= 1) {
+      // While all products are there, registers are few.
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const float* const da = (half == 0 ? products.first : products.second) + 4 * block;
+        const uint32_t at = box + half * kConsumers * Traits::kOutBytes;
+        uint32_t g[2];
+        uint32_t u[2];
+        uint32_t a[2];
+        ptx::ldmatrix_x2_trans(g, at);
+        ptx::ldmatrix_x2_trans(u, at + Traits::kUpBoxesOffset);
+        differentiate(da, g[0], u[0], a[0], weights, dots);
+        differentiate(da + 2, g[1], u[1], a[1], weights, dots);
+        ptx::stmatrix_x2_trans(at, g);
+        ptx::stmatrix_x2_trans(at + Traits::kUpBoxesOffset, u);
+        ptx::stmatrix_x2_trans(at + Traits::kActivatedOffset, a);
+      }
+      return;
+    }
+    uint32_t g[4];
+    uint32_t u[4];
+    uint32_t a[4];
+    ptx::ldmatrix_x4_trans(g, box);
+    ptx::ldmatrix_x4_trans(u, box + Traits::kUpBoxesOffset);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // rows i % 2 of half i / 2
+      const float* const half = i / 2 == 0 ? products.first : products.second;
+      differentiate(half + 4 * block + 2 * (i % 2), g[i], u[i], a[i], weights, dots);
+    }
+    ptx::stmatrix_x4_trans(box, g[0], g[1], g[2], g[3]);
+    ptx::stmatrix_x4_trans(box + Traits::kUpBoxesOffset, u[0], u[1], u[2], u[3]);
+    ptx::stmatrix_x4_trans(box + Traits::kActivatedOffset, a[0], a[1], a[2], a[3]);
+  }
+
+  // Adds up what lanes have of a block's tokens, and leaves a number for each in shared memory.
+  static __device__ __forceinline__ void add_lanes(const float (&dots)[2], uint32_t sums) {
+    const auto lane = static_cast<uint32_t>(lane_index());
+    const bool second = lane >= 16;
+    float sum =
+        (second ? dots[1] : dots[0]) + __shfl_xor_sync(kFullWarp, second ? dots[0] : dots[1], 16);
+    sum += __shfl_xor_sync(kFullWarp, sum, 8);
+    sum += __shfl_xor_sync(kFullWarp, sum, 4);
+    if (lane / 4 % 4 == 0) ptx::store_shared(sums + 4 * (lane % 4 * 2 + (second ? 1 : 0)), sum);
+  }
+
+  // Sends what a step left: one warp the gradients of g, one those of u, one a. The last adds up
+  // what the warps have of the tokens' dots.
+  __device__ __forceinline__ void send_step(const Tile& tile, uint32_t stage, int first,
+                                            uint32_t sums) const {
+    constexpr int kSenders = kHalves + 1;
+    const int lane = lane_index();
+    const int warp = warp_of_group();
+    if (warp < kSenders) {
+      const bool is_a = warp == kHalves;
+      if (lane == 0 && (is_a ? params.wants_a : params.wants_dz) != 0) {
+        const int row = tile.row_tile * Traits::kOutRows + rows_before();
+        const auto& maps = is_a ? params.out : params.pre_activation[warp];
+        ptx::fence_proxy_async_shared();  // of what all have stored, once
+#pragma unroll 1
+        for (int half = 0; half < kHalves; ++half) {
+          const int box = (warp * kHalves + half) * kConsumers + group;
+          send(tile, maps, row + half * Traits::kHalfRows, first, 0,
+               stage + box * Traits::kOutBytes);
+        }
+        ptx::tma_store_commit();
+      }
+      __syncwarp();
+    } else if (params.dots != nullptr && first + lane < tile.tokens) {
+      float dot = 0.0f;
+#pragma unroll
+      for (int from = 0; from < kWarps; ++from) {
+        dot += ptx::load_shared_float(sums + 4 * (from * kGradientTokens + lane));
+      }
+      const int64_t part = tile.row_tile * kConsumers + group;
+      params.dots[part * params.rows + tile.first_slot + first + lane] = dot;
+    }
+  }
+
+  // A step, with products from step kStep on.
+  template <int kStep, int kTokens>
+  __device__ __forceinline__ void differentiate_step(const Tile& tile,
+                                                     const Products<kTokens>& products, int step) {
+    constexpr int kBlocks = kGradientTokens / kBlock;
+    const auto lane = static_cast<uint32_t>(lane_index());
+    const auto warp = static_cast<uint32_t>(warp_of_group());
+    const uint32_t base = shared.weights(pipe.stage);
+    const uint32_t slots =
+        base + Traits::kSlotTokensOffset + static_cast<uint32_t>(tile.first_slot) % 4 * 4;
+    const uint32_t slot_weights = slots + Traits::kSlotBytes + lane % 4 * 8;
+    const uint32_t sums = base + Traits::kSumsOffset + group * Traits::kSumsBytes;
+    // Matrices of this warp's sixteen rows of either half.
+    const uint32_t box = base + (lane / 16 * kConsumers + group) * Traits::kOutBytes +
+                         lane % 8 * kBoxRowBytes + ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
+    ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
+    if (static_cast<int>(ptx::load_shared_uint(slots + 4 * lane)) < 0) clear(base, lane);
+    __syncwarp();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      float dots[2] = {};
+      differentiate_block(products, kStep * kBlocks + block, box + block * kBlock * kBoxRowBytes,
+                          slot_weights + block * kBlock * 4, dots);
+      add_lanes(dots, sums + 4 * (warp_of_group() * kGradientTokens + block * kBlock));
+    }
+    ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+    send_step(tile, base, step * kGradientTokens, sums);
+    if (step > 0) {
+      if (lane_index() == 0) ptx::tma_store_wait_read_but<1>();
+      __syncwarp();
+      release(stage_before());
+    }
+    pipe.advance();
+  }
+
+  // What becomes of a tile's products. Two steps at a time, so that what runs stays in the cache of
+  // instructions: the products of the next move to where those of the last were.
+  template <int kTokens>
+  __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
+    constexpr int kSteps = kTokens / kGradientTokens;
+    constexpr int kMoved = kGradientTokens;  // of each half: two steps' sixteen numbers
+    int step = 0;
+    if constexpr (kSteps > 1) {
+#pragma unroll 1
+      for (; step + 1 < kSteps; step += 2) {
+        differentiate_step<0>(tile, products, step);
+        differentiate_step<1>(tile, products, step + 1);
+#pragma unroll
+        for (int i = 0; i < kTokens / 2 - kMoved; ++i) {
+          products.first[i] = products.first[i + kMoved];
+          products.second[i] = products.second[i + kMoved];
+        }
+      }
+    }
+    if constexpr (kSteps % 2 != 0) differentiate_step<0>(tile, products, step);
+  }
+};
+
+}  // namespace flashmoe::moe::sm90
