@@ -479,6 +479,19 @@ def test_a_thousand_runs_give_the_same_bits(case: Case) -> None:
         assert _same_bits(got, want), f"run {run}"
 
 
+def test_items_of_many_query_heads_run_in_waves(kernel: str, dims: tuple[int, int]) -> None:
+    """Down from the last query, then upwards, where the family has waves: right, and the same
+    beside a kernel that takes multiprocessors away."""
+    case = Case(kernel=kernel, batch=2, seq_q=2050, seq_k=2100, heads_q=64, heads_kv=8,
+                dim=dims[0], dim_v=dims[1], causal="bottom_right")  # fmt: skip
+    inputs, want = _checked(case)
+    other, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE)
+    for _ in range(20):
+        with torch.cuda.stream(other):
+            noise @ noise
+        assert _same_bits(backward.gradients(case, inputs), want)
+
+
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 def test_a_thousand_runs_of_several_items_a_block_give_the_same_bits(
     kernel: str, dims: tuple[int, int], causal: str

@@ -19,6 +19,7 @@ struct Entry : AttentionKernel {
   bool ragged = false;       // of ragged and padded batches, and of no others
   bool biased = false;       // of calls with a bias or a mask, and of no others
   bool one_of_both = false;  // a bias of fp32 and a mask are not for it
+  int wave_heads = 0;        // with so many query heads to a KV head items run in waves; 0: never
 };
 
 }  // namespace flashmoe::attention_backward

@@ -155,9 +155,9 @@ void fill_params(const AttentionBackwardProblem& p, const Entry& entry, CommonPa
   params->tiles_q = static_cast<int32_t>(tiles_q_of(p, entry));
   params->tiles_k = static_cast<int32_t>(tiles_k_of(p, entry));
   const int64_t heads_per_kv = p.heads_q / p.heads_kv;
-  params->order = order_of(p.batch * p.heads_kv, heads_per_kv, params->tiles_k,
-                           p.seq_q * heads_per_kv * row_bytes_of(p), p.bounded_right,
-                           kBlocksOfLargest / entry.cluster);
+  params->order = order_of(
+      p.batch * p.heads_kv, heads_per_kv, params->tiles_k, p.seq_q * heads_per_kv * row_bytes_of(p),
+      {p.bounded_left, p.bounded_right}, entry.wave_heads, kBlocksOfLargest / entry.cluster);
   params->split = split_items_of(p, entry);
 }
 

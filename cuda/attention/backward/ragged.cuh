@@ -53,8 +53,8 @@ __device__ __forceinline__ RaggedItem item_of(const RaggedParams& params, int ti
   const int number = last_at_most(params.first_items, params.totals->classes, ticket);
   const SequenceClass of_class = params.classes[number];
   const int sequences = params.classes[number + 1].first_rank - of_class.first_rank;
-  const int head = take_turn(of_class.order, sequences * params.heads_kv, of_class.tiles_k,
-                             ticket - params.first_items[number], item);
+  const int head = take_turn<Traits>(of_class.order, sequences * params.heads_kv, of_class.tiles_k,
+                                     ticket - params.first_items[number], item);
   const int rank = head / params.heads_kv;
   static_cast<SequencePlace&>(item) = params.places[of_class.first_rank + rank];
   item.head_kv = head - rank * params.heads_kv;

@@ -151,6 +151,7 @@ void fill_ragged_params(const AttentionBackwardProblem& p, const Entry& entry,
   params->tile_q = entry.tile_q;
   params->tile_k = entry.tile_k;
   params->at_a_time = static_cast<int32_t>(kBlocksOfLargest / entry.cluster);
+  params->wave_heads = entry.wave_heads;
   params->row_bytes = static_cast<int32_t>(row_bytes_of(p));
   params->sum_tiles = static_cast<int32_t>(bounds.sum_tiles);
   params->most_tiles_k = static_cast<int32_t>(bounds.tiles_k);

@@ -36,7 +36,7 @@ struct alignas(16) RaggedItem : SequencePlace {
   int tile;   // of keys; kNoItem: there are no more
   int begin;  // query tiles: from `begin` to the one before `end`
   int end;
-  int ascends;  // 0 or 1
+  int course;   // of Course in tile.cuh
   int skipped;  // of a call with a bias or a mask: SequenceRows
   int gaps[2];
 };
@@ -55,8 +55,9 @@ struct RaggedParams : CommonParams {
   SequenceParams sequences;
   int32_t tile_q;
   int32_t tile_k;
-  int32_t at_a_time;  // items that the largest GPU runs
-  int32_t row_bytes;  // what a step reads and adds of a row of q
+  int32_t at_a_time;   // items that the largest GPU runs
+  int32_t wave_heads;  // of the entry
+  int32_t row_bytes;   // what a step reads and adds of a row of q
   // Tiles of dQ of sequences with several tiles of keys, whose parts are summed, at most. Those of
   // one tile have no sums.
   int32_t sum_tiles;

@@ -236,12 +236,14 @@ __device__ __forceinline__ void order_class(const RaggedParams& params, int numb
   const int first_item = params.first_items[number];
   const int sequences = params.classes[number + 1].first_rank - of_class.first_rank;
   const SequencePlace& place = params.places[of_class.first_rank];
-  const bool bounded_right = params.score.bounded_right != 0 &&
-                             params.score.right_offset + place.diagonal < place.length_k - 1;
+  // As of a dense batch (core/ops/attention/problem.cpp). Without a bound the offset is beyond all.
+  const Bounded bounded = {params.score.left_offset + place.diagonal > 1 - place.length_q,
+                           params.score.bounded_right != 0 &&
+                               params.score.right_offset + place.diagonal < place.length_k - 1};
   const int64_t head_bytes = int64_t{place.length_q} * params.heads_per_kv * params.row_bytes;
   of_class.order = order_of(int64_t{sequences} * params.heads_kv, params.heads_per_kv,
-                            of_class.tiles_k, head_bytes, bounded_right, params.at_a_time,
-                            {first_item, items - params.first_items[number + 1]});
+                            of_class.tiles_k, head_bytes, bounded, params.wave_heads,
+                            params.at_a_time, {first_item, items - params.first_items[number + 1]});
 }
 
 __global__ void __launch_bounds__(kTablesThreads)

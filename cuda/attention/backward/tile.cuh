@@ -14,6 +14,14 @@
 // last. So the last heads, as many as have up to two items for each block, ascend: their longest
 // items come first and run downwards. All of a head begin with the same query tile; heads of a
 // group alternate, so that items which wait for each other are few.
+//
+// Where many query heads share a KV head all heads ascend, in waves, which have an item for each
+// block. Items of the first wave run downwards and end at their diagonals, the last keys first. An
+// item that then began with the last query tile would be many steps away from its neighbours, and
+// what they share would have left the L2 between them. So those of the next wave run upwards, each
+// from its diagonal, where the item that made way for it has ended: beside the others of its wave,
+// with which it ends. In a wave that runs downwards the last keys have the first ticket, so that
+// items end in the order in which those behind them are to begin, each a step or two apart.
 #pragma once
 
 #include <type_traits>
@@ -27,6 +35,32 @@ template <class Traits, class = void>
 inline constexpr bool kIsBiased = false;
 template <class Traits>
 inline constexpr bool kIsBiased<Traits, std::enable_if_t<Traits::kBiased>> = true;
+
+// Whether a kernel's items may run in waves.
+template <class Traits, class = void>
+inline constexpr bool kHasWaves = false;
+template <class Traits>
+inline constexpr bool kHasWaves<Traits, std::enable_if_t<(Traits::kWaveHeads > 0)>> = true;
+
+// Which way an item runs, and the order of its part of a tile of dQ among those of its head. In
+// waves that run downwards, parts of the `above` tiles above an item's come before its own, and
+// those of the `below` tiles below it behind; all others, as those of all other items that ascend,
+// are in the order of their tiles.
+struct Course {
+  static constexpr int kDescends = 0;  // parts of all tiles above come first; runs upwards
+  static constexpr int kDown = 1;      // all that ascend without waves
+  static constexpr int kUp = 2;
+  static __device__ __forceinline__ int down(int above, int below) {
+    return below << 16 | above << 2 | kDown;
+  }
+  static __device__ __forceinline__ int above(int course) { return course >> 2 & 0x3fff; }
+  static __device__ __forceinline__ int below(int course) { return course >> 16; }
+};
+// Without waves a register less is needed.
+template <bool kWaves = true, class AnyItem>
+__device__ __forceinline__ bool runs_down(const AnyItem& item) {
+  return kWaves ? (item.course & Course::kDown) != 0 : item.course != 0;
+}
 
 inline constexpr int kNoItem = -1;
 inline constexpr int kWhole = -1;
@@ -122,24 +156,36 @@ __device__ __forceinline__ int end_query_of(const CommonParams& params, const Of
 
 // ---- items -----------------------------------------------------------------------------------
 
-// The position-th of the items of so many heads of `tiles_k` tiles: its tile, and whether its head
-// ascends. Returns that head.
-template <class AnyItem>
+// The position-th of the items of so many heads of `tiles_k` tiles: its tile and course. Returns
+// its head.
+template <class Traits, class AnyItem>
 __device__ __forceinline__ int take_turn(const HeadOrder& order, int heads, int tiles_k,
                                          int position, AnyItem& item) {
   const int descending_items = order.descending * tiles_k;
-  item.ascends = position >= descending_items;
-  const int begin = item.ascends ? order.descending : 0;
-  const int end = item.ascends ? heads : order.descending;
-  const int group_heads = item.ascends ? order.ascending_group : order.descending_group;
+  const bool ascends = position >= descending_items;
+  const int begin = ascends ? order.descending : 0;
+  const int end = ascends ? heads : order.descending;
+  const int group_heads = ascends ? order.ascending_group : order.descending_group;
   const int group_items = group_heads * tiles_k;
-  const int of_order = position - (item.ascends ? descending_items : 0);
+  const int of_order = position - (ascends ? descending_items : 0);
   const int group = of_order / group_items;
   const int rank = of_order - group * group_items;
   const int first_head = begin + group * group_heads;
   const int heads_of_group = min(group_heads, end - first_head);
   const int turn = rank / heads_of_group;
-  item.tile = item.ascends ? turn : tiles_k - 1 - turn;
+  item.tile = ascends ? turn : tiles_k - 1 - turn;
+  item.course = ascends ? Course::kDown : Course::kDescends;
+  if (kHasWaves<Traits> && ascends && order.wave_tiles > 0) {
+    const int wave = turn / order.wave_tiles;
+    const int first = wave * order.wave_tiles;
+    const int last = min(first + order.wave_tiles, tiles_k) - 1;
+    if (wave % 2 == 0) {
+      item.tile = last - (turn - first);
+      item.course = Course::down(last - item.tile, item.tile - first);
+    } else {
+      item.course = Course::kUp;
+    }
+  }
   return first_head + rank - turn * heads_of_group;
 }
 
@@ -164,7 +210,7 @@ struct alignas(16) Item {
   int tile;   // of keys; kNoItem: there are no more
   int begin;  // query tiles: from `begin` to the one before `end`
   int end;
-  int ascends;     // 0 or 1
+  int course;      // of Course
   int split_item;  // among those that are split, or kWhole
   int split;       // of the item
 
@@ -181,7 +227,7 @@ struct alignas(16) Item {
     }
     const int heads = params.batch * params.heads_kv;
     if (position >= heads * params.tiles_k) return item;
-    const int head = take_turn(params.order, heads, params.tiles_k, position, item);
+    const int head = take_turn<Traits>(params.order, heads, params.tiles_k, position, item);
     item.batch = head / params.heads_kv;
     item.head_kv = head - item.batch * params.heads_kv;
     find_queries<Traits>(params, item);
@@ -216,9 +262,17 @@ struct Parts {
   }
 
   // How many are added ahead of an item's.
-  template <class AnyItem>
+  template <class Traits, class AnyItem>
   __device__ __forceinline__ int before(const AnyItem& item) const {
-    return item.ascends ? item.tile - first : last - item.tile;
+    const int course = item.course;
+    const int tile = item.tile;
+    if (course == Course::kDescends) return last - tile;
+    if constexpr (kHasWaves<Traits>) {
+      return max(tile - Course::below(course), first) - first +
+             min(tile + Course::above(course), last) - tile;
+    } else {
+      return tile - first;
+    }
   }
 };
 

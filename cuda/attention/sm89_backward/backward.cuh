@@ -430,7 +430,7 @@ struct Block {
   __device__ __forceinline__ Turn turn_of_step() const {
     const volatile Item& item = this->item();
     const Parts parts = Parts::of<Traits>(params, item, step.tile_q);
-    const int before = parts.before(item);
+    const int before = parts.before<Traits>(item);
     return {step.place(params, item), static_cast<uint32_t>(before),
             before == parts.last - parts.first};
   }
@@ -446,7 +446,7 @@ struct Block {
     if (thread_index() != 0 || params.dq_rows.rows == nullptr) return;
     const volatile Item& item = this->item();
     const Parts parts = Parts::of<Traits>(params, item, step.tile_q);
-    const int before = parts.before(item);
+    const int before = parts.before<Traits>(item);
     if (before == parts.last - parts.first) return;
     ptx::store_release(params.turns + step.place(params, item), static_cast<uint32_t>(before) + 1);
   }
@@ -585,7 +585,7 @@ struct Block {
       to.tile = taken.tile;
       to.begin = taken.begin;
       to.end = taken.end;
-      to.ascends = taken.ascends;
+      to.course = taken.course;
     }
   }
   __device__ __forceinline__ int take_ticket() const {
@@ -639,7 +639,8 @@ struct Block {
   // The step before this one of the item.
   __device__ __forceinline__ Step previous() const {
     if (step.head_of_group > 0) return {step.tile_q, step.head_of_group - 1};
-    return {step.tile_q + (item().ascends ? 1 : -1), params.heads_per_kv - 1};
+    return {step.tile_q + (attention_backward::runs_down<false>(item()) ? 1 : -1),
+            params.heads_per_kv - 1};
   }
 
   // The first ticket, and one behind an item without steps, which copies nothing ahead.

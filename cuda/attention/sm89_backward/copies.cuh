@@ -24,12 +24,12 @@ struct Step {
 
   template <class AnyItem>
   static __device__ __forceinline__ Step first_of(const AnyItem& item) {
-    return {item.ascends ? item.end - 1 : item.begin, 0};
+    return {attention_backward::runs_down<false>(item) ? item.end - 1 : item.begin, 0};
   }
   template <class AnyItem>
   __device__ __forceinline__ Step next(const Params& params, const AnyItem& item) const {
     if (head_of_group + 1 < params.heads_per_kv) return {tile_q, head_of_group + 1};
-    return {tile_q + (item.ascends ? -1 : 1), 0};
+    return {tile_q + (attention_backward::runs_down<false>(item) ? -1 : 1), 0};
   }
   template <class AnyItem>
   __device__ __forceinline__ int head(const Params& params, const AnyItem& item) const {

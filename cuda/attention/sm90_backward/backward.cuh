@@ -52,6 +52,7 @@ using attention_backward::begin_k_of;
 using attention_backward::CommonParams;
 using attention_backward::length_k_of;
 using attention_backward::length_q_of;
+using attention_backward::runs_down;
 using reread::lane_id;
 using reread::lane_index;
 using reread::thread_index;
@@ -468,11 +469,11 @@ struct Producer : Counters<Traits::kInPanels> {
     uint4 chunks[kChunks];
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) chunks[i] = reinterpret_cast<const uint4*>(&from)[i];
-    const int ascends = from.ascends;
+    const int course = from.course;
     auto* const place = const_cast<uint4*>(reinterpret_cast<volatile uint4*>(&to));
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) place[i] = chunks[i];
-    to.ascends = ascends;
+    to.course = course;
   }
 
   // The next item, in its place. Blocks that share items get them from the first one.
@@ -484,7 +485,7 @@ struct Producer : Counters<Traits::kInPanels> {
         ptx::mbarrier_wait_cluster(barriers.item_full(), items & 1);
         const SharedItem& item = *place;
         return {item.batch, item.head_kv, item.tile,       item.begin,
-                item.end,   item.ascends, item.split_item, item.split};
+                item.end,   item.course,  item.split_item, item.split};
       }
       ptx::mbarrier_wait_cluster(barriers.item_wanted(), items & 1);
     }
@@ -493,7 +494,7 @@ struct Producer : Counters<Traits::kInPanels> {
       Item item = {};  // what steps are made of
       item.begin = place->begin;
       item.end = place->tile == kNoItem ? item.begin : place->end;
-      item.ascends = place->ascends;
+      item.course = place->course;
       return item;
     } else {
       const Item item = Item::template at<Traits>(params, take_ticket());
@@ -507,7 +508,7 @@ struct Producer : Counters<Traits::kInPanels> {
         ptx::store_async(to + 8, item.tile, full);
         ptx::store_async(to + 12, item.begin, full);
         ptx::store_async(to + 16, item.end, full);
-        ptx::store_async(to + 20, item.ascends, full);
+        ptx::store_async(to + 20, item.course, full);
         ptx::store_async(to + 24, item.split_item, full);
         ptx::store_async(to + 28, item.split, full);
       }
@@ -531,7 +532,7 @@ struct Producer : Counters<Traits::kInPanels> {
 #pragma unroll 1
       while (steps.left > 1) {
         ++index;
-        steps.advance(item.ascends, params.heads_per_kv);
+        steps.advance(runs_down(item), params.heads_per_kv);
         load_q(item, steps);
         load_dout(item, steps);
       }
@@ -587,7 +588,7 @@ struct Writer : Counters<Traits::kInPanels> {
   __device__ __forceinline__ Part part_of(const AnyItem& item, int head, int tile_q,
                                           int panel = 0) const {
     const Parts parts = Parts::of<Traits>(params, item, tile_q);
-    const int before = parts.before(item);
+    const int before = parts.before<Traits>(item);
     const int tile = attention_backward::tile_of_head(params, item, head) + tile_q;
     const auto place = static_cast<uint32_t>(tile * Traits::kPanels + panel);
     uint32_t sum = place;
@@ -821,7 +822,7 @@ struct Writer : Counters<Traits::kInPanels> {
         const Part now = part;
         panel += kConsumers;
         if (panel >= Traits::kPanels) {
-          steps.advance(item.ascends, params.heads_per_kv);
+          steps.advance(runs_down(item), params.heads_per_kv);
           ++index;
           panel = first_panel(index, slot);
         }
@@ -865,7 +866,7 @@ struct Writer : Counters<Traits::kInPanels> {
       const int count = steps.left;
       int step = next ^ slot;
       next = (next + count) & 1;
-      if (step != 0) steps.advance(item.ascends, params.heads_per_kv);
+      if (step != 0) steps.advance(runs_down(item), params.heads_per_kv);
       Part part = {};
       if (step < count) {
         part = part_of_step();
@@ -878,8 +879,8 @@ struct Writer : Counters<Traits::kInPanels> {
         const int head = first_head + steps.head;
         const int tile_q = steps.tile_q;
         step += kSlots;
-        steps.advance(item.ascends, params.heads_per_kv);
-        steps.advance(item.ascends, params.heads_per_kv);
+        steps.advance(runs_down(item), params.heads_per_kv);
+        steps.advance(runs_down(item), params.heads_per_kv);
         write_dq(item, now, head, tile_q, [&](bool may_wait) {
           if (step >= count) {
             offer();
@@ -1643,13 +1644,13 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
   }
 
-  __device__ __forceinline__ void compute(Steps steps, bool ascends, int first_key) {
+  __device__ __forceinline__ void compute(Steps steps, bool down, int first_key) {
     add = false;
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
     take_step<true>(steps, first_key);
 #pragma unroll 1
     while (steps.left > 1) {
-      steps.advance(ascends, params.heads_per_kv);
+      steps.advance(down, params.heads_per_kv);
       take_step<false>(steps, first_key);
     }
     finish();
@@ -1664,7 +1665,7 @@ struct Consumer : Counters<Traits::kInPanels> {
       item.tile = __shfl_sync(kFullWarp, shared_item->tile, 0);
       item.begin = __shfl_sync(kFullWarp, shared_item->begin, 0);
       item.end = __shfl_sync(kFullWarp, shared_item->end, 0);
-      item.ascends = __shfl_sync(kFullWarp, shared_item->ascends, 0);
+      item.course = __shfl_sync(kFullWarp, shared_item->course, 0);
       if (item.tile == kNoItem) break;
       const Steps steps(item, params.heads_per_kv);
       if (steps.left == 0) {
@@ -1672,7 +1673,7 @@ struct Consumer : Counters<Traits::kInPanels> {
         release(barriers.v_empty());
         clear_keys();
       } else {
-        compute(steps, item.ascends, item.tile * Traits::kTileK + group * kKeysPerGroup);
+        compute(steps, runs_down(item), item.tile * Traits::kTileK + group * kKeysPerGroup);
       }
       write_keys();
       ++items;

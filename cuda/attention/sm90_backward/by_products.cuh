@@ -93,7 +93,7 @@ struct TurnKeeper : Writer<Traits> {
       if (item.tile == kNoItem) break;
       Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
 #pragma unroll 1
-      for (; steps.left > 0; steps.advance(item.ascends, params.heads_per_kv)) {
+      for (; steps.left > 0; steps.advance(runs_down(item), params.heads_per_kv)) {
 #pragma unroll 1
         for (int panel = 0; panel < Traits::kBlockPanels; ++panel) {
           if (index++ % kSlots != slot) continue;

@@ -60,12 +60,12 @@ struct Steps {
   template <class AnyItem>
   __device__ __forceinline__ explicit Steps(const AnyItem& item, int heads_per_kv)
       : left((item.end - item.begin) * heads_per_kv),
-        tile_q(item.ascends ? item.end - 1 : item.begin) {}
-  __device__ __forceinline__ void advance(bool ascends, int heads_per_kv) {
+        tile_q(attention_backward::runs_down(item) ? item.end - 1 : item.begin) {}
+  __device__ __forceinline__ void advance(bool down, int heads_per_kv) {
     --left;
     if (++head == heads_per_kv) {
       head = 0;
-      tile_q += ascends ? -1 : 1;
+      tile_q += down ? -1 : 1;
     }
   }
 };

@@ -89,6 +89,9 @@ struct Traits {
   // Blocks of a cluster share an item: each has some of the keys, and a share of the columns of dQ.
   static constexpr int kCluster = kByProducts ? 2 : 1;
   static constexpr int kBlockKeys = kTileK / kCluster;
+  // With so many query heads to a KV head items run in waves (cuda/attention/backward/tile.cuh); 0:
+  // that gains nothing.
+  static constexpr int kWaveHeads = kDim > 64 && !kByProducts ? 8 : 0;
   // Where dO has one stage it is given back before dS is made: delta comes with Q.
   static constexpr bool kDeltaWithQ = kByProducts;
   static constexpr int kDeltaStages = kDeltaWithQ ? kStages : kDoStages;

@@ -113,7 +113,11 @@ static Entry entry_of(const char* name, const char* prologue, const char* behind
        512,
        Traits::kSplitFloats,
        132,
-       Traits::kCluster},
+       Traits::kCluster,
+       false,
+       false,
+       false,
+       Traits::kWaveHeads},
       Traits::kCapped,
       kBoxColumns,
       kKeysPerGroup,
@@ -429,7 +433,8 @@ void splits_have_blocks_and_sums() {
 // fewer would descend, or where query heads share a KV head.
 void the_last_heads_ascend() {
   const auto descending = [](int64_t heads, int64_t heads_per_kv, int64_t tiles_k, bool bounded) {
-    return attention_backward::order_of(heads, heads_per_kv, tiles_k, 1, bounded).descending;
+    const attention_backward::Bounded sides = {false, bounded};
+    return attention_backward::order_of(heads, heads_per_kv, tiles_k, 1, sides).descending;
   };
   CHECK(descending(64, 1, 64, true) == 60);
   CHECK(descending(64, 1, 64, false) == 0);
@@ -458,15 +463,47 @@ void the_last_heads_of_clusters_ascend() {
 void heads_of_a_group_alternate() {
   using attention_backward::order_of;
   constexpr int64_t kMiB = 1 << 20;
-  CHECK(order_of(0, 1, 8, kMiB, false).ascending_group == 1);
-  CHECK(order_of(8, 1, 64, kMiB, false).ascending_group == 8);
-  CHECK(order_of(9, 1, 64, kMiB, false).ascending_group == 5);
-  CHECK(order_of(1024, 1, 4, kMiB, false).ascending_group == 64);
-  CHECK(order_of(16, 4, 64, kMiB, true).ascending_group == 4);
-  CHECK(order_of(64, 1, 64, kMiB, true).ascending_group == 4);
-  CHECK(order_of(64, 1, 64, kMiB, true).descending_group == 15);
-  CHECK(order_of(64, 1, 64, 5 * kMiB, true).descending_group == 3);
-  CHECK(order_of(64, 1, 64, 64 * kMiB, true).descending_group == 1);
+  constexpr attention_backward::Bounded kFull = {false, false};
+  constexpr attention_backward::Bounded kCausal = {false, true};
+  CHECK(order_of(0, 1, 8, kMiB, kFull).ascending_group == 1);
+  CHECK(order_of(8, 1, 64, kMiB, kFull).ascending_group == 8);
+  CHECK(order_of(9, 1, 64, kMiB, kFull).ascending_group == 5);
+  CHECK(order_of(1024, 1, 4, kMiB, kFull).ascending_group == 64);
+  CHECK(order_of(16, 4, 64, kMiB, kCausal).ascending_group == 4);
+  CHECK(order_of(64, 1, 64, kMiB, kCausal).ascending_group == 4);
+  CHECK(order_of(64, 1, 64, kMiB, kCausal).descending_group == 15);
+  CHECK(order_of(64, 1, 64, 5 * kMiB, kCausal).descending_group == 3);
+  CHECK(order_of(64, 1, 64, 64 * kMiB, kCausal).descending_group == 1);
+}
+
+// Where many query heads share a KV head, waves have an item for each block.
+void items_run_in_waves() {
+  using attention_backward::order_of;
+  const auto is = [](const attention_backward::HeadOrder& order, int32_t group, int32_t tiles) {
+    return order.descending == 0 && order.ascending_group == group && order.wave_tiles == tiles;
+  };
+  const attention_backward::Bounded causal = {false, true};
+  CHECK(is(order_of(32, 8, 32, 1, causal, 8), 16, 8));
+  CHECK(is(order_of(23, 16, 32, 1, causal, 8), 12, 11));
+  CHECK(is(order_of(40, 8, 32, 1, causal, 8), 14, 9));
+  CHECK(is(order_of(8, 8, 32, 1, causal, 8), 8, 16));
+  CHECK(is(order_of(1, 8, 512, 1, causal, 8), 1, 132));
+  CHECK(is(order_of(128, 8, 8, 1, causal, 8), 32, 4));
+  CHECK(is(order_of(264, 8, 2, 1, causal, 8), 132, 1));
+  CHECK(is(order_of(32, 8, 32, 1, causal, 8, 66), 8, 8));
+  // One wave is none, nor is one that leaves blocks idle.
+  CHECK(is(order_of(8, 8, 31, 1, causal, 8), 8, 0));
+  CHECK(is(order_of(1, 16, 64, 1, causal, 8), 1, 0));
+  CHECK(is(order_of(48, 8, 8, 1, causal, 8), 24, 0));
+  CHECK(is(order_of(40, 8, 16, 1, causal, 8), 14, 0));
+  CHECK(is(order_of(264, 8, 1, 1, causal, 8), 264, 0));
+  CHECK(is(order_of(0, 8, 32, 1, causal, 8), 1, 0));
+  // All others run the same way.
+  CHECK(is(order_of(32, 7, 32, 1, causal, 8), 8, 0));
+  CHECK(is(order_of(32, 8, 32, 1, causal, 0), 8, 0));
+  CHECK(is(order_of(32, 8, 32, 1, {true, true}, 8), 8, 0));
+  CHECK(is(order_of(32, 8, 32, 1, {false, false}, 8), 8, 0));
+  CHECK(order_of(64, 1, 64, 1, causal, 8).wave_tiles == 0);
 }
 
 // Items behind the last full round of blocks are split, as far as that saves time.
@@ -1377,6 +1414,7 @@ int main(int argc, char** argv) {
   the_last_heads_ascend();
   the_last_heads_of_clusters_ascend();
   heads_of_a_group_alternate();
+  items_run_in_waves();
   the_last_items_are_split();
   params_are_of_the_call();
   the_workspace_holds_its_parts();
