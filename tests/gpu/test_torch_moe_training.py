@@ -3,7 +3,6 @@ float64; and transformers' experts, which train through it."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import capi
@@ -249,8 +248,7 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("kind", MODELS)
 def test_transformers_train_as_stock_ones_do(kind: str) -> None:
     """20 steps of small random models. In bf16 the stock ones stray from fp32 by 0.3 to 0.4; ours
-    stay by them within half of that, or about as near as transformers' own implementations stay by
-    each other: a router may choose other experts for a rounding, and then they part."""
+    stay by them within half of that."""
     pytest.importorskip("transformers")
     import hf_models
     from flashmoe_science import hf
@@ -277,13 +275,10 @@ def test_transformers_train_as_stock_ones_do(kind: str) -> None:
             assert report.stock == 0
         return made
 
-    exact, ours = losses("eager", torch.float32), losses(hf.NAME)
-    stock, *others = (losses(name) for name in ("eager", "batched_mm", "grouped_mm"))
+    exact, stock, ours = losses("eager", torch.float32), losses("eager"), losses(hf.NAME)
 
     def apart(some: list[float], others: list[float]) -> float:
         return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
     assert ours[-1] < ours[0]
-    spread = max(apart(a, b) for a, b in itertools.combinations((stock, *others), 2))
-    limit = max(apart(stock, exact) / 2, 1.5 * spread)
-    assert apart(ours, stock) <= limit, (limit, spread, exact, stock, ours)
+    assert apart(ours, stock) <= apart(stock, exact) / 2, (exact, stock, ours)

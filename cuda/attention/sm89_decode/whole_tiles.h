@@ -9,17 +9,17 @@
 #include <cstdint>
 
 #ifdef __CUDACC__
-#define FLASHMOE_OF_TILES __host__ __device__ __forceinline__
+#define FLASHMOE_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define FLASHMOE_OF_TILES inline
+#define FLASHMOE_HOST_DEVICE inline
 #endif
 
 namespace flashmoe::sm89_decode {
 
 // The unit at which share `share` of `shares` begins. The sequence that has unit total * share /
 // shares has `before` units in front of it, and tiles of `tile_units`.
-FLASHMOE_OF_TILES int64_t whole_begin(int64_t total, int shares, int share, int64_t before,
-                                      int tile_units) {
+FLASHMOE_HOST_DEVICE int64_t whole_begin(int64_t total, int shares, int share, int64_t before,
+                                         int tile_units) {
   const int64_t equal = total * share / shares;
   const int64_t tile = before + (equal - before) / tile_units * tile_units;
   const bool is_before = (2 * tile + tile_units) * shares < 2 * total * share;
@@ -28,9 +28,11 @@ FLASHMOE_OF_TILES int64_t whole_begin(int64_t total, int shares, int share, int6
 
 // Units that a share may have for this to be better than equal ones. These cut about a tile each,
 // by which two blocks end one and begin one, and the second kernel has work.
-FLASHMOE_OF_TILES int64_t most_whole_units(int64_t total, int shares, int lead) {
+FLASHMOE_HOST_DEVICE int64_t most_whole_units(int64_t total, int shares, int lead) {
   const int64_t equal = (total + shares - 1) / shares;
   return equal + (equal + 31) / 32 + lead;
 }
 
 }  // namespace flashmoe::sm89_decode
+
+#undef FLASHMOE_HOST_DEVICE

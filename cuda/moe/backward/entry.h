@@ -12,6 +12,7 @@
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/backward/params.h"
+#include "cuda/tile/extents.h"
 
 namespace flashmoe::moe_backward {
 
@@ -52,10 +53,9 @@ inline int team_threads(int64_t columns) {
 }
 // A block for each multiprocessor, whose teams take tokens in turn; of few tokens one for each.
 inline CombineShape combine_shape(int64_t tokens, int64_t columns, int multiprocessors) {
-  constexpr int kWarp = 32;
   const int threads = team_threads(columns);
   const int most =
-      std::min(threads > kWarp ? kMostBarriers : kMostTeams, kCombineThreads / threads);
+      std::min(threads > kThreadsPerWarp ? kMostBarriers : kMostTeams, kCombineThreads / threads);
   const int64_t teams = std::clamp<int64_t>(tokens / multiprocessors, 1, most);
   const int64_t blocks = std::min<int64_t>((tokens + teams - 1) / teams, multiprocessors);
   return {threads, static_cast<int>(teams), blocks};
