@@ -230,6 +230,9 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   };
 
   if constexpr (Traits::kBiased) {
+    // The tile is kept: pairs look for it there. Where Q is in registers a barrier was passed
+    // since.
+    if constexpr (Traits::kQRegisterDims == 0) __syncthreads();
     // Of the first step that this warp computes. Each next one's are copied when their place is
     // free, and loaded when registers are: one group a step.
     const int first =
