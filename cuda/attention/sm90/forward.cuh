@@ -208,19 +208,34 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
 // By two threads, of which one alone would have too few registers for what these loads are told:
 // one of Q and K, one of V.
 
-// Begins to load the keys or values of the step that begins at a key. Those that the sequence does
-// not have come as zeros.
+// Where the copy engine finds the keys or values of a tile that are not in pages. A thread that
+// loads reads it once a tile: behind every wait it would read what lies in shared memory again, and
+// the room that it waited for would be empty meanwhile.
+struct RaggedKeyRows {
+  int begin;
+  int length;
+  int head;
+
+  static __device__ __forceinline__ RaggedKeyRows of(const RaggedTile& tile, const Repeats& repeats,
+                                                     int rows_per_batch) {
+    return {tile.sequence.begin_k + tile.batch_k * rows_per_batch, tile.sequence.length_k,
+            tile.head_kv * repeats.head};
+  }
+};
+
+// Loads the keys or values of the step that begins at a key, once there is room for them. Those
+// that the sequence does not have come as zeros.
 template <class Traits, int kBoxes>
-__device__ __forceinline__ void load_ragged_step(const CUtensorMap& map, const Repeats& repeats,
-                                                 int rows_per_batch, const RaggedTile& tile,
-                                                 int key, uint32_t to, uint32_t full) {
-  const RaggedRow row = RaggedRow::at(key, tile.sequence.begin_k + tile.batch_k * rows_per_batch,
-                                      tile.sequence.length_k);
+__device__ __forceinline__ void load_ragged_step(const CUtensorMap& map, const RaggedKeyRows& keys,
+                                                 int key, uint32_t to, uint32_t full,
+                                                 uint32_t empty, uint32_t parity) {
+  const RaggedRow row = RaggedRow::at(key, keys.begin, keys.length);
+  ptx::mbarrier_wait(empty, parity);
   ptx::mbarrier_arrive_expect(full, kBoxes * Traits::kKVBoxBytes);
-#pragma unroll 1
+#pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     ptx::tma_load(to + box * Traits::kKVBoxBytes, &map, full, ptx::kEvictLast, box * kBoxColumns,
-                  row.row, tile.head_kv * repeats.head, row.base, row.wrap);
+                  row.row, keys.head, row.base, row.wrap);
   }
 }
 
@@ -295,20 +310,29 @@ __device__ __forceinline__ RaggedRow query_box(const RaggedParams& params, const
   return RaggedRow::at(row, begin, tile.sequence.length_q);
 }
 
-template <class Traits>
+// Loads the rows of a portion's groups, once there is room for them.
+template <class Traits, class Wait>
 __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const RaggedTile& tile,
-                                              int portion, uint32_t to, uint32_t full) {
+                                              int portion, uint32_t to, uint32_t full,
+                                              const Wait& wait_for_room) {
   constexpr int kGroups = Traits::kGroupsPerPortion;
+  const int first = portion * kGroups;
+  const int head = tile.head * params.q_repeats.head;
+  RaggedRow rows[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    rows[i] = query_box(params, tile, params.rows_per_batch.q,
+                        tile.first_row + (first + i) * kRowsPerGroup);
+  }
+  wait_for_room();
   ptx::mbarrier_arrive_expect(full, kGroups * Traits::kQBytesPerGroup);
-#pragma unroll 1
-  for (int group = portion * kGroups; group < (portion + 1) * kGroups; ++group) {
-    const RaggedRow row =
-        query_box(params, tile, params.rows_per_batch.q, tile.first_row + group * kRowsPerGroup);
-#pragma unroll 1
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
-                    full, ptx::kEvictFirst, box * kBoxColumns, row.row,
-                    tile.head * params.q_repeats.head, row.base, row.wrap);
+      ptx::tma_load(to + (first + i) * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes,
+                    &params.q, full, ptx::kEvictFirst, box * kBoxColumns, rows[i].row, head,
+                    rows[i].base, rows[i].wrap);
     }
   }
 }
@@ -348,17 +372,16 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
                                                 const Barriers<Traits>& barriers) {
   PipelineState<Traits::kStages> k_pipe;
   PipelineState<Traits::kQStages> q_pipe;
-  const auto load_k = [&](RaggedTile& tile, int key) {
+  const auto load_k = [&](RaggedTile& tile, const RaggedKeyRows& keys, int key) {
     const uint32_t to = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
+    const uint32_t full = barriers.k_full(k_pipe.stage);
     const uint32_t empty = barriers.k_empty(k_pipe.stage);
     if (params.sequences.paged != 0) {
       load_paged_step<Traits, Traits::kBoxes>(params, params.k_pages, params.k_repeats, tile, key,
-                                              to, barriers.k_full(k_pipe.stage), empty,
-                                              k_pipe.parity ^ 1);
+                                              to, full, empty, k_pipe.parity ^ 1);
     } else {
-      ptx::mbarrier_wait(empty, k_pipe.parity ^ 1);
-      load_ragged_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, params.rows_per_batch.k,
-                                               tile, key, to, barriers.k_full(k_pipe.stage));
+      load_ragged_step<Traits, Traits::kBoxes>(params.k, keys, key, to, full, empty,
+                                               k_pipe.parity ^ 1);
     }
     k_pipe.advance();
   };
@@ -369,23 +392,24 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
   for (;;) {
     RaggedTile& tile = ring.next();
     if (tile.first_row == kNoTile) break;
+    const RaggedKeyRows keys = RaggedKeyRows::of(tile, params.k_repeats, params.rows_per_batch.k);
+    const int first_key = tile.first_key;
     int key = tile.end_key - Traits::kStepKeys;
     // Where there is one Q, it waits longer than K.
     if (Traits::kQStages == 1 && tile.end_key > 0) {
-      load_k(tile, key);
+      load_k(tile, keys, key);
       key -= Traits::kStepKeys;
     }
 #pragma unroll
     for (int portion = 0; portion < Traits::kQPortions; ++portion) {
-      wait_for_room(portion);
+      load_ragged_q<Traits>(
+          params, tile, portion, shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes,
+          barriers.q_full(q_pipe.stage, portion), [&] { wait_for_room(portion); });
       // Of the tile kTilesInFlight before it the consumers are done with all.
       if (portion == 0) ring.empty_one();
-      load_ragged_q<Traits>(params, tile, portion,
-                            shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes,
-                            barriers.q_full(q_pipe.stage, portion));
     }
     q_pipe.advance();
-    for (; key >= tile.first_key; key -= Traits::kStepKeys) load_k(tile, key);
+    for (; key >= first_key; key -= Traits::kStepKeys) load_k(tile, keys, key);
   }
 #pragma unroll
   for (int portion = 0; portion < Traits::kQPortions; ++portion) {
@@ -403,19 +427,18 @@ __device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t s
     RaggedTile& tile = ring.next();
     if (tile.first_row == kNoTile) break;
     ring.empty_one();
-    for (int key = tile.end_key - Traits::kStepKeys; key >= tile.first_key;
-         key -= Traits::kStepKeys) {
+    const RaggedKeyRows keys = RaggedKeyRows::of(tile, params.v_repeats, params.rows_per_batch.v);
+    const int first_key = tile.first_key;
+    for (int key = tile.end_key - Traits::kStepKeys; key >= first_key; key -= Traits::kStepKeys) {
       const uint32_t to = shared + Traits::kVOffset + v_pipe.stage * Traits::kVBytes;
+      const uint32_t full = barriers.v_full(v_pipe.stage);
       const uint32_t empty = barriers.v_empty(v_pipe.stage);
       if (params.sequences.paged != 0) {
         load_paged_step<Traits, Traits::kBoxesV>(params, params.v_pages, params.v_repeats, tile,
-                                                 key, to, barriers.v_full(v_pipe.stage), empty,
-                                                 v_pipe.parity ^ 1);
+                                                 key, to, full, empty, v_pipe.parity ^ 1);
       } else {
-        ptx::mbarrier_wait(empty, v_pipe.parity ^ 1);
-        load_ragged_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats,
-                                                  params.rows_per_batch.v, tile, key, to,
-                                                  barriers.v_full(v_pipe.stage));
+        load_ragged_step<Traits, Traits::kBoxesV>(params.v, keys, key, to, full, empty,
+                                                  v_pipe.parity ^ 1);
       }
       v_pipe.advance();
     }
