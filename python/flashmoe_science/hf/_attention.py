@@ -14,7 +14,7 @@ from flashmoe_science._autograd import autocast, graph_lacks_gradients, is_recor
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _packed, _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM, REFUSALS, not_ours
-from flashmoe_science.hf._masks import Note, note_of
+from flashmoe_science.hf._masks import Note, added, layers_tell_causality, note_of
 from flashmoe_science.torch import operators
 
 # Options of attention functions that change what is computed, and that ours does not have.
@@ -54,8 +54,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function: query [batch, heads, seq, dim], key and value likewise with
     the key heads, to [batch, seq, heads, dim]."""
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     note = None if attention_mask is None else note_of(attention_mask)
+    causal = _is_causal(module, note) if is_causal is None else bool(is_causal)
     key, value, where = _packed.packed(module, key, value, options)
     if where is not None and (where.served or note is None or note.packed is not None):
         attention_mask = note = None  # the offsets say all that a mask would
@@ -113,12 +113,20 @@ def attention(
     answer: tuple[torch.Tensor, torch.Tensor | None]
     if eager is None:
         answer = sdpa_attention_forward(
-            module, query, key, value, attention_mask, is_causal=is_causal, **options
+            module, query, key, value, attention_mask, is_causal=causal, **options
         )
     else:
-        added = _added(attention_mask, query.dtype)
-        answer = eager(module, query, key, value, added, **options)
+        if attention_mask is not None:
+            attention_mask = added(attention_mask, query.dtype)
+        answer = eager(module, query, key, value, attention_mask, **options)
     return answer
+
+
+def _is_causal(module: torch.nn.Module, note: Note | None) -> bool:
+    """Whether a call without a mask of pairs is causal."""
+    if layers_tell_causality(getattr(module, "config", None)):
+        return bool(getattr(module, "is_causal", True))
+    return note is not None and bool(note.causal)
 
 
 def _is_needed(note: Note, visible: _Visible) -> bool:
@@ -241,14 +249,6 @@ def _mask_of(
         if right is not None:
             seen &= keys_at <= at + right
     return seen[None, None]
-
-
-def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The mask in the form that models' own functions know: added to the logits."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
 def _attention_refusal(
