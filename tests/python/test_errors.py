@@ -131,7 +131,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window-causal": (
         {"window": (5, 2), "causal": True},
         ValueError,
-        "window_right: got 2, accepted with causal is 0",
+        "window: got (5, 2), accepted with causal is a pair (left, right) whose right is 0 or None",
     ),
     "softcap-zero": (
         {"softcap": 0.0},
