@@ -24,7 +24,8 @@ WIDE = {"vocab_size": 99, "d_model": 64, "encoder_layers": 2, "decoder_layers": 
 DEEPSEEK = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 1, "head_dim": 16, "n_routed_experts": 4,
             "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 32,
-            "o_lora_rank": 16, "sliding_window": 8, "index_n_heads": 4, "index_head_dim": 16, "max_position_embeddings": 64,
+            "o_lora_rank": 16, "sliding_window": 8, "index_n_heads": 4, "index_head_dim": 16,
+            "max_position_embeddings": 64,
             "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
             "compress_rates": {"compressed_sparse_attention": 4,
                                "heavily_compressed_attention": 16}}  # fmt: skip

@@ -20,7 +20,6 @@ from flashmoe_science.torch import operators
 # Options of attention functions that change what is computed, and that ours does not have.
 _FOREIGN_OPTIONS = (
     "sinks",
-    "position_bias",
     "cache",
     "block_mask",
     "indices",
@@ -65,11 +64,16 @@ def attention(
     k, v = (key, value) if filled is None else (x[:, :, :filled] for x in (key, value))
     q, k, v = autocast(query, k, v)
     visible = _visible(module, q, k, causal, options, where)
+    bias = options.get("position_bias")
     pairs: dict[str, Any] = {}
     masked = ""
-    if note is not None and attention_mask is not None and _is_needed(note, visible):
+    # Beside a bias a mask of padding is one of pairs, too: both are read in one way.
+    all_told = note is None or (bias is None and not _is_needed(note, visible))
+    if attention_mask is not None and not all_told:
         masked, pairs = _pairs(attention_mask, q, k)
         note, visible = None, _Visible(False, None)  # a mask says all of it
+    if bias is not None and not masked:
+        masked = _add_bias(bias, pairs, q, k, where)
     recorded = is_recorded(q, k, v, options.get("s_aux"))
     reason = (
         not_ours((q, k, v))
@@ -148,8 +152,33 @@ def _pairs(
         return "", {"attn_mask": mask}
     if not mask.is_floating_point():
         return f"the mask is of {str(mask.dtype).removeprefix('torch.')}", {}
-    same = mask.dtype in (torch.float32, query.dtype)
-    return "", {"attn_bias": mask if same else mask.to(query.dtype)}
+    return "", {"attn_bias": _as_bias(mask, query)}
+
+
+def _as_bias(numbers: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Of a dtype that flash_attention takes beside the query's."""
+    same = numbers.dtype in (torch.float32, query.dtype)
+    return numbers if same else numbers.to(query.dtype)
+
+
+def _add_bias(
+    bias: Any,
+    pairs: dict[str, torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    where: _packed.Packed | None,
+) -> str:
+    """Why a bias of positions is not ours, or "", when it is among the pairs."""
+    if where is not None:
+        return "the model passes position_bias beside packed rows"
+    if bias.requires_grad and torch.is_grad_enabled():
+        return "gradients of position_bias are recorded"
+    if bias.dim() != 4:
+        return f"position_bias has {bias.dim()} dimensions"
+    bias = bias[..., : key.shape[2]] if bias.shape[3] > key.shape[2] else bias
+    mask = pairs.get("attn_bias")
+    pairs["attn_bias"] = _as_bias(bias if mask is None else bias + mask, query)
+    return ""
 
 
 def _attend(

@@ -264,7 +264,8 @@ def layers_tell_causality(config: Any) -> bool:
     Models that support neither may say nothing, or what is wrong: their own attention reads masks
     alone, and without one it sees all keys.
     """
-    return _supports_any(type(config).__module__)
+    supported: bool = _supports_any(type(config).__module__)
+    return supported
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -122,8 +122,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> dict[str, torch.Tensor]:
         """flash_attention's, of which True shows a key and does not hide it."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-        of_keys = {(batch, keys) if batched else (keys,): (batch, 1, 1, keys)}
-        of_pairs = {
+        of_keys: dict[tuple[int, ...], tuple[int, ...]] = {
+            (batch, keys) if batched else (keys,): (batch, 1, 1, keys)
+        }
+        of_pairs: dict[tuple[int, ...], tuple[int, ...]] = {
             (queries, keys): (1, 1, queries, keys),
             (batch * self.num_heads, queries, keys): (batch, self.num_heads, queries, keys),
         }
