@@ -141,3 +141,20 @@ def test_what_ours_refuses_goes_to_the_stock_attention_as_it_is(
     assert_same(stock, ours, padded(None), input_ids=IDS)
     assert said(caplog) == [STOCK_ATTENTION + "head dimensions are 12 and 12"]
     assert (hf.report().ours, hf.report().stock) == (0, 2)
+
+
+def test_packed_rows_without_a_mask() -> None:
+    """By the offsets that a flash attention is given, without a mask: then a layer is asked."""
+    _, ours = made(transformers.AutoModelForCausalLM, "bigbird_pegasus", **WIDE)
+    layer = ours.model.decoder.layers[0].self_attn
+    q, k, v = torch.randn(3, 1, 4, 11, 16)
+    starts = torch.tensor([0, 5, 11], dtype=torch.int32)
+    offsets = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6,
+               "max_length_k": 6}  # fmt: skip
+    for is_causal in (False, True):
+        layer.is_causal = is_causal
+        got, _ = hf.attention(layer, q, k, v, None, **offsets)
+        for a, b in ((0, 5), (5, 11)):
+            part = (x[:, :, a:b] for x in (q, k, v))
+            want = torch.nn.functional.scaled_dot_product_attention(*part, is_causal=is_causal)
+            torch.testing.assert_close(got[:, a:b].transpose(1, 2), want)

@@ -54,8 +54,8 @@ def attention(
     """transformers' attention function: query [batch, heads, seq, dim], key and value likewise with
     the key heads, to [batch, seq, heads, dim]."""
     note = None if attention_mask is None else note_of(attention_mask)
-    causal = _is_causal(module, note) if is_causal is None else bool(is_causal)
     key, value, where = _packed.packed(module, key, value, options)
+    causal = _is_causal(module, note, where) if is_causal is None else bool(is_causal)
     if where is not None and (where.served or note is None or note.packed is not None):
         attention_mask = note = None  # the offsets say all that a mask would
     else:
@@ -126,9 +126,10 @@ def attention(
     return answer
 
 
-def _is_causal(module: torch.nn.Module, note: Note | None) -> bool:
+def _is_causal(module: torch.nn.Module, note: Note | None, where: _packed.Packed | None) -> bool:
     """Whether a call without a mask of pairs is causal."""
-    if layers_tell_causality(getattr(module, "config", None)):
+    told = layers_tell_causality(getattr(module, "config", None))
+    if told or (note is None and where is not None):  # as a flash attention, which is given offsets
         return bool(getattr(module, "is_causal", True))
     return note is not None and bool(note.causal)
 
