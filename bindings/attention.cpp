@@ -43,7 +43,8 @@ constexpr Option<Params> causal_option() {
 template <class Params>
 constexpr Option<Params> window_option() {
   return {"window", [](nb::handle given, Params* p) {
-            const Window window = parse_window(given);
+            const bool causal = p->causal != FLASHMOE_CAUSAL_NONE;  // which is parsed before
+            const Window window = parse_window(given, causal);
             p->window = window.ends;
             p->window_left = window.left;
             p->window_right = window.right;

@@ -175,7 +175,7 @@ int64_t parse_integer(const char* name, nb::handle integer, int64_t low, int64_t
   return value;
 }
 
-Window parse_window(nb::handle window) {
+Window parse_window(nb::handle window, bool causal) {
   Window parsed = {0, 0, 0};
   if (window.is_none()) return parsed;
   const bool sequence = PyTuple_Check(window.ptr()) || PyList_Check(window.ptr());
@@ -188,6 +188,9 @@ Window parse_window(nb::handle window) {
   if (!left.is_valid() || !right.is_valid()) nb::raise_python_error();
   if (parse_window_end(window, left, &parsed.left)) parsed.ends |= FLASHMOE_WINDOW_LEFT;
   if (parse_window_end(window, right, &parsed.right)) parsed.ends |= FLASHMOE_WINDOW_RIGHT;
+  if (causal && parsed.right != 0) {
+    refuse("window", window, "with causal is a pair (left, right) whose right is 0 or None", true);
+  }
   return parsed;
 }
 

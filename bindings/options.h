@@ -25,7 +25,8 @@ struct Window {
   int64_t left;
   int64_t right;
 };
-Window parse_window(nb::handle window);  // None, or a tuple or list of two: each None or an int
+// None, or a tuple or list of two: each None or an int, the right one of a causal mask None or 0.
+Window parse_window(nb::handle window, bool causal);
 
 // Of the mixture of experts.
 int32_t parse_scoring(nb::handle scoring);        // "softmax", "topk_softmax", "sigmoid"

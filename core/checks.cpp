@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <utility>
 
 #include "core/gpu_model.h"
@@ -245,7 +246,19 @@ flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* a
   }
   static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
                                        "bfloat", "complex", "bool"};
-  const char* code = got.code < 7 ? kCodes[got.code] : "dtype code ";
+  // DLPack's other kinds of floats, whose codes say their bits.
+  static const char* const kNarrow[] = {"float8_e3m4",     "float8_e4m3",     "float8_e4m3b11fnuz",
+                                        "float8_e4m3fn",   "float8_e4m3fnuz", "float8_e5m2",
+                                        "float8_e5m2fnuz", "float8_e8m0fnu",  "float6_e2m3fn",
+                                        "float6_e3m2fn",   "float4_e2m1fn"};
+  constexpr int kFirstNarrow = 7;
+  const int narrow = got.code - kFirstNarrow;
+  if (narrow >= 0 && narrow < static_cast<int>(std::size(kNarrow))) {
+    return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
+                "%s: got dtype %s (code %d, %d bits, %d lanes), accepted %s", name, kNarrow[narrow],
+                got.code, got.bits, got.lanes, accepted);
+  }
+  const char* code = got.code < kFirstNarrow ? kCodes[got.code] : "dtype code ";
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
               "%s: got dtype %s%d (code %d, %d lanes), accepted %s", name, code, got.bits, got.code,
               got.lanes, accepted);
@@ -302,14 +315,10 @@ flashmoe_status check_float_dtype(const char* name, const flashmoe_tensor& tenso
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                  Dtype want) {
   Dtype dtype = want;
-  if (is_fp8(tensor.dtype)) {
-    dtype = Dtype::kFloat8E4M3;
-  } else if (!known_dtype(tensor.dtype, &dtype)) {
-    FLASHMOE_TRY(check_dtype(name, tensor, &dtype));
-  }
-  if (dtype == want) return FLASHMOE_OK;
-  return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got dtype %s, accepted is %s as %s's", name,
-              dtype_name(dtype), dtype_name(want), of);
+  if (known_dtype(tensor.dtype, &dtype) && dtype == want) return FLASHMOE_OK;
+  char accepted[64];
+  std::snprintf(accepted, sizeof accepted, "is %s as %s's", dtype_name(want), of);
+  return refuse_dtype(name, tensor.dtype, accepted);
 }
 
 bool is_fp8(flashmoe_dtype dtype) {
@@ -318,9 +327,18 @@ bool is_fp8(flashmoe_dtype dtype) {
 
 flashmoe_status check_cache_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
                                   Dtype want, Dtype* dtype) {
-  const bool narrow = is_fp8(tensor.dtype) && want != Dtype::kFloat64;
+  const bool may_be_narrow = want != Dtype::kFloat64;
+  const bool narrow = is_fp8(tensor.dtype) && may_be_narrow;
   *dtype = narrow ? Dtype::kFloat8E4M3 : want;
-  return narrow ? FLASHMOE_OK : check_same_dtype(name, tensor, of, want);
+  if (narrow) return FLASHMOE_OK;
+  Dtype got = want;
+  if (!may_be_narrow || known_dtype(tensor.dtype, &got)) {
+    return check_same_dtype(name, tensor, of, want);
+  }
+  char accepted[64];
+  std::snprintf(accepted, sizeof accepted, "are %s as %s's and %s", dtype_name(want), of,
+                dtype_name(Dtype::kFloat8E4M3));
+  return refuse_dtype(name, tensor.dtype, accepted);
 }
 
 flashmoe_status check_same_dtype_or_fp32(const char* name, const flashmoe_tensor& tensor,

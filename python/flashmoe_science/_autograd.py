@@ -163,9 +163,20 @@ def _why_not(
         _core.plan("attention_backward", given, options)
     except UnsupportedError as error:
         return str(error)
-    except FlashMoEError:
-        return ""
+    except FlashMoEError as error:  # the call's own, or that of an extent without gradients
+        return str(error) if _is_served(given, options) else ""
     return ""
+
+
+def _is_served(given: dict[str, Any], options: dict[str, Any]) -> bool:
+    """Whether the call whose backward takes these is computed."""
+    inputs = {name: x for name, x in given.items() if name not in ("dout", "out", "lse")}
+    kept = {name: option for name, option in options.items() if name != "wanted"}
+    try:
+        _core.plan("attention_forward", inputs, kept | {"return_lse": True})
+    except FlashMoEError:
+        return False
+    return True
 
 
 _EXAMPLE = 128  # keys and queries

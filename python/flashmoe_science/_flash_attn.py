@@ -133,9 +133,11 @@ def one_of(**named: Any) -> Any:
     """The value of an argument of two names."""
     given = [name for name, value in named.items() if value is not None]
     if len(given) > 1:
-        raise InvalidArgumentError(
+        error = InvalidArgumentError(
             f"{given[1]}: got one beside {given[0]}, accepted is one of the two: both name the same"
         )
+        error._names_both = True
+        raise error
     return named[given[0]] if given else None
 
 

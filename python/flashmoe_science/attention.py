@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 from flashmoe_science import _core
 from flashmoe_science._dtypes import parse_flag
 from flashmoe_science._tracing import is_traced, operators
-from flashmoe_science.errors import InvalidArgumentError, _TransformedError
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, _TransformedError
 
 _T = TypeVar("_T")
 
@@ -42,6 +42,11 @@ class AttentionGradients(NamedTuple):
 
 
 def parse_wanted(wanted: Sequence[bool]) -> tuple[bool, ...]:
+    if not isinstance(wanted, Sequence) or isinstance(wanted, str):
+        raise ArgumentTypeError(
+            f"wanted: got {wanted!r} of type {type(wanted).__name__}, accepted are four flags: of "
+            "dq, dk, dv and dsinks"
+        )
     if len(wanted) != len(AttentionGradients._fields):
         raise InvalidArgumentError(
             f"wanted: got {len(wanted)} flags, accepted are four: of dq, dk, dv and dsinks"

@@ -21,6 +21,7 @@ class FlashMoEError(Exception):
     """
 
     status: str = "FLASHMOE_ERROR_INTERNAL"
+    _names_both: bool = False  # both names of one argument, which _naming leaves apart
 
 
 class InvalidArgumentError(FlashMoEError, ValueError):
@@ -89,10 +90,19 @@ def _without_addresses(error: FlashMoEError) -> str:
     return re.sub(r"\b0x[0-9a-f]+\b", "…", str(error))
 
 
-def _naming(names: dict[str, str]) -> Callable[[_Function], _Function]:
+def _naming(
+    names: dict[str, str], also: dict[str, str] | None = None
+) -> Callable[[_Function], _Function]:
     """A decorator of functions that have another's arguments: the library's names of arguments, in
-    the sentences of its errors, become theirs."""
-    words = re.compile(rf"\b({'|'.join(names)})\b")
+    the sentences of its errors, become theirs.
+
+    Args:
+        names: Their names, by the library's.
+        also: Second names, by the first, of arguments that are passed by name alone: where one is
+            given, it is what the sentence says.
+    """
+    firsts = names | {first: first for first in also or {}}
+    words = re.compile(rf"\b({'|'.join(firsts)})\b")
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
@@ -100,7 +110,11 @@ def _naming(names: dict[str, str]) -> Callable[[_Function], _Function]:
             try:
                 return function(*arguments, **options)
             except FlashMoEError as error:
-                sentence = words.sub(lambda found: names[found[0]], str(error))
+                if error._names_both:
+                    raise
+                given = {x: y for x, y in (also or {}).items() if options.get(y) is not None}
+                called = {ours: given.get(theirs, theirs) for ours, theirs in firsts.items()}
+                sentence = words.sub(lambda found: called[found[0]], str(error))
                 if sentence == str(error):
                     raise
                 renamed = type(error)(sentence)

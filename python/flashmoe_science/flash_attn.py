@@ -34,12 +34,19 @@ _LEAST_DIM = 8  # of a head
 
 _NAMES = {
     "scale": "softmax_scale", "window": "window_size", "sinks": "s_aux", "k_scale": "k_descale",
-    "v_scale": "v_descale",
+    "v_scale": "v_descale", "page_table": "block_table",
 }  # fmt: skip
+_SECOND_NAMES = {"s_aux": "learnable_sink", "block_table": "page_table"}
 _OF_CACHE = _NAMES | {
     "k_begin": "cache_leftpad", "batch_index": "cache_batch_idx", "seqused_k": "cache_seqlens",
     "cu_seqlens": "cu_seqlens_k_new", "positions": "rotary_seqlens",
     "interleaved": "rotary_interleaved", "return_lse": "return_softmax_lse",
+}  # fmt: skip
+_OF_KEYS_AND_VALUES = {"k": "kv", "v": "kv"}
+_OF_ONE = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_OF_ONE_VARLEN = _OF_ONE | {
+    "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
 }  # fmt: skip
 _OF_PARTIALS = {
     "outs": "suffix_output", "lses": "suffix_lse", "prior_out": "prefix_output",
@@ -58,7 +65,7 @@ __all__ = [
 ]
 
 
-@_naming(_NAMES)
+@_naming(_NAMES, _SECOND_NAMES)
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,6 +149,7 @@ def flash_attn_func(
     return (made, lse) if return_softmax_lse else (made, lse, q.new_empty(0))
 
 
+@_naming(_OF_ONE)
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: float = 0.0,
@@ -172,6 +180,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@_naming(_OF_KEYS_AND_VALUES)
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -204,7 +213,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
-@_naming(_NAMES)
+@_naming(_NAMES, _SECOND_NAMES)
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -307,6 +316,7 @@ def flash_attn_varlen_func(
     return (rows, lse[0]) if return_softmax_lse else (rows, lse[0], q.new_empty(0))
 
 
+@_naming(_OF_ONE_VARLEN)
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -341,6 +351,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@_naming(_OF_KEYS_AND_VALUES)
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -376,7 +387,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
-@_naming(_OF_CACHE)
+@_naming(_OF_CACHE, _SECOND_NAMES)
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flashmoe_science import _core, _dispatch, _moe
+from flashmoe_science._dtypes import parse_flag
 from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, _naming
 from flashmoe_science.moe import (
     Activation,
@@ -229,7 +230,7 @@ def moe_route_backward(
 
     Raises: What flash_attention raises. A message names the argument, or the tensor of `routing`.
     """
-    if accumulate and dlogits is None and dgiven_weights is None:
+    if parse_flag("accumulate", accumulate) and dlogits is None and dgiven_weights is None:
         name = "dlogits" if given_weights is None else "dgiven_weights"
         raise InvalidArgumentError(f"{name}: got None, with accumulate accepted is what to add to")
     return _core.moe_route_backward(

@@ -843,15 +843,47 @@ def test_generating_from_an_encoder(padded: bool, calls: Counter[str]) -> None:
     assert calls["flash_attention"] == 1 + 2 * 6
 
 
-def test_a_bias_of_positions_goes_to_the_stock_attention(
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_bias_of_positions(
+    padded: bool, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """T5's, in the encoder and in the decoder, beside causal masks and padding."""
+    stock, inputs = encoder_decoder("t5")
+    ours = with_ours(stock, moe=False)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, 8:] = int(not padded)
+    with torch.no_grad():
+        answers = [m(**inputs, attention_mask=mask).logits.double() for m in (ours, stock)]
+        reference = exact(stock)(**inputs, attention_mask=mask).logits
+    assert_rule(*answers, reference, torch.float32)
+    assert calls == {"flash_attention": 3}
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    for more in ({}, {"num_beams": 3}, {"cache_implementation": "static"}):
+        made, want = (m.generate(inputs["input_ids"], **settings, **more) for m in (ours, stock))
+        assert torch.equal(made, want), more
+    assert said(caplog) == []
+
+
+def test_a_bias_of_positions_in_a_graph() -> None:
+    stock, inputs = encoder_decoder("t5")
+    ours = torch.compile(with_ours(stock, moe=False), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        answers = [m(**inputs, use_cache=False).logits for m in (ours, stock)]
+    torch.testing.assert_close(*answers, atol=1e-4, rtol=1e-4)
+    assert hf.report().stock == 0
+
+
+def test_a_bias_of_positions_that_is_trained_goes_to_the_stock_attention(
     calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     stock, inputs = encoder_decoder("t5")
-    with torch.no_grad():
-        answers = [m(**inputs).logits for m in (with_ours(stock, moe=False), stock)]
-    torch.testing.assert_close(*answers, atol=1e-4, rtol=1e-4)
-    assert calls == {}
-    reason = "the model passes position_bias"
+    ours = with_ours(stock, moe=False)
+    for model in (ours, stock):
+        model(**inputs).logits.square().mean().backward()
+    for got, want in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, atol=1e-4, rtol=1e-4)
+    assert calls == {"flash_attention": 1}  # across, where the bias is zeros
+    reason = "gradients of position_bias are recorded"
     assert said(caplog) == [f"attention by transformers' own implementation: {reason}"]
 
 

@@ -161,6 +161,7 @@ def test_given_and_wanted_gradients() -> None:
         ({"accumulate": True}, ValueError, "dq: got a null tensor, as dk, dv and dsinks"),
         ({"wanted": (True, 1, True, True)}, TypeError, "wanted: got 1 of type int"),
         ({"wanted": (True, True, True)}, ValueError, "wanted: got 3 flags"),
+        ({"wanted": True}, TypeError, "wanted: got True of type bool, accepted are four flags"),
         ({"dsinks": np.zeros(4, np.float32)}, ValueError, "dsinks: got one, accepted without"),
         ({"sinks": np.zeros(3, np.float32)}, ValueError, "sinks: its number of heads is 3"),
         ({"causal": "up"}, ValueError, "causal: got 'up'"),

@@ -131,7 +131,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window-causal": (
         {"window": (5, 2), "causal": True},
         ValueError,
-        "window_right: got 2, accepted with causal is 0",
+        "window: got (5, 2), accepted with causal is a pair (left, right) whose right is 0 or None",
     ),
     "softcap-zero": (
         {"softcap": 0.0},
@@ -255,7 +255,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype-int": (
         {"k": K.astype(np.int32)},
         TypeError,
-        "k: got dtype int32 (code 0, 1 lanes), accepted are fp16, bf16 and fp32",
+        "k: got dtype int32 (code 0, 1 lanes), accepted are fp32 as q's and fp8_e4m3",
     ),
     "dtype-mixed": (
         {"v": K.astype(np.float16)},

@@ -259,6 +259,26 @@ def test_what_is_wrong_has_the_callers_name(given: Any, error: Any, sentence: st
             call()
 
 
+def test_what_is_wrong_with_packed_tensors_has_their_name() -> None:
+    q, offsets = torch.ones(1, 3, 4, 16), torch.tensor([0, 3], dtype=torch.int32)
+    qkv, kv = torch.ones(1, 3, 3, 4, 12), torch.ones(1, 3, 2, 3, 16)
+    for call, error, sentence in (
+        (lambda: flash_attn_qkvpacked_func(qkv), ValueError, "qkv: its head dimension is 12"),
+        (lambda: flash_attn_qkvpacked_func(qkv.int()), TypeError, "qkv: got dtype int32"),
+        (lambda: flash_attn_kvpacked_func(q, kv), ValueError, "kv: got 3 heads, accepted are"),
+        (lambda: flash_attn_varlen_qkvpacked_func(qkv[0], offsets, 3), ValueError,
+         "qkv: its head dimension is 12"),
+        (lambda: flash_attn_varlen_qkvpacked_func(qkv[0, ..., :8], offsets.long(), 3), TypeError,
+         "cu_seqlens: got dtype int64"),
+        (lambda: flash_attn_varlen_qkvpacked_func(qkv[0, ..., :8], offsets, -1), ValueError,
+         "max_seqlen: got -1, accepted is"),
+        (lambda: flash_attn_varlen_kvpacked_func(q[0], kv[0], offsets, offsets, 3, 3), ValueError,
+         "kv: got 3 heads, accepted are"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{sentence}"):
+            call()
+
+
 def test_none_and_negative_numbers_are_no_bounds_of_windows() -> None:
     q, k, v, _ = inputs()
     for window, same in (
@@ -447,7 +467,7 @@ def test_variable_lengths_refuse() -> None:
     ):
         flash_attn_varlen_kvpacked_func(q, k, cu_q, cu_k, 17, 40)
     table = torch.zeros(5, 1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match=r"^q: requires grad.*page_table: got one"):
+    with pytest.raises(NotImplementedError, match=r"^q: requires grad.*block_table: got one"):
         call(q.requires_grad_(), k[None], v[None], cu_q, cu_k, 17, 40, block_table=table)
 
 

@@ -376,6 +376,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
     "scales": ("fp8", {"k_descale": torch.ones(2, 2)}, NotImplementedError,
                "k_descale: got 2 sequences, accepted is one row for all"),
     "kind": ("fp8", {"v_descale": 1.0}, TypeError, "v_descale: got float, accepted is a torch.T"),
+    "sink": ("dense", {"learnable_sink": torch.ones(3)}, ValueError,
+             "learnable_sink: its number of heads is 3, but q has 4"),
+    "sink-of-fa3": ("dense", {"s_aux": torch.ones(3)}, ValueError,
+                    "s_aux: its number of heads is 3, but q has 4"),
+    "table": ("paged", {"page_table": ints(0, 1, 1)[:, None]}, ValueError,
+              "page_table: got 3 numbers, accepted are 2"),
+    "table-rank": ("paged", {"page_table": ints(0, 1)}, ValueError,
+                   "page_table: got 1 dimensions, accepted are 2"),
+    "block-table": ("paged", {"block_table": ints(0, 1, 1)[:, None]}, ValueError,
+                    "block_table: got 3 numbers, accepted are 2"),
+    "block-table-dtype": ("cache", {"block_table": ints(0, 1)[:, None].long()}, TypeError,
+                          "block_table: got dtype int64"),
+    "table-dtype": ("cache", {"page_table": ints(0, 1)[:, None].long()}, TypeError,
+                    "page_table: got dtype int64"),
 }  # fmt: skip
 
 
@@ -390,6 +404,10 @@ def test_what_is_refused(call: str, given: dict[str, Any], error: Any, sentence:
     function, arguments = {
         "dense": (flash_attn_func, {"q": q[None], "k": k[None], "v": k[None]}),
         "cache": (flash_attn_with_kvcache, cached),
+        "paged": (
+            flash_attn_varlen_func,
+            ragged | {"k": keys, "v": keys, "cu_seqlens_k": None, "seqused_k": ints(3, 3)},
+        ),
     }.get(call, (flash_attn_varlen_func, ragged))
     with pytest.raises(error, match=f"^{sentence}"):
         function(**arguments | given)

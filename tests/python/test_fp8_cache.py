@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "another fp8": (
         {"k": WIDE.to(torch.float8_e5m2), "v": WIDE.to(torch.float8_e5m2)}, TypeError,
-        "k: got dtype",
+        "k: got dtype float8_e5m2 (code 12, 8 bits, 1 lanes), accepted are bf16 as q",
     ),
     "rows": (
         {"k": torch.ones(2, 5, 2, 24).to(FP8)[..., :16]}, ValueError,

@@ -540,3 +540,13 @@ def test_the_library_names_what_cannot_be_served() -> None:
     for family in families & {"stream", "sm90", "sm89"}:
         with pytest.raises(NotImplementedError, match=r"^kernel: cannot be served: "):
             fm.moe_forward(**values, kernel=family)
+
+
+def test_accumulate_of_routing() -> None:
+    routing = fm.moe_route(LOGITS, 2)
+    for accumulate, error, sentence in (
+        (1, TypeError, "accumulate: got 1 of type int, accepted are False and True"),
+        (True, ValueError, "dlogits: got None, with accumulate accepted is what to add to"),
+    ):
+        with pytest.raises(error, match=f"^{sentence}$"):
+            fm.moe_route_backward(routing.weights, routing, logits=LOGITS, accumulate=accumulate)

@@ -198,6 +198,23 @@ def test_gradients_that_no_kernel_computes_are_refused_before_anything_is_comput
         attend(wide[0], tensors[1], tensors[2])
 
 
+@pytest.mark.parametrize("name", ["q", "v"])
+def test_head_dimensions_without_gradients_are_refused_before_anything_is_computed(
+    name: str,
+) -> None:
+    dims = {"q": 64, "k": 64, "v": 64} | ({"q": 264, "k": 264} if name == "q" else {"v": 264})
+    tensors = [torch.randn(1, 5, 2, dim) for dim in dims.values()]
+    fm.flash_attention(*tensors)
+    sentence = (
+        r"^k: requires grad, but no kernel computes the gradients of this call \("
+        rf"{name}: its head dimension is 264, accepted are multiples of 8 from 8 to 256\); call "
+    )
+    tensors[1].requires_grad_()
+    for function in (fm.flash_attention, fmt.flash_attention):
+        with pytest.raises(NotImplementedError, match=sentence):
+            function(*tensors)
+
+
 def test_gradients_of_strides_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the copy engine of a GPU cannot walk all that the forward can."""
     refuse_gradients(monkeypatch, dim=8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import flashmoe_science as fm
@@ -83,6 +85,125 @@ def test_inside_an_encoder_layer() -> None:
     assert calls == [1]
 
 
+def hiding(kind: str, *shape: int, seed: int) -> Any:
+    """A mask of torch's: True, or -inf among numbers, hides a key; the first is seen by all."""
+    hidden = normal(*shape, seed=seed) > 0.3
+    hidden[..., 0] = False
+    if kind == "bool":
+        return hidden
+    return normal(*shape, seed=seed + 1).masked_fill(hidden, -torch.inf)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("of_heads", [False, True])
+@pytest.mark.parametrize("of_pairs", [None, "bool", "numbers"])
+@pytest.mark.parametrize("of_keys", [None, "bool", "numbers"])
+def test_masks(
+    of_keys: str | None, of_pairs: str | None, of_heads: bool, batch_first: bool
+) -> None:
+    stock, ours = pair(batch_first=batch_first)
+    q, k = normal(3, 7, 32), normal(3, 9, 32, seed=1)
+    if not batch_first:
+        q, k = q.transpose(0, 1), k.transpose(0, 1)
+    masks: dict[str, Any] = {}
+    if of_keys is not None:
+        masks["key_padding_mask"] = hiding(of_keys, 3, 9, seed=2)
+    if of_pairs is not None:
+        shape = (3 * 2, 7, 9) if of_heads else (7, 9)
+        masks["attn_mask"] = hiding(of_pairs, *shape, seed=4)
+    leaves = [x.clone().requires_grad_() for x in (q, k)]
+    got, _ = ours(leaves[0], leaves[1], leaves[1], **masks)
+    if of_keys != of_pairs and None not in (of_keys, of_pairs):  # which torch is to deprecate
+        masks = {name: mask if mask.dtype != torch.bool else
+                 torch.zeros(mask.shape).masked_fill(mask, -torch.inf)
+                 for name, mask in masks.items()}  # fmt: skip
+    want, _ = stock(q.requires_grad_(), k.requires_grad_(), k, need_weights=False, **masks)
+    torch.testing.assert_close(got, want)
+    dout = normal(*want.shape, seed=6)
+    made = torch.autograd.grad(got, [*leaves, *ours.parameters()], dout)
+    stocks = torch.autograd.grad(want, [q, k, *stock.parameters()], dout)
+    for ours_dx, stock_dx in zip(made, stocks, strict=True):
+        torch.testing.assert_close(ours_dx, stock_dx, atol=2e-5, rtol=1e-4)
+
+
+def test_masks_without_a_batch() -> None:
+    stock, ours = pair()
+    q, k = normal(7, 32), normal(9, 32, seed=1)
+    masks = {"key_padding_mask": hiding("bool", 9, seed=2),
+             "attn_mask": hiding("bool", 2, 7, 9, seed=4)}  # fmt: skip
+    with torch.no_grad():
+        want, _ = stock(q, k, k, need_weights=False, **masks)
+        torch.testing.assert_close(ours(q, k, k, **masks)[0], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_masks_of_other_dtypes(dtype: Any) -> None:
+    """Of one that attention does not take beside its tensors, and under autocast."""
+    stock, ours = pair(batch_first=True)
+    x, mask = normal(3, 7, 32), hiding("numbers", 7, 7, seed=4).to(dtype)
+    with torch.no_grad():
+        want, _ = stock(x, x, x, need_weights=False, attn_mask=mask.float())
+        torch.testing.assert_close(ours(x, x, x, attn_mask=mask)[0], want)
+        with torch.autocast("cpu", dtype=torch.float16):
+            half = ours(x, x, x, attn_mask=mask)[0]
+    assert half.dtype == torch.float16
+    torch.testing.assert_close(half.float(), want, atol=2e-2, rtol=2e-2)
+
+
+def test_padding_of_a_causal_call() -> None:
+    stock, ours = pair(batch_first=True)
+    x, padding = normal(3, 7, 32), torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 5:] = padding[2, 2:] = True
+    mask = torch.triu(torch.ones(7, 7, dtype=torch.bool), 1)
+    with torch.no_grad():
+        want, _ = stock(x, x, x, padding, need_weights=False, attn_mask=mask, is_causal=True)
+        for given in (mask, None):
+            got, _ = ours(x, x, x, padding, attn_mask=given, is_causal=True)
+            torch.testing.assert_close(got, want)
+
+
+def test_a_query_of_which_all_keys_are_hidden() -> None:
+    _, ours = pair(batch_first=True)
+    x, padding = normal(2, 7, 32), torch.tensor([[False], [True]]).expand(2, 7)
+    with torch.no_grad():
+        got, _ = ours(x, x, x, padding)
+        assert torch.equal(got[1], ours.out_proj.bias.expand(7, 32))
+
+
+def test_masks_inside_torchs_encoder_and_decoder() -> None:
+    torch.manual_seed(0)
+    stock = torch.nn.Transformer(
+        32, 2, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=48, dropout=0.0,
+        batch_first=True,
+    )  # fmt: skip
+    ours = copy.deepcopy(stock)
+    for layer in ours.modules():
+        for name, module in list(layer.named_children()):
+            if isinstance(module, torch.nn.MultiheadAttention):
+                made = fmt.MultiheadAttention(32, 2, batch_first=True)
+                made.load_state_dict(module.state_dict())
+                setattr(layer, name, made)
+    source, target = normal(2, 9, 32), normal(2, 5, 32, seed=1)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, 6:] = True
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    options = {"src_key_padding_mask": padding, "memory_key_padding_mask": padding,
+               "tgt_mask": causal, "tgt_is_causal": True}  # fmt: skip
+    want, got = (model(source, target, **options) for model in (stock, ours))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_masks_in_one_graph() -> None:
+    _, ours = pair(batch_first=True)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seq in (7, 12):
+        x, padding = normal(2, seq, 32), hiding("bool", 2, seq, seed=2)
+        mask = hiding("numbers", seq, seq, seed=4)
+        with torch.no_grad():
+            got, want = (call(x, x, x, padding, attn_mask=mask)[0] for call in (compiled, ours))
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("options", [{}, {"kdim": 24, "vdim": 40}, {"bias": False}], ids=str)
 def test_attention_modules_train(options: dict[str, Any], is_causal: bool) -> None:
@@ -115,11 +236,10 @@ def test_attention_modules_train(options: dict[str, Any], is_causal: bool) -> No
 def test_what_attention_modules_lack_is_refused_with_a_sentence() -> None:
     _, ours = pair(batch_first=True)
     x = normal(2, 9, 32)
-    mask = torch.zeros(9, 9)
+    learned = torch.zeros(9, 9, requires_grad=True)
     for options, match in (
         ({"need_weights": True}, r"^need_weights: got True, accepted is False"),
-        ({"attn_mask": mask}, r"^attn_mask: got a mask, accepted is None"),
-        ({"key_padding_mask": mask[:2] > 0}, r"^key_padding_mask: got a mask"),
+        ({"attn_mask": learned}, r"^attn_mask: .*gradient"),
     ):
         with pytest.raises(NotImplementedError, match=match):
             ours(x, x, x, **options)
@@ -133,6 +253,23 @@ def test_what_attention_modules_lack_is_refused_with_a_sentence() -> None:
         training(x, x, x)
     with pytest.raises(ValueError, match=r"^query: got 4 dimensions, accepted are 2 or 3"):
         ours(x[None], x, x)
+
+
+def test_masks_that_do_not_fit_are_refused_with_a_sentence() -> None:
+    _, ours = pair(batch_first=True)
+    x = normal(2, 9, 32)
+    for options, error, sentence in (
+        ({"key_padding_mask": torch.zeros(9, 2)}, ValueError,
+         "key_padding_mask: got shape [9, 2], accepted is [2, 9]"),
+        ({"attn_mask": torch.zeros(3, 9, 9)}, ValueError,
+         "attn_mask: got shape [3, 9, 9], accepted are [9, 9] and [4, 9, 9]"),
+        ({"attn_mask": torch.zeros(9, 9, dtype=torch.int32)}, TypeError,
+         "attn_mask: got dtype torch.int32, accepted are torch.bool and dtypes of real numbers"),
+        ({"key_padding_mask": [0] * 9}, TypeError,
+         "key_padding_mask: got list, accepted are a torch.Tensor and None"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
+            ours(x, x, x, **options)
 
 
 # ---- FlashMoELayer ----

@@ -182,6 +182,7 @@ def test_what_is_wrong() -> None:
         ({"window_size": 3}, ValueError, "window_size: got 3, accepted is a pair"),
         ({"num_splits": torch.ones(2)}, TypeError, "num_splits: got tensor"),
         ({"enable_gqa": 1}, TypeError, "enable_gqa: got 1 of type int, accepted are False and"),
+        ({"return_aux": True}, TypeError, "return_aux: got True, accepted are None and an AuxReq"),
         ({"max_q": -1}, ValueError, "max_q: got -1, accepted is a number of 0 or more"),
         ({"max_k": torch.ones(3).int()}, TypeError, "max_k: got tensor"),
         ({"cu_seq_k": torch.zeros(3).int()}, ValueError, "cu_seq_k: got 3 numbers, accepted are"),

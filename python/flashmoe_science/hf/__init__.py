@@ -14,7 +14,8 @@ transformers' own implementation, and a warning says which and why, once for eac
 
 Covered by attention: causal or not, queries that end where the keys end (a prompt, and what follows
 it through a growing, sliding or static cache), cross attention, grouped heads, sliding windows,
-softcap, sinks, padding, packed rows, other masks, continuous batching, gradients.
+softcap, sinks, padding, packed rows, other masks, biases of positions, continuous batching,
+gradients of all but masks and biases.
 Covered by experts: gated and plain ones in every layout transformers knows, with biases, SiLU,
 GELU, ReLU and squared ReLU, gpt-oss's clamped gate, expert parallelism, inference.
 """

@@ -14,13 +14,12 @@ from flashmoe_science._autograd import autocast, graph_lacks_gradients, is_recor
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _packed, _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM, REFUSALS, not_ours
-from flashmoe_science.hf._masks import Note, note_of
+from flashmoe_science.hf._masks import Note, added, layers_tell_causality, note_of
 from flashmoe_science.torch import operators
 
 # Options of attention functions that change what is computed, and that ours does not have.
 _FOREIGN_OPTIONS = (
     "sinks",
-    "position_bias",
     "cache",
     "block_mask",
     "indices",
@@ -54,9 +53,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention function: query [batch, heads, seq, dim], key and value likewise with
     the key heads, to [batch, seq, heads, dim]."""
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     note = None if attention_mask is None else note_of(attention_mask)
     key, value, where = _packed.packed(module, key, value, options)
+    causal = _is_causal(module, note, where) if is_causal is None else bool(is_causal)
     if where is not None and (where.served or note is None or note.packed is not None):
         attention_mask = note = None  # the offsets say all that a mask would
     else:
@@ -65,11 +64,16 @@ def attention(
     k, v = (key, value) if filled is None else (x[:, :, :filled] for x in (key, value))
     q, k, v = autocast(query, k, v)
     visible = _visible(module, q, k, causal, options, where)
+    bias = options.get("position_bias")
     pairs: dict[str, Any] = {}
     masked = ""
-    if note is not None and attention_mask is not None and _is_needed(note, visible):
+    # Beside a bias a mask of padding is one of pairs, too: both are read in one way.
+    all_told = note is None or (bias is None and not _is_needed(note, visible))
+    if attention_mask is not None and not all_told:
         masked, pairs = _pairs(attention_mask, q, k)
         note, visible = None, _Visible(False, None)  # a mask says all of it
+    if bias is not None and not masked:
+        masked = _add_bias(bias, pairs, q, k, where)
     recorded = is_recorded(q, k, v, options.get("s_aux"))
     reason = (
         not_ours((q, k, v))
@@ -113,12 +117,21 @@ def attention(
     answer: tuple[torch.Tensor, torch.Tensor | None]
     if eager is None:
         answer = sdpa_attention_forward(
-            module, query, key, value, attention_mask, is_causal=is_causal, **options
+            module, query, key, value, attention_mask, is_causal=causal, **options
         )
     else:
-        added = _added(attention_mask, query.dtype)
-        answer = eager(module, query, key, value, added, **options)
+        if attention_mask is not None:
+            attention_mask = added(attention_mask, query.dtype)
+        answer = eager(module, query, key, value, attention_mask, **options)
     return answer
+
+
+def _is_causal(module: torch.nn.Module, note: Note | None, where: _packed.Packed | None) -> bool:
+    """Whether a call without a mask of pairs is causal."""
+    told = layers_tell_causality(getattr(module, "config", None))
+    if told or (note is None and where is not None):  # as a flash attention, which is given offsets
+        return bool(getattr(module, "is_causal", True))
+    return note is not None and bool(note.causal)
 
 
 def _is_needed(note: Note, visible: _Visible) -> bool:
@@ -140,8 +153,33 @@ def _pairs(
         return "", {"attn_mask": mask}
     if not mask.is_floating_point():
         return f"the mask is of {str(mask.dtype).removeprefix('torch.')}", {}
-    same = mask.dtype in (torch.float32, query.dtype)
-    return "", {"attn_bias": mask if same else mask.to(query.dtype)}
+    return "", {"attn_bias": _as_bias(mask, query)}
+
+
+def _as_bias(numbers: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Of a dtype that flash_attention takes beside the query's."""
+    same = numbers.dtype in (torch.float32, query.dtype)
+    return numbers if same else numbers.to(query.dtype)
+
+
+def _add_bias(
+    bias: Any,
+    pairs: dict[str, torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    where: _packed.Packed | None,
+) -> str:
+    """Why a bias of positions is not ours, or "", when it is among the pairs."""
+    if where is not None:
+        return "the model passes position_bias beside packed rows"
+    if bias.requires_grad and torch.is_grad_enabled():
+        return "gradients of position_bias are recorded"
+    if bias.dim() != 4:
+        return f"position_bias has {bias.dim()} dimensions"
+    bias = bias[..., : key.shape[2]] if bias.shape[3] > key.shape[2] else bias
+    mask = pairs.get("attn_bias")
+    pairs["attn_bias"] = _as_bias(bias if mask is None else bias + mask, query)
+    return ""
 
 
 def _attend(
@@ -241,14 +279,6 @@ def _mask_of(
         if right is not None:
             seen &= keys_at <= at + right
     return seen[None, None]
-
-
-def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The mask in the form that models' own functions know: added to the logits."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
 def _attention_refusal(

@@ -7,9 +7,11 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 _NOTE = "_flashmoe_note"  # an attribute of masks
@@ -49,12 +51,14 @@ class Note(NamedTuple):
         padding: Where ours leaves out padding, beside those keys.
         packed: Where each row of the batch has several sequences, one behind the other and each
             causal by itself: where they begin, cu_seqlens of each row.
+        causal: Whether the keys are causal; None where the layer tells.
     """
 
     reason: str
     filled: int | None = None
     padding: Padding | None = None
     packed: tuple[torch.Tensor, ...] | None = None
+    causal: bool | None = None
 
 
 def note_of(mask: torch.Tensor) -> Note:
@@ -84,6 +88,8 @@ def attention_mask(
     Without a mask `attention` takes the keys to be causal, if it is causal, and within the layer's
     window, both from the last query and key backwards. So there is none only where that is so and
     nothing is padded. Of a mask of padding, and of packed rows, it is noted where tokens are.
+    Layers that do not tell whether they are causal always have a mask, of the form that their own
+    attention has, which they may extend; its note tells it.
     """
     known = local_size is None or kv_length < local_size or _is_window(local_size, config)
     filled: int | None = None
@@ -108,8 +114,9 @@ def attention_mask(
         placed = allow_is_causal_skip or local_size is not None or one_more
         reason, padding = _padding(attention_mask, lengths, placed)
         filled = None if reason else filled
-    if filled == kv_length and padding is None and not one_more:  # and no cache has room for more
-        return None
+    told = layers_tell_causality(config)
+    if filled == kv_length and padding is None and not one_more and told:
+        return None  # and no cache has room for more
     mask: torch.Tensor | None = sdpa_mask(
         batch_size,
         q_length,
@@ -132,16 +139,20 @@ def attention_mask(
         and not _hides_as_told(mask, attention_mask, kv_offset, filled, local_size)
     ):
         filled, padding, reason = None, None, _STATIC
+    note: Note | None = None
     if mask is not None and not torch.compiler.is_compiling():
         if filled is not None or q_length == 1:  # and is small
             # As generate() has it: another tensor would lack the attribute.
             mask = mask.contiguous()
         if filled is not None:
-            note = Note("", filled, padding)
+            note = Note("", filled, padding, causal=None if told else allow_is_causal_skip)
         elif not reason and (packed := _packed(mask, local_size)):
-            note = Note("", kv_length, None, packed)
+            note = Note("", kv_length, None, packed, causal=None if told else True)
         else:
             note = Note(reason or OTHER_MASK)
+    if mask is not None and not told:
+        mask = added(mask, options.get("dtype", torch.float32))
+    if note is not None:
         setattr(mask, _NOTE, note)
     return mask
 
@@ -222,8 +233,7 @@ def _passes_windows(configuration: str) -> bool:
 
 @functools.cache
 def _source_passes_windows(configuration: str) -> bool:
-    package, _, name = configuration.rpartition(".")
-    model = sys.modules.get(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
+    model = _models_of(configuration)
     if model is None:
         return False
     try:
@@ -231,6 +241,50 @@ def _source_passes_windows(configuration: str) -> bool:
     except (OSError, TypeError):
         return False
     return re.search(r"^ +sliding_window=", source, re.MULTILINE) is not None
+
+
+def _models_of(configuration: str) -> ModuleType | None:
+    """The module of the models that a configuration's module belongs to."""
+    package, _, name = configuration.rpartition(".")
+    return sys.modules.get(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
+
+
+def added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask in the form that models' own functions know: added to the logits."""
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
+
+
+def layers_tell_causality(config: Any) -> bool:
+    """Whether the layers of a configuration's models say by themselves, where they have no mask,
+    if they are causal, as SDPA and flash attentions ask them.
+
+    Models that support neither may say nothing, or what is wrong: their own attention reads masks
+    alone, and without one it sees all keys.
+    """
+    supported: bool = _supports_any(type(config).__module__)
+    return supported
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _supports_any(configuration: str) -> bool:
+    return _class_supports_any(configuration)
+
+
+@functools.cache
+def _class_supports_any(configuration: str) -> bool:
+    model = _models_of(configuration)
+    kinds = [
+        kind
+        for kind in vars(model or object).values()
+        if inspect.isclass(kind)
+        and issubclass(kind, PreTrainedModel)
+        and kind.__module__ == getattr(model, "__name__", None)
+    ]
+    asks = ("_supports_sdpa", "_supports_flash_attn")
+    return not kinds or any(getattr(kind, name, False) for kind in kinds for name in asks)
 
 
 def _padding(

@@ -10,9 +10,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashmoe_science.errors import InvalidArgumentError, UnsupportedError
+from flashmoe_science.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    UnsupportedError,
+    _naming,
+)
 from flashmoe_science.moe import Activation, Gate, Scoring
 from flashmoe_science.torch.operators import flash_attention, fused_moe
+
+_attend: Any = _naming({"attn_bias": "attn_mask"})(flash_attention)
+
+
+def _as_pairs(
+    name: str, mask: torch.Tensor, shapes: dict[tuple[int, ...], tuple[int, ...]]
+) -> torch.Tensor:
+    """A mask of one of these shapes as [batch, heads, queries, keys], or 1 where it is of all."""
+    if not isinstance(mask, torch.Tensor):
+        raise ArgumentTypeError(
+            f"{name}: got {type(mask).__name__}, accepted are a torch.Tensor and None"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ArgumentTypeError(
+            f"{name}: got dtype {mask.dtype}, accepted are torch.bool and dtypes of real numbers"
+        )
+    if tuple(mask.shape) not in shapes:
+        accepted = " and ".join(str(list(shape)) for shape in shapes)
+        verb = "are" if len(shapes) > 1 else "is"
+        raise InvalidArgumentError(
+            f"{name}: got shape {list(mask.shape)}, accepted {verb} {accepted}"
+        )
+    return mask.view(shapes[tuple(mask.shape)])
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -20,8 +48,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     that a state dict of the one is one of the other.
 
     Differs in that need_weights is False and stays so, since nothing of size seq x seq is stored,
-    and in what is not there yet: masks but is_causal, dropout in training, add_bias_kv,
-    add_zero_attn. embed_dim / num_heads is a multiple of 8, at most 256.
+    in what is not there yet, dropout in training, add_bias_kv, add_zero_attn and gradients of
+    masks, and in that a query of which all keys are hidden attends to nothing, where torch has NaN.
+    embed_dim / num_heads is a multiple of 8, at most 256.
 
     nn.TransformerEncoderLayer in eval mode computes by itself, and calls no attention module at
     all, unless torch.backends.mha.set_fastpath_enabled(False).
@@ -52,9 +81,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             query: [seq_q, batch, embed_dim], [batch, seq_q, embed_dim] with batch_first, or
                 [seq_q, embed_dim].
             key, value: Likewise with seq_k and kdim, vdim.
-            key_padding_mask, attn_mask: None; an attn_mask beside is_causal=True is taken to be
-                the causal one, as torch takes it, and not read.
+            key_padding_mask: [batch, seq_k], or [seq_k] without a batch: True hides a key from all
+                queries; numbers are added to its logits, and -inf hides it.
             need_weights: False.
+            attn_mask: [seq_q, seq_k], or [batch * num_heads, seq_q, seq_k], likewise of a query and
+                a key. Beside is_causal=True it is taken to be the causal one, as torch takes it,
+                and not read.
             is_causal: Query i sees the keys up to i.
 
         Returns:
@@ -64,28 +96,58 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise UnsupportedError(
                 "need_weights: got True, accepted is False: no weights are stored"
             )
-        if key_padding_mask is not None:
-            raise UnsupportedError(
-                "key_padding_mask: got a mask, accepted is None: there is none yet"
-            )
-        if attn_mask is not None and not is_causal:
-            raise UnsupportedError(
-                "attn_mask: got a mask, accepted is None, or the causal one beside is_causal=True"
-            )
         if self.dropout != 0.0 and self.training:
             raise UnsupportedError(f"dropout: got {self.dropout} in training, accepted is 0")
         batched = query.dim() == 3
         if query.dim() not in (2, 3):
             raise InvalidArgumentError(f"query: got {query.dim()} dimensions, accepted are 2 or 3")
         q, k, v = (self._heads(x, batched) for x in self._projected(query, key, value))
+        masks = self._masks(key_padding_mask, None if is_causal else attn_mask, q, k, batched)
         # torch has no sentence of its own for a causal call: its mask begins at the top left.
-        out = flash_attention(q, k, v, causal="top_left" if is_causal else False)
+        out = _attend(q, k, v, causal="top_left" if is_causal else False, **masks)
         out = out.flatten(2)  # [batch, seq, embed_dim]
         if not batched:
             out = out[0]
         elif not self.batch_first:
             out = out.transpose(0, 1)
         return nn.functional.linear(out, self.out_proj.weight, self.out_proj.bias), None
+
+    def _masks(
+        self,
+        key_padding_mask: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        batched: bool,
+    ) -> dict[str, torch.Tensor]:
+        """flash_attention's, of which True shows a key and does not hide it."""
+        batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+        of_keys: dict[tuple[int, ...], tuple[int, ...]] = {
+            (batch, keys) if batched else (keys,): (batch, 1, 1, keys)
+        }
+        of_pairs: dict[tuple[int, ...], tuple[int, ...]] = {
+            (queries, keys): (1, 1, queries, keys),
+            (batch * self.num_heads, queries, keys): (batch, self.num_heads, queries, keys),
+        }
+        hidden: torch.Tensor | None = None
+        added: torch.Tensor | None = None
+        for name, mask, shapes in (
+            ("key_padding_mask", key_padding_mask, of_keys), ("attn_mask", attn_mask, of_pairs),
+        ):  # fmt: skip
+            if mask is None:
+                continue
+            pairs = _as_pairs(name, mask, shapes)
+            if mask.dtype == torch.bool:
+                hidden = pairs if hidden is None else hidden | pairs
+            else:
+                added = pairs if added is None else added + pairs
+        given = {}
+        if hidden is not None:
+            given["attn_mask"] = ~hidden
+        if added is not None:
+            same = added.dtype in (torch.float32, q.dtype)
+            given["attn_bias"] = added if same else added.to(q.dtype)
+        return given
 
     def _projected(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

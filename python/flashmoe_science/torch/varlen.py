@@ -8,7 +8,7 @@ import torch
 
 from flashmoe_science import _flash_attn as arguments
 from flashmoe_science._dtypes import parse_flag
-from flashmoe_science.errors import InvalidArgumentError, _naming
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, _naming
 from flashmoe_science.torch.operators import flash_attention
 
 _NAMES = {
@@ -160,6 +160,11 @@ def _attend(
     out: torch.Tensor | None,
     how: dict[str, Any],
 ) -> Any:
+    if return_aux is not None and not isinstance(getattr(return_aux, "lse", None), bool):
+        raise ArgumentTypeError(
+            f"return_aux: got {return_aux!r}, accepted are None and an AuxRequest, whose lse is a "
+            "bool"
+        )
     wants_lse = return_aux is not None and return_aux.lse
     k, v = (key, value) if how["page_table"] is not None else (key[None], value[None])
     made = flash_attention(
