@@ -80,13 +80,24 @@ extern const GroupedProductBackwardFamily kSm90GroupedProductBackward;
 #endif
 // The two offsets {0, 2^31 - 1} in a device's memory, which give a product of one expert all rows.
 flashmoe_status cuda_all_rows(int32_t device_id, const int32_t** offsets);
-// Tells sequences with few queries from the others. It writes two tables of lengths on the device,
-// [batch] int32 each; each table gives the other kind of sequence no queries. The first function
-// appends the launch to a plan.
+// Tells sequences with few queries from the others. It writes tables of lengths on the device,
+// [batch] int32 each; each table gives the other kinds of sequences no queries. Where both kinds
+// are computed beside each other, it also divides the multiprocessors among them. The first
+// function appends the launch to a plan.
+struct LengthTables {
+  int64_t few;      // queries of those with few, at most
+  int64_t several;  // of a kind between them and those with many; not less
+  void* many_q;
+  void* few_q;
+  void* several_q;    // nullptr: there are none
+  void* division;     // nullptr: nothing is divided
+  int32_t many_rows;  // of a tile of those with many queries
+  int32_t few_rows;   // of the others: of all heads of a KV head
+};
 flashmoe_status cuda_plan_lengths(const AttentionProblem& problem, Plan* plan,
                                   const Reason& reason);
-flashmoe_status cuda_launch_lengths(const AttentionProblem& problem, const Plan& plan, int64_t few,
-                                    void* many_q, void* few_q, void* stream);
+flashmoe_status cuda_launch_lengths(const AttentionProblem& problem, const Plan& plan,
+                                    const LengthTables& tables, void* stream);
 int32_t cuda_device_count();
 int32_t cuda_runtime_version();
 flashmoe_status cuda_device_info(int32_t device_id, flashmoe_device_info* info);

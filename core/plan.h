@@ -32,16 +32,23 @@ struct PlanDetail {
   alignas(128) unsigned char bytes[kBytes];
 };
 
-// The launches of a plan that are another family's, planned by it for a part of the problem.
+// Launches of a plan that are another family's, planned by it for a part of the problem.
 struct PlanPart {
   const void* family;  // of the same operation
   int32_t first;       // launch
   int32_t count;
 };
 
+// What a call of a family's `launch` is told where another family's kernel runs beside its own.
+struct Beside {
+  void* division;  // in the workspace: who has which multiprocessors; nullptr: it runs alone
+  int32_t first;   // launches of the plan that the call is for
+  int32_t end;     // 0: all
+};
+
 // How a backend computes a problem. `info` is what the caller may read.
 struct Plan {
-  static constexpr int kMaxParts = 2;
+  static constexpr int kMaxParts = 4;
 
   flashmoe_plan info;
   PlanPart parts[kMaxParts];                   // of a family that divides calls among others
@@ -49,6 +56,9 @@ struct Plan {
   ThreadRoom room;                             // CPU
   PlanDetail* detail;                          // nullptr: this plan is not kept
   int64_t chunk[2];  // of a family that computes in chunks: its extents of one
+  // Of a family whose kernels can run beside another's: bytes of the division. Else 0.
+  int64_t division_bytes;
+  Beside beside;  // of a call
 
   // Appends a launch of grid[0] blocks of block[0] threads. Families fill the rest.
   flashmoe_launch& add_launch(const char* kernel, const void* entry, flashmoe_device device,
@@ -63,23 +73,23 @@ struct Plan {
     return launch;
   }
 
-  // Appends the launches of a part's plan, which `family` made, as part `index`.
-  void add_part(int index, const void* family, const Plan& plan) {
-    parts[index] = {family, info.launch_count, plan.info.launch_count};
-    for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+  // Appends launches of a plan that `family` made of a part, from `first` to `end`, as part
+  // `index`.
+  void add_part(int index, const void* family, const Plan& plan, int32_t first, int32_t end) {
+    parts[index] = {family, info.launch_count, end - first};
+    for (int32_t i = first; i < end; ++i) {
       entries[info.launch_count] = plan.entries[i];
       info.launches[info.launch_count++] = plan.info.launches[i];
     }
   }
 
-  // Fills a zeroed plan with the launches of a part, as its family made them.
+  // Appends the launches of a part to a plan, as its family made them.
   void copy_part(int index, Plan* plan) const {
     const PlanPart& part = parts[index];
-    for (int32_t i = 0; i < part.count; ++i) {
-      plan->entries[i] = entries[part.first + i];
-      plan->info.launches[i] = info.launches[part.first + i];
+    for (int32_t i = part.first; i < part.first + part.count; ++i) {
+      plan->entries[plan->info.launch_count] = entries[i];
+      plan->info.launches[plan->info.launch_count++] = info.launches[i];
     }
-    plan->info.launch_count = part.count;
   }
 
   void set_isa(const char* isa) { std::snprintf(info.isa, sizeof info.isa, "%s", isa); }

@@ -10,8 +10,8 @@
 // whole duration, of which the wait is part. And since no block ends without waiting, a kernel that
 // is done says that all before it are. A kernel lets the next one start only after its own wait: a
 // library that reads what it takes for constant before it waits may count on everything but the
-// kernel right in front of it. So does the second product of a layer, which is told by the first,
-// tile by tile, what that has written (cuda/moe/sm90/product.cuh).
+// kernel right in front of it. So do a layer's second product, told by the first, tile by tile,
+// what that wrote (moe/sm90/product.cuh), and prompts beside decoding (cuda/attention/division.h).
 #pragma once
 
 namespace flashmoe::ptx {

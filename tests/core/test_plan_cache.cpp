@@ -345,7 +345,7 @@ const GroupedProductBackwardFamily kCpuGroupedProductBackward =
 flashmoe_status cuda_plan_lengths(const AttentionProblem&, Plan*, const Reason& reason) {
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
 }
-flashmoe_status cuda_launch_lengths(const AttentionProblem&, const Plan&, int64_t, void*, void*,
+flashmoe_status cuda_launch_lengths(const AttentionProblem&, const Plan&, const LengthTables&,
                                     void*) {
   return FLASHMOE_ERROR_UNSUPPORTED;
 }

@@ -89,6 +89,7 @@ SOURCES = {
         "core/ops/attention/problem.cpp",
         *(f"cuda/attention/{name}.cpp" for name in ("cost", "sm90/split_kv_cost")),
     ),
+    "test_divide": BASE,
     "test_ragged_order": BASE,
     "test_whole_tiles": BASE,
     "test_sequence_tables": (*BASE, "core/ops/attention/problem.cpp"),
@@ -218,6 +219,10 @@ def test_l2_swizzle(programs: _Programs) -> None:
 
 def test_attention_choice(programs: _Programs) -> None:
     checked([programs("test_choice")])
+
+
+def test_divide(programs: _Programs) -> None:
+    checked([programs("test_divide")])
 
 
 def test_ragged_order(programs: _Programs) -> None:

@@ -281,6 +281,67 @@ def test_bits_do_not_depend_on_prompts_beside() -> None:
                     assert torch.equal(mine, other), (some, b)
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (256, 256)])
+def test_a_nan_beside_decoding_is_of_the_rows_that_see_it(dim: int, dim_v: int) -> None:
+    """Blocks come back to the tiles that they have taken, whichever these were."""
+    queries = [900, 1, 300, 1, 5, 1, 2000]
+    lengths = [1100, 4000, 300, 77, 600, 9000, 2000]
+    batch = ragged.make(queries, lengths, dtype="bf16", dim=dim, dim_v=dim_v, heads=(8, 2))
+    for b, key, value in ((0, 850, torch.nan), (2, 250, torch.inf), (6, 7, torch.inf),
+                          (6, 1500, torch.nan), (1, 70, torch.nan)):  # fmt: skip
+        batch.v[b][0, key, b % 2, 5] = value
+    options = {"causal": "bottom_right"}
+    for call in (*ragged.ways(batch).values(), ragged.paginate(batch, 48)):
+        got = ragged.run(call, DEVICE, kernel="mixed", **options)
+        ref, _ = batch.reference(DEVICE, **options)
+        out = torch.cat(got.out, 1).transpose(1, 2)
+        assert torch.equal(out.isfinite(), ref.out.isfinite())
+        alone = ragged.run(call, DEVICE, kernel=_of_prompts(), **options)
+        for b in (0, 2, 6):
+            for mine, other in zip(_bits(got, b), _bits(alone, b), strict=True):
+                assert torch.equal(mine, other)
+
+
+def _of_prompts() -> str:
+    """The kernels of prompts beside decoding."""
+    return "sm90" if torch.cuda.get_device_capability() == (9, 0) else "sm89"
+
+
+@pytest.mark.parametrize("count", [1, 2, 33, 700, 16384])
+def test_prompts_among_many_sequences(count: int) -> None:
+    """At either end, a few in between, and all of them; each call again, with the same bits."""
+    generator = torch.Generator().manual_seed(count)
+    queries = torch.ones(count, dtype=torch.int32)
+    queries[:: max(count // 5, 1)] = torch.randint(20, 300, (1,), generator=generator).int()
+    queries[-1] = 150
+    keys = queries + torch.randint(0, 60, (count,), generator=generator).int()
+    q = torch.randn((1, int(queries.sum()), 4, 64), device=DEVICE).bfloat16()
+    k, v = (torch.randn((1, int(keys.sum()), 2, 64), device=DEVICE).bfloat16() for _ in range(2))
+    tables = {
+        name: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(DEVICE)
+        for name, lengths in (("cu_seqlens_q", queries), ("cu_seqlens_k", keys))
+    }
+    call: dict[str, Any] = {
+        **tables,
+        "causal": "bottom_right",
+        "max_seqlen_q": 400,
+        "return_lse": True,
+    }
+    want, want_lse = fm.flash_attention(q, k, v, kernel=_of_prompts(), **call)
+    for i in range(3):
+        out, lse = torch.full_like(q, torch.nan), torch.full_like(want_lse, torch.nan)
+        fm.flash_attention(q, k, v, kernel="mixed", out=out, lse=lse, **call)
+        assert fm.last_launches()[0].kernel == "attention_forward_mixed_lengths"
+        torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-3)
+        if i == 0:
+            first = out.clone(), lse.clone()
+        assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
+    # Of prompts the bits are those of a call of their own.
+    rows = (queries > 16).repeat_interleave(queries).to(DEVICE)
+    assert torch.equal(out[:, rows], want[:, rows])
+
+
 def test_one_capture_of_a_mixed_batch_serves_other_lengths() -> None:
     """Of queries, too."""
     count, total = 8, 600
@@ -294,7 +355,8 @@ def test_one_capture_of_a_mixed_batch_serves_other_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = fm.flash_attention(q, k, v, **tables, **options)
-    for queries in ([1] * 8, [400, 1, 1, 0, 1, 90, 1, 1], [2, 3, 4, 1, 30, 9, 8, 300]):
+    for queries in ([1] * 8, [400, 1, 1, 0, 1, 90, 1, 1], [70] * 8, [0] * 7 + [600], [0] * 8,
+                    [2, 3, 4, 1, 30, 9, 8, 300]):  # fmt: skip
         lengths = [900 * b + n for b, n in enumerate(queries)]
         tables["cu_seqlens_q"].copy_(starts(queries))
         tables["cu_seqlens_k"].copy_(starts(lengths))

@@ -19,22 +19,28 @@
 namespace flashmoe {
 namespace {
 
-enum Part { kMany, kFew };
+// Of the few's launches the first, and what is behind the many's. Several are few queries that are
+// more than a tile of the few's kernel.
+enum Part { kFew, kMany, kFewBehind, kSeveral };
 
 // Microseconds of the first kernel, and of one that finds nothing to do.
 constexpr double kLengthsTime = 2.0;
 constexpr double kNothing = 4.0;
 
-// Offsets in the workspace: behind the first table of lengths the second, and what the few need.
-// The others need none.
+// Offsets in the workspace: behind the first table of lengths the others, how the parts divide the
+// device, and what the few need, and behind them the several. The many need no more.
 struct Places {
   int64_t few_q;
+  int64_t several_q;
+  int64_t division;
   int64_t of_few;
 };
 
-Places places_of(const AttentionProblem& p) {
-  const int64_t table = (p.batch * 4 + 127) / 128 * 128;
-  return {table, 2 * table};
+Places places_of(const AttentionProblem& p, const Plan& plan) {
+  const auto round_up = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
+  const int64_t table = round_up(p.batch * 4);
+  const int64_t division = (plan.parts[kSeveral].count > 0 ? 3 : 2) * table;
+  return {table, 2 * table, division, division + round_up(plan.division_bytes)};
 }
 
 // A part of the problem: of the sequences to which a table leaves their queries.
@@ -52,10 +58,15 @@ AttentionProblem many_of(const AttentionProblem& p, const void* lengths) {
   return part;
 }
 
-AttentionProblem few_of(const AttentionProblem& p, const void* lengths) {
+AttentionProblem few_of(const AttentionProblem& p, const void* lengths, int64_t most) {
   AttentionProblem part = part_of(p, lengths);
-  part.seq_q = std::min(part.seq_q, few_queries(p));
+  part.seq_q = std::min(part.seq_q, most);
   return part;
+}
+
+// Queries of a tile whose rows are those of all heads of a KV head.
+int64_t queries_of_tile(const AttentionProblem& p, const flashmoe_launch& launch) {
+  return std::clamp<int64_t>(launch.tile_m * p.heads_kv / p.heads_q, 1, few_queries(p));
 }
 
 // How many sequences have how many rows of q, if some are as long as they may be, and the others
@@ -155,33 +166,78 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   PlannedPart many = {};
   PlannedPart few = {};
   FLASHMOE_TRY(plan_many(problem, many_of(problem, there), shares, &many, reason));
-  FLASHMOE_TRY(plan_few(few_of(problem, there), shares, &few, reason));
+  FLASHMOE_TRY(plan_few(few_of(problem, there, few_queries(problem)), shares, &few, reason));
   FLASHMOE_TRY(cuda_plan_lengths(problem, plan, reason));
-  plan->add_part(kMany, many.family, many.plan);
-  plan->add_part(kFew, few.family, few.plan);
+  // Both at a time, if both can: the few go first, to some of the multiprocessors. Most of these
+  // decode one query, which the bound does not tell: they have a kernel for it, if there is one,
+  // and those with more than a tile of it the other, behind all.
+  const bool beside = few.plan.division_bytes > 0 && many.plan.division_bytes > 0;
+  PlannedPart several = {};
+  if (beside) {
+    PlannedPart one = {};
+    FLASHMOE_TRY(plan_few(few_of(problem, there, 1), shares, &one, reason));
+    const flashmoe_launch& launch = one.plan.info.launches[0];
+    if (launch.tile_m < few.plan.info.launches[0].tile_m) {
+      several = few;
+      const int64_t most = queries_of_tile(problem, launch);
+      FLASHMOE_TRY(plan_few(few_of(problem, there, most), shares, &few, reason));
+    }
+    plan->division_bytes = std::max(few.plan.division_bytes, many.plan.division_bytes);
+  }
+  plan->add_part(kFew, few.family, few.plan, 0, beside ? 1 : 0);
+  plan->add_part(kMany, many.family, many.plan, 0, many.plan.info.launch_count);
+  plan->add_part(kFewBehind, few.family, few.plan, beside ? 1 : 0, few.plan.info.launch_count);
+  plan->add_part(kSeveral, several.family, several.plan, 0, several.plan.info.launch_count);
   plan->info.workspace_bytes =
-      static_cast<uint64_t>(places_of(problem).of_few) + few.plan.info.workspace_bytes;
-  plan->info.microseconds = kLengthsTime + many.microseconds + few.microseconds;
+      static_cast<uint64_t>(places_of(problem, *plan).of_few) +
+      std::max(few.plan.info.workspace_bytes, several.plan.info.workspace_bytes);
+  plan->info.microseconds = kLengthsTime + many.microseconds + few.microseconds +
+                            (several.family != nullptr ? kNothing : 0.0);
   return FLASHMOE_OK;
-}
-
-flashmoe_status launch_part(const AttentionProblem& part, const Plan& plan, int index,
-                            PlanDetail* detail, void* workspace, void* stream) {
-  Plan own = {};
-  plan.copy_part(index, &own);
-  own.detail = detail;
-  return static_cast<const AttentionFamily*>(plan.parts[index].family)
-      ->launch(part, own, workspace, stream);
 }
 
 flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* workspace,
                        void* stream) {
   auto* const many_q = static_cast<unsigned char*>(workspace);
-  const Places places = places_of(problem);
-  unsigned char* const few_q = many_q + places.few_q;
-  FLASHMOE_TRY(cuda_launch_lengths(problem, plan, few_queries(problem), many_q, few_q, stream));
-  FLASHMOE_TRY(launch_part(many_of(problem, many_q), plan, kMany, plan.detail, nullptr, stream));
-  return launch_part(few_of(problem, few_q), plan, kFew, nullptr, many_q + places.of_few, stream);
+  const Places places = places_of(problem, plan);
+  const auto launch_part = [&](const AttentionProblem& part, const Plan& own, int index,
+                               void* of_part) {
+    return static_cast<const AttentionFamily*>(plan.parts[index].family)
+        ->launch(part, own, of_part, stream);
+  };
+  Plan many = {};
+  plan.copy_part(kMany, &many);
+  many.detail = plan.detail;
+  Plan few = {};
+  plan.copy_part(kFew, &few);
+  const int32_t first = few.info.launch_count;
+  plan.copy_part(kFewBehind, &few);
+  Plan several = {};
+  plan.copy_part(kSeveral, &several);
+
+  LengthTables tables = {};
+  tables.few = tables.several = few_queries(problem);
+  tables.many_q = many_q;
+  tables.few_q = many_q + places.few_q;
+  tables.many_rows = many.info.launches[0].tile_m;
+  tables.few_rows = few.info.launches[0].tile_m;
+  if (plan.division_bytes > 0) tables.division = many_q + places.division;
+  if (several.info.launch_count > 0) {
+    tables.few = queries_of_tile(problem, few.info.launches[0]);
+    tables.several_q = many_q + places.several_q;
+  }
+  FLASHMOE_TRY(cuda_launch_lengths(problem, plan, tables, stream));
+
+  void* const of_few = many_q + places.of_few;
+  const AttentionProblem few_problem = few_of(problem, tables.few_q, tables.few);
+  many.beside.division = tables.division;
+  few.beside = {tables.division, 0, first};
+  if (first > 0) FLASHMOE_TRY(launch_part(few_problem, few, kFew, of_few));
+  FLASHMOE_TRY(launch_part(many_of(problem, many_q), many, kMany, nullptr));
+  few.beside = {tables.division, first, few.info.launch_count};
+  FLASHMOE_TRY(launch_part(few_problem, few, kFewBehind, of_few));
+  if (tables.several_q == nullptr) return FLASHMOE_OK;
+  return launch_part(few_of(problem, tables.several_q, tables.several), several, kSeveral, of_few);
 }
 
 }  // namespace

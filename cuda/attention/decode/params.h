@@ -5,6 +5,7 @@
 #include <vector_types.h>
 
 #include "core/ops/attention/problem.h"
+#include "cuda/attention/division.h"
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"
@@ -74,6 +75,7 @@ struct Params {
   float2* statistics;
   CutTile* cut_tiles;
   int32_t blocks;             // of the first kernel
+  const Division* division;   // beside prompts (cuda/attention/division.h), else nullptr
   int32_t combine_rows_log2;  // rows of a block of the second kernel
   int32_t part_rows;          // rows of a part
   int32_t part_units_log2;    // units of four columns of a row of a part

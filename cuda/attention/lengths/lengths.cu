@@ -1,10 +1,86 @@
 // Tells sequences with few queries from the others: two tables of lengths, in each of which the
-// sequences of the other have no query.
+// sequences of the other have no query. And, from how long both are, how many multiprocessors
+// decoding has to begin with (cuda/attention/division.h).
+#include "cuda/attention/lengths/divide.h"
 #include "cuda/attention/lengths/lengths.h"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::lengths {
 namespace {
+
+// What there is to do of either kind, in microseconds, and of the tiles of prompts the squares.
+struct Sums {
+  float decoding;
+  float memory;
+  float prompts;
+  float squares;
+};
+
+// How many keys a query of the middle sees: as many as all do on average, about.
+__device__ __forceinline__ int keys_of_middle(const Params& params, int sequence, int queries) {
+  const int keys = params.sequences.keys_of(sequence).length;
+  const Sequence of = {0, 0, queries, keys, params.sequences.diagonal_of(sequence, queries, keys)};
+  const KeyRange seen = of.keys(params.score, queries / 2);
+  return max(0, seen.end - seen.first);
+}
+
+// Of those that decode, with their tiles of a KV head.
+__device__ __forceinline__ void add_few(const Params& params, int queries, float keys, Sums& sums) {
+  const auto tiles = static_cast<float>((queries - 1) / params.few_queries + 1);
+  sums.decoding += tiles * (keys * params.decode_time + params.decode_lead);
+  sums.memory += keys * params.memory_time;
+}
+
+__device__ __forceinline__ void add_many(const Params& params, int queries, float keys,
+                                         Sums& sums) {
+  const auto tiles = static_cast<float>((queries - 1) / params.many_rows + 1);
+  const float of_tile =
+      static_cast<float>(queries) * keys * params.pair_time / tiles + params.tile_time;
+  sums.prompts += params.heads_q * tiles * of_tile;
+  sums.squares += params.heads_q * tiles * of_tile * of_tile;
+}
+
+// The sums over a block, in its first warp.
+__device__ __forceinline__ Sums sum_of_block(Sums own) {
+  __shared__ Sums of_warps[kLengthsThreads / kThreadsPerWarp];
+  const auto sum_of_warp = [](Sums sums) {
+#pragma unroll
+    for (int step = kThreadsPerWarp / 2; step > 0; step /= 2) {
+      sums.decoding += __shfl_xor_sync(kFullWarp, sums.decoding, step);
+      sums.memory += __shfl_xor_sync(kFullWarp, sums.memory, step);
+      sums.prompts += __shfl_xor_sync(kFullWarp, sums.prompts, step);
+      sums.squares += __shfl_xor_sync(kFullWarp, sums.squares, step);
+    }
+    return sums;
+  };
+  static_assert(kLengthsThreads == kThreadsPerWarp * kThreadsPerWarp, "one warp adds up the rest");
+  const int warp = warp_index();  // by all of its lanes
+  own = sum_of_warp(own);
+  if (lane_index() == 0) of_warps[warp] = own;
+  __syncthreads();
+  return warp == 0 ? sum_of_warp(of_warps[lane_index()]) : own;
+}
+
+// The fewest with which all ends soonest; a warp. Prompts have the multiprocessors that decoding
+// leaves: all, but for one, where nothing decodes.
+__device__ __forceinline__ int blocks_of_decoding(const Params& params, const Sums& sums) {
+  const int all = params.multiprocessors;
+  if (sums.prompts <= 0.0f) return all;
+  // Of tiles of different times those that take long count for more: by them all ends.
+  const float of_tile = sums.squares / sums.prompts;
+  const Loads loads = {sums.decoding, sums.memory, sums.prompts / of_tile, of_tile};
+  uint32_t soonest = ~0u;
+  int blocks = 1;
+  for (int n = lane_index() + 1; n <= all; n += kThreadsPerWarp) {
+    const uint32_t end = __float_as_uint(end_of(loads, all, n));  // as the numbers are ordered
+    if (end < soonest) soonest = end, blocks = n;
+  }
+  const uint32_t of_all = __reduce_min_sync(kFullWarp, soonest);
+  return static_cast<int>(
+      __reduce_min_sync(kFullWarp, soonest == of_all ? static_cast<uint32_t>(blocks) : ~0u));
+}
 
 __global__ void __launch_bounds__(kLengthsThreads)
     attention_lengths_kernel(const __grid_constant__ Params params) {
@@ -12,11 +88,27 @@ __global__ void __launch_bounds__(kLengthsThreads)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  const int sequence = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (sequence >= params.sequences.count) return;
-  const int queries = params.sequences.queries_of(sequence).length;
-  params.many_q[sequence] = queries > params.few ? queries : 0;
-  params.few_q[sequence] = queries > params.few ? 0 : queries;
+  Sums sums = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int s = thread_index(); s < params.sequences.count; s += kLengthsThreads) {
+    const int queries = params.sequences.queries_of(s).length;
+    const bool many = queries > params.several;
+    const bool few = queries <= params.few;
+    params.many_q[s] = many ? queries : 0;
+    params.few_q[s] = few ? queries : 0;
+    if (params.several_q != nullptr) params.several_q[s] = many || few ? 0 : queries;
+    if (params.division == nullptr || queries == 0) continue;
+    const auto keys = static_cast<float>(keys_of_middle(params, s, queries));
+    if (many) {
+      add_many(params, queries, keys, sums);
+    } else if (few) {
+      add_few(params, queries, keys, sums);
+    }
+  }
+  if (params.division == nullptr) return;
+  sums = sum_of_block(sums);
+  if (thread_index() >= kThreadsPerWarp) return;
+  const int blocks = blocks_of_decoding(params, sums);
+  if (thread_index() == 0) *params.division = {blocks, 0};
 }
 
 LoadedKernel loaded[kMaxDevices];

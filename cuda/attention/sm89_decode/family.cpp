@@ -155,6 +155,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
       static_cast<uint64_t>(places * (part_units(*entry) * 16 + entry->tile_q * 8) +
                             blocks * static_cast<int64_t>(sizeof(CutTile)));
   plan->info.microseconds = decode_microseconds(work_of(problem), entry->tile_q, *facts);
+  plan->division_bytes = sizeof(Division);
   return FLASHMOE_OK;
 }
 
@@ -175,6 +176,7 @@ Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace)
   while (1 << params.combine_rows_log2 < plan.info.launches[1].tile_m) ++params.combine_rows_log2;
   params.part_rows = entry.tile_q;
   params.part_units_log2 = entry.units_log2;
+  params.division = static_cast<const Division*>(plan.beside.division);
   const int64_t places = places_of(params.blocks, params.split_keys > 0);
   params.parts = static_cast<float4*>(workspace);
   params.statistics = reinterpret_cast<float2*>(params.parts + places * part_units(entry));
@@ -187,7 +189,8 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* 
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
   const Params params = make_params(problem, plan, workspace);
-  for (int32_t i = 0; i < plan.info.launch_count; ++i) {
+  const Beside& beside = plan.beside;
+  for (int32_t i = beside.first; i < (beside.end > 0 ? beside.end : plan.info.launch_count); ++i) {
     FLASHMOE_TRY(launch_planned(plan, i, &params, stream));
   }
   return FLASHMOE_OK;

@@ -183,7 +183,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  if (!find_share<Traits>(params, state)) return;
+  if (thread_index() == 0) params.cut_tiles[blockIdx.x].parts = 0;
+  const int blocks = sharing_blocks(params);
+  if (static_cast<int>(blockIdx.x) >= blocks) return;
+  if (!find_share<Traits>(params, blocks, state)) return;
   if (warp_index() == 0) next_segment<Traits>(params, state, 0);
   __syncthreads();
   if (state.segments[0].exists == 0) return;

@@ -140,10 +140,17 @@ __device__ __forceinline__ bool find_whole_share(const Params& params, const Des
   return !__syncthreads_or(too_long);
 }
 
-// Sets the cursor to the block's share. False, for all threads, if it has none. Ends with a
-// barrier.
+// Blocks among which keys are divided.
+__device__ __forceinline__ int sharing_blocks(const Params& params) {
+  return params.division != nullptr ? min(params.division->decode_blocks, params.blocks)
+                                    : params.blocks;
+}
+
+// Sets the cursor to the block's share of so many. False, for all threads, if it has none. Ends
+// with a barrier.
 template <class Traits>
-__device__ __forceinline__ bool find_share(const Params& params, BlockState& state) {
+__device__ __forceinline__ bool find_share(const Params& params, int most_blocks,
+                                           BlockState& state) {
   const int thread = thread_index();
   const int warp = warp_index();
   const int each = (params.sequences.count + kThreads - 1) / kThreads;
@@ -167,7 +174,6 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
     state.cursor.window = -1;
     state.cursor.steps = 0;
     state.cursor.tiles = 0;
-    params.cut_tiles[blockIdx.x].parts = 0;
   }
   __syncthreads();
   int64_t total = 0;
@@ -179,7 +185,7 @@ __device__ __forceinline__ bool find_share(const Params& params, BlockState& sta
     total += units;
   }
   const int block = static_cast<int>(blockIdx.x);
-  const int blocks = static_cast<int>(min(total, int64_t{params.blocks}));
+  const int blocks = static_cast<int>(min(total, int64_t{most_blocks}));
   if (thread == 0) {
     state.cursor.total = total;
     state.cursor.blocks = blocks;

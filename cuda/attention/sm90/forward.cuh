@@ -354,9 +354,10 @@ class RingOfTiles {
 
   // Says that the tile so many before the last was, which in a ring is the one that will be so many
   // behind it, is no longer needed.
-  __device__ __forceinline__ void empty_one() const {
+  __device__ __forceinline__ void empty_one(int tiles_ahead) const {
     static_assert(kTilesInFlight + kTilesAhead == Traits::kTileSlots);
-    ptx::mbarrier_arrive(barriers_.tile_empty((slot_ + kTilesAhead) % Traits::kTileSlots));
+    const auto ahead = static_cast<uint32_t>(tiles_ahead);  // kTilesAhead at most
+    ptx::mbarrier_arrive(barriers_.tile_empty((slot_ + ahead) % Traits::kTileSlots));
   }
 
  private:
@@ -406,10 +407,18 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
           params, tile, portion, shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes,
           barriers.q_full(q_pipe.stage, portion), [&] { wait_for_room(portion); });
       // Of the tile kTilesInFlight before it the consumers are done with all.
-      if (portion == 0) ring.empty_one();
+      if (portion == 0 && key - first_key <= params.keys_before_claim) {
+        ring.empty_one(params.tiles_ahead);
+      }
     }
     q_pipe.advance();
-    for (; key >= first_key; key -= Traits::kStepKeys) load_k(tile, keys, key);
+    for (; key >= first_key; key -= Traits::kStepKeys) {
+      load_k(tile, keys, key);
+      // Beside decoding no sooner than it has to: whoever is free before takes the next tile.
+      if (key - first_key == params.keys_before_claim + Traits::kStepKeys) {
+        ring.empty_one(params.tiles_ahead);
+      }
+    }
   }
 #pragma unroll
   for (int portion = 0; portion < Traits::kQPortions; ++portion) {
@@ -426,7 +435,7 @@ __device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t s
   for (;;) {
     RaggedTile& tile = ring.next();
     if (tile.first_row == kNoTile) break;
-    ring.empty_one();
+    ring.empty_one(params.tiles_ahead);
     const RaggedKeyRows keys = RaggedKeyRows::of(tile, params.v_repeats, params.rows_per_batch.v);
     const int first_key = tile.first_key;
     for (int key = tile.end_key - Traits::kStepKeys; key >= first_key; key -= Traits::kStepKeys) {
@@ -446,16 +455,17 @@ __device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t s
 }
 
 // Finds this block's tiles of a batch of sequences; a whole warp. The first tiles find their slots
-// empty. With each tile that is then begun to be loaded the slot of the tile kTilesAhead behind it
-// is emptied.
-template <class Traits>
+// empty. With each tile that is then begun to be loaded, or nearly is loaded, the slot of the tile
+// so many behind it is emptied.
+template <class Traits, Tiles kTiles>
 __device__ __forceinline__ void schedule(const RaggedParams& params, RaggedTile* tiles,
                                          ChunkSequence* chunk, const Barriers<Traits>& barriers) {
-  RaggedScheduler<Traits> scheduler(params, chunk);
+  RaggedScheduler<Traits, kTiles> scheduler(params, chunk);
+  const auto ahead = static_cast<uint32_t>(params.tiles_ahead);
   uint32_t number = 0;
   for (bool more = true; more; ++number) {
     const uint32_t slot = number % Traits::kTileSlots;
-    const uint32_t emptied = (number + Traits::kTileSlots - kTilesAhead) / Traits::kTileSlots;
+    const uint32_t emptied = (number + Traits::kTileSlots - ahead) / Traits::kTileSlots;
     ptx::mbarrier_wait(barriers.tile_empty(slot), (emptied & 1) ^ 1);
     more = scheduler.next();
     if (lane_index() == 0) {
@@ -477,8 +487,20 @@ __device__ __forceinline__ void produce_ragged(const RaggedParams& params, uint3
                                                const Barriers<Traits>& barriers) {
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) produce_q_and_k<Traits>(params, shared, tiles, barriers);
-  if (thread / kThreadsPerWarp == 1) schedule<Traits>(params, tiles, chunk, barriers);
+  if (thread / kThreadsPerWarp == 1) {
+    if (params.division == nullptr) {
+      schedule<Traits, Tiles::kDealt>(params, tiles, chunk, barriers);
+    } else {
+      schedule<Traits, Tiles::kTaken>(params, tiles, chunk, barriers);
+    }
+  }
   if (thread == 2 * kThreadsPerWarp) produce_v<Traits>(params, shared, tiles, barriers);
+  // Beside decoding no others wait for it: this kernel does not end before it, nor lets the next
+  // one begin.
+  if (thread / kThreadsPerWarp == 3 && params.division != nullptr) {
+    ptx::wait_for_dependencies();
+    ptx::launch_dependents();
+  }
 }
 
 // Of a lane's two rows, lane / 4 and eight on.
@@ -918,13 +940,10 @@ struct Consumer {
         if constexpr (Traits::kRagged) {
           group =
               thread_index() / kThreadsPerGroup - 1;  // anew: it costs the main loop no register
-          // The output has left the memory of this group.
-          RaggedScheduler<Traits> scheduler(
-              params, chunks_of_group() + warp_of_group() * kSequencesPerChunk);
-          while (scheduler.next()) {
-            Tile written;
-            scheduler.describe(&written);
-            repair(written);
+          if (params.division == nullptr) {
+            repair_all<Tiles::kDealt>();
+          } else {
+            repair_all<Tiles::kTakenBefore>();
           }
         } else {
           TileScheduler<Traits> scheduler(params);
@@ -941,6 +960,19 @@ struct Consumer {
           if (written.place == kWholeTile) repair(written);
         }
       }
+    }
+  }
+
+  // What `repair` does, of all tiles of the block.
+  template <Tiles kTiles>
+  __device__ __forceinline__ void repair_all() const {
+    // The output has left the memory of this group.
+    RaggedScheduler<Traits, kTiles> scheduler(
+        params, chunks_of_group() + warp_of_group() * kSequencesPerChunk);
+    while (scheduler.next()) {
+      Tile written;
+      scheduler.describe(&written);
+      repair(written);
     }
   }
 
@@ -1314,6 +1346,16 @@ __device__ __forceinline__ void clear_missing_rows(const SplitParams& params,
   ptx::fence_proxy_async_shared();
 }
 
+// Whether decoding runs meanwhile, which began when what both need was there (division.h).
+template <class Traits>
+__device__ __forceinline__ bool runs_beside(const ParamsOf<Traits>& params) {
+  if constexpr (Traits::kRagged) {
+    return params.division != nullptr;
+  } else {
+    return false;
+  }
+}
+
 // What a block does.
 template <class Traits>
 __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
@@ -1355,8 +1397,10 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
   __syncthreads();
   // No tensor has been touched so far. The next kernel's blocks may start as soon as this one's
   // leave them room.
-  ptx::wait_for_dependencies();
-  ptx::launch_dependents();
+  if (!runs_beside<Traits>(params)) {
+    ptx::wait_for_dependencies();
+    ptx::launch_dependents();
+  }
 
   const int group = __shfl_sync(kFullWarp, thread / kThreadsPerGroup, 0);
   // Asked by the thread, ptxas puts the producer's code first: nothing starts without its loads,

@@ -5,6 +5,7 @@
 #include <vector_types.h>
 
 #include "core/ops/attention/problem.h"
+#include "cuda/attention/division.h"
 #include "cuda/attention/tensors.h"
 #include "cuda/divisor.h"
 #include "cuda/tile/score_options.h"
@@ -110,6 +111,9 @@ struct SplitParams : Params {
   int16_t cuts[kMostStreamKBlocks + 1];
 };
 
+// Tiles that the scheduling warp of a ragged kernel is ahead by, of those whose loads have begun.
+inline constexpr int kTilesAhead = 4;
+
 // Sizes of boxes that rows of pages come in.
 inline constexpr int kPageBoxes = 8;
 
@@ -140,6 +144,12 @@ struct RaggedParams : Params {
   int32_t heads_kv;
   int32_t grows;       // later tiles of a sequence see more keys, as only the right is bounded
   int32_t keys_of_l2;  // so many of one KV head, with their values, may share the L2
+  // Beside decoding (cuda/attention/division.h); nullptr: alone, and blocks are dealt their tiles.
+  Division* division;
+  int32_t* chains;            // of the tiles that a block has taken
+  int32_t chains_room;        // numbers
+  int32_t tiles_ahead;        // of those whose loads have begun, so many more are found
+  int32_t keys_before_claim;  // a tile's keys that are left to load when its successor is sought
 };
 
 static_assert(sizeof(SplitParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");

@@ -228,6 +228,33 @@ double share_of_pages(const AttentionProblem& p, const Entry& entry) {
   return std::max(1.0, boxes * kClocksOfABox / products);
 }
 
+// All tiles, at most, unless offsets overlap.
+int64_t most_tiles(const AttentionProblem& p, const Entry& entry) {
+  int64_t tiles = 0;
+  has_slots_by_rows(p, entry.tile_q, &tiles);
+  return tiles * (p.heads_q / heads_per_tile(p, entry));
+}
+
+// Where the call's kernel runs beside another's, its blocks take tiles as they come. A tile's
+// successor is then sought when it is nearly loaded, not kTilesAhead before.
+void divide(const AttentionProblem& p, const Plan& plan, const Entry& entry, RaggedParams* params) {
+  params->division = static_cast<Division*>(plan.beside.division);
+  params->tiles_ahead = kTilesAhead;
+  params->keys_before_claim = static_cast<int32_t>(kMaxSequence);
+  if (params->division == nullptr) return;
+  constexpr int kStepsBeforeClaim = 2;
+  params->tiles_ahead = 1;
+  params->keys_before_claim = kStepsBeforeClaim * entry.tile_k;
+  params->chains = reinterpret_cast<int32_t*>(params->division + 1);
+  params->chains_room = static_cast<int32_t>(plan.info.launches[0].grid[0] + most_tiles(p, entry));
+}
+
+int64_t division_bytes(const AttentionProblem& p, const Entry& entry, int64_t blocks) {
+  const int64_t tiles = p.batch * ((p.seq_q + entry.tile_q - 1) / entry.tile_q) * p.heads_q;
+  if (tiles > INT_MAX / 2) return 0;  // which the kernel would not count
+  return static_cast<int64_t>(sizeof(Division)) + 4 * (blocks + most_tiles(p, entry));
+}
+
 }  // namespace
 
 flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& work,
@@ -251,9 +278,10 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
   const double microseconds = std::max(
       loads, share_of_pages(problem, *entry) *
                  tile_microseconds(with_packed_heads(work, heads), tile_speed(entry->dim), facts));
-  *whole_tiles = {entry,
-                  std::min<int64_t>(tiles * (problem.heads_q / heads), facts.multiprocessors),
-                  kStartOfSequences + kBesideFewRows * microseconds};
+  const int64_t blocks =
+      std::min<int64_t>(tiles * (problem.heads_q / heads), facts.multiprocessors);
+  *whole_tiles = {entry, blocks, kStartOfSequences + kBesideFewRows * microseconds,
+                  division_bytes(problem, *entry, blocks)};
   return FLASHMOE_OK;
 }
 
@@ -273,6 +301,7 @@ flashmoe_status launch_ragged(const AttentionProblem& problem, const Plan& plan,
   RaggedParams& params = kept->params;
   fill_addresses(problem, &params);
   params.sequences = sequence_params(problem);
+  divide(problem, plan, entry, &params);
   return launch_planned(plan, 0, &params, stream);
 }
 

@@ -6,12 +6,15 @@
 // tiles in a ring of shared memory, whose slots are free when the consumers are past their tiles.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/ragged_rows.h"
 #include "cuda/attention/sm90/kv_block_alignment.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/ragged_order.h"
 #include "cuda/attention/sm90/steps.cuh"
 #include "cuda/attention/sm90/traits.cuh"
+#include "cuda/ptx/claim.cuh"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/tile/thread.cuh"
@@ -90,18 +93,32 @@ struct PlaceOfRow {
   }
 };
 
+// Which tiles are a block's: those that it is dealt, or, beside decoding, those that it takes, each
+// when it is free for it, and may find again.
+enum class Tiles { kDealt, kTaken, kTakenBefore };
+
 // The tiles of this block, one after another, found by a warp that has the memory of a chunk for
 // itself.
-template <class Traits>
+template <class Traits, Tiles kTiles>
 class RaggedScheduler {
  public:
   __device__ __forceinline__ RaggedScheduler(const RaggedParams& params, ChunkSequence* chunk)
-      : params_(params), chunk_(chunk), tiles_(static_cast<int>(blockIdx.x)) {}
+      : params_(params), chunk_(chunk), tiles_(first_tiles()) {}
 
   // False when there are no more. All lanes come to know which it is.
   __device__ __forceinline__ bool next() {
-    while (!tiles_.next(lanes_, params_.grows != 0, params_.by_heads, blocks(), &found_, &head_)) {
-      if (!next_chunk()) return false;
+    const bool grows = params_.grows != 0;
+    if constexpr (kTiles == Tiles::kDealt) {
+      while (!tiles_.next(lanes_, grows, params_.by_heads, blocks(), &found_, &head_)) {
+        if (!next_chunk()) return false;
+      }
+    } else {
+      const int number = next_number();
+      if (number < 0) return false;
+      while (tiles_.passes(number)) {
+        if (!next_chunk()) return false;
+      }
+      tiles_.at(lanes_, grows, params_.by_heads, number, &found_, &head_);
     }
     return true;
   }
@@ -141,6 +158,35 @@ class RaggedScheduler {
  private:
   static __device__ __forceinline__ int blocks() { return static_cast<int>(gridDim.x); }
 
+  using Walk = std::conditional_t<kTiles == Tiles::kDealt, TilesOfChunks, TilesInTurn>;
+
+  static __device__ __forceinline__ Walk first_tiles() {
+    if constexpr (kTiles == Tiles::kDealt) {
+      return Walk(static_cast<int>(blockIdx.x));
+    } else {
+      return Walk();
+    }
+  }
+
+  // Of the next tile that is taken, or was; below 0: who took it kept no more.
+  __device__ __forceinline__ int next_number() {
+    int number = -1;
+    if (threadIdx.x % kThreadsPerWarp == 0) {
+      // Where offsets overlap, there may be more tiles than rows.
+      const bool kept = link_ < params_.chains_room;
+      if (kTiles == Tiles::kTaken) {
+        // What this kernel reads was there when decoding let it begin. It is read behind this.
+        number = static_cast<int>(ptx::claim_acquire(&params_.division->next_tile));
+        if (kept) params_.chains[link_] = number;
+      } else if (kept) {
+        number = params_.chains[link_];
+      }
+    }
+    number = __shfl_sync(kFullWarp, number, 0);
+    link_ = blocks() + number;
+    return number;
+  }
+
   __device__ __forceinline__ bool next_chunk() {
     constexpr int kMostKeys = (1 << 30) / kSequencesPerChunk;  // so that their sum fits
     if (first_ >= params_.sequences.count) return false;
@@ -152,11 +198,16 @@ class RaggedScheduler {
     chunk_[lane] = own;
     __syncwarp();
     lanes_.own = TilesOfSequence::of(own.tiles, keys_of_longest(own), Traits::kTileQ);
-    const int keys = __reduce_add_sync(kFullWarp, min(own.sequence.length_k, kMostKeys));
+    const int keys =
+        __reduce_add_sync(kFullWarp, own.tiles > 0 ? min(own.sequence.length_k, kMostKeys) : 0);
     const int heads = heads_per_swizzle(params_.heads_kv, keys, params_.keys_of_l2) *
                       params_.by_heads_per_kv.number();
-    tiles_.begin_chunk(lanes_, __reduce_add_sync(kFullWarp, own.tiles) * params_.by_heads.number(),
-                       heads, blocks());
+    const int tiles = __reduce_add_sync(kFullWarp, own.tiles) * params_.by_heads.number();
+    if constexpr (kTiles == Tiles::kDealt) {
+      tiles_.begin_chunk(lanes_, tiles, heads, blocks());
+    } else {
+      tiles_.begin_chunk(tiles, heads);
+    }
     return true;
   }
 
@@ -183,11 +234,12 @@ class RaggedScheduler {
 
   const RaggedParams& params_;
   ChunkSequence* chunk_;
-  TilesOfChunks tiles_;
+  Walk tiles_;
   WarpLanes lanes_ = {};
   TileOfChunk found_ = {};
   int head_ = 0;
-  int first_ = 0;  // sequence of the next chunk
+  int first_ = 0;                            // sequence of the next chunk
+  int link_ = static_cast<int>(blockIdx.x);  // in the chains, where the next tile's number is
 };
 
 }  // namespace flashmoe::sm90

@@ -179,6 +179,41 @@ class TilesOfChunks {
   int heads_ = 0;
 };
 
+// All tiles, chunk by chunk, where a block takes the next one that no other has: swizzle group by
+// swizzle group, in each the longest first.
+class TilesInTurn {
+ public:
+  // Goes on to a chunk of so many tiles of all heads. Swizzle groups are of so many heads.
+  FLASHMOE_IN_KERNEL void begin_chunk(int tiles, int heads) {
+    before_ += tiles_;
+    tiles_ = tiles;
+    heads_ = heads;
+  }
+
+  // Whether a number is behind the chunk.
+  FLASHMOE_IN_KERNEL bool passes(int number) const { return number - before_ >= tiles_; }
+
+  // The tile with a number, of the chunk.
+  template <class Lanes>
+  FLASHMOE_IN_KERNEL void at(const Lanes& lanes, bool grows, const Divisor& by_heads_q, int number,
+                             TileOfChunk* tile, int* head) const {
+    const int heads_q = static_cast<int>(by_heads_q.value);
+    const int per_swizzle = by_heads_q.quotient(tiles_) * heads_;
+    const int first_head = (number - before_) / per_swizzle * heads_;
+    const int within = (number - before_) % per_swizzle;
+    const int heads = heads_ < heads_q - first_head ? heads_ : heads_q - first_head;
+    const int place = within / heads;
+    *head = first_head + within - place * heads;
+    int level = lanes.top();
+    *tile = tile_at(lanes, grows, place, &level);
+  }
+
+ private:
+  int before_ = 0;  // tiles of the chunks before
+  int tiles_ = 0;
+  int heads_ = 0;
+};
+
 }  // namespace flashmoe::sm90
 
 #undef FLASHMOE_IN_KERNEL

@@ -23,6 +23,7 @@ struct WholeTiles {
   const Entry* entry;
   int64_t blocks;
   double microseconds;
+  int64_t division_bytes = 0;  // Plan::division_bytes
 };
 
 struct SplitKv {

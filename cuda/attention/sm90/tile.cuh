@@ -189,8 +189,8 @@ using ParamsOf = ByBatch<Traits, RaggedParams, SplitParams, TileParams>;
 template <class Traits>
 using TileOf = ByBatch<Traits, RaggedTile, TilePart, Tile>;
 template <class Traits>
-using SchedulerOf =
-    ByBatch<Traits, RaggedScheduler<Traits>, SplitTileScheduler<Traits>, TileScheduler<Traits>>;
+using SchedulerOf = ByBatch<Traits, RaggedScheduler<Traits, Tiles::kDealt>,
+                            SplitTileScheduler<Traits>, TileScheduler<Traits>>;
 
 // What lies in shared memory is read where it is used.
 template <class Traits>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/kv_block_alignment.h"
+#include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/ragged_order.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
@@ -16,9 +17,7 @@ inline constexpr int kTileBytes = 32;  // a Tile, or TilePart, in shared memory
 // Tiles in flight: those whose Q is there, the one before them that is being written out, and the
 // one behind them whose first portion of Q is there.
 inline constexpr int kTilesInFlight = 4;
-// Of ragged kernels: a RaggedTile, and tiles that the scheduling warp is ahead of these by.
-inline constexpr int kRaggedTileBytes = 80;
-inline constexpr int kTilesAhead = 4;
+inline constexpr int kRaggedTileBytes = 80;     // of ragged kernels: a RaggedTile
 inline constexpr int kChunkSequenceBytes = 32;  // a sequence of a chunk
 
 // The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has

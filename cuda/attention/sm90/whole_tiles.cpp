@@ -72,6 +72,7 @@ flashmoe_status plan_whole_tiles(const AttentionProblem& problem, const WholeTil
   FLASHMOE_TRY(load_kernel(*whole_tiles.entry, device_id, facts, &arch, reason));
   plan_launch(*whole_tiles.entry, device_id, "a", whole_tiles.blocks, plan);
   plan->info.microseconds = whole_tiles.microseconds;
+  plan->division_bytes = whole_tiles.division_bytes;
   return FLASHMOE_OK;
 }
 

@@ -806,44 +806,82 @@ void masks_and_offsets_of_sequences() {
 
 struct SeenMixed {
   lengths::Params lengths;
-  const void* many_q;
+  sm90::RaggedParams many;
   sm89_decode::Params few;
+  sm89_decode::Params several;
 };
 SeenMixed seen_mixed;
 int seen_mixed_launches = 0;
 
-// Prompts by a family of tiles, the others by sm89_decode, each with a table of its own.
-void prompts_beside_decoding_are_two_parts() {
+// Prompts by a family of tiles, the others by sm89_decode, each with a table of its own. Decoding
+// begins, prompts run beside it, and what adds up decoding's parts comes behind both. Behind all
+// come those whose queries are more than a tile of decoding's kernel, by another, unless bits are
+// to depend on a sequence alone.
+void prompts_beside_decoding_are_parts() {
   fake::on_launch = [](const void* params) {
     const int i = seen_mixed_launches++;
     if (i == 0) seen_mixed.lengths = *static_cast<const lengths::Params*>(params);
-    if (i == 1) {
-      seen_mixed.many_q = static_cast<const sm90::RaggedParams*>(params)->sequences.seqused_q.data;
-    }
-    if (i == 2) seen_mixed.few = *static_cast<const sm89_decode::Params*>(params);
+    if (i == 1) seen_mixed.few = *static_cast<const sm89_decode::Params*>(params);
+    if (i == 2) seen_mixed.many = *static_cast<const sm90::RaggedParams*>(params);
+    if (i == 4) seen_mixed.several = *static_cast<const sm89_decode::Params*>(params);
   };
   PagedCall call("mixed", 4, 500, 6, 2);
   for (const int64_t split_size : {0, 64}) {
     call.sequences.split_size = split_size;
     const flashmoe_plan plan = plan_of(call);
-    CHECK(std::strcmp(plan.family, "mixed") == 0 && plan.launch_count == 4);
+    const bool several = split_size == 0;
+    const int64_t table = 128;
+    const int64_t tables = (several ? 3 : 2) * table;
+    CHECK(std::strcmp(plan.family, "mixed") == 0 && plan.launch_count == (several ? 6 : 4));
     CHECK(std::strcmp(plan.launches[0].kernel, "attention_forward_mixed_lengths") == 0);
-    CHECK(std::strcmp(plan.launches[1].kernel, "attention_forward_sm90_fp16_d64_dv64_ragged") == 0);
-    CHECK(std::strncmp(plan.launches[2].kernel, "attention_forward_sm89_decode_", 30) == 0);
+    CHECK(plan.launches[0].grid[0] == 1);
+    // By the kernel of one query, whatever the bound.
+    CHECK(std::strcmp(plan.launches[1].kernel, "attention_forward_sm89_decode_fp16_d64_dv64_r8") ==
+          0);
+    CHECK(std::strcmp(plan.launches[2].kernel, "attention_forward_sm90_fp16_d64_dv64_ragged") == 0);
     CHECK(std::strcmp(plan.launches[3].kernel, "attention_combine_sm89_decode_fp16") == 0);
+    if (several) {
+      CHECK(std::strncmp(plan.launches[4].kernel, "attention_forward_sm89_decode_", 30) == 0);
+      CHECK(plan.launches[4].tile_m > plan.launches[1].tile_m);
+      CHECK(std::strcmp(plan.launches[5].kernel, "attention_combine_sm89_decode_fp16") == 0);
+    }
     for (int i = 0; i < 2; ++i) {
       seen_mixed_launches = 0;
       CHECK(flashmoe_attention_forward(&call.params, workspace, plan.workspace_bytes, nullptr) ==
             FLASHMOE_OK);
-      CHECK(seen_mixed_launches == 4);
+      CHECK(seen_mixed_launches == plan.launch_count);
       check_read_back(plan);
       CHECK(reinterpret_cast<const char*>(seen_mixed.lengths.many_q) == workspace);
-      CHECK(reinterpret_cast<const char*>(seen_mixed.lengths.few_q) == workspace + 128);
-      CHECK(seen_mixed.lengths.few == 10 && !seen_mixed.lengths.sequences.seqused_q.given());
-      CHECK(seen_mixed.many_q == workspace);
+      CHECK(reinterpret_cast<const char*>(seen_mixed.lengths.few_q) == workspace + table);
+      // Two queries of three heads are in a tile of eight rows.
+      const int32_t few = several ? 2 : 10;
+      CHECK(seen_mixed.lengths.few == few && seen_mixed.lengths.several == 10);
+      CHECK(!seen_mixed.lengths.sequences.seqused_q.given());
+      CHECK(seen_mixed.many.sequences.seqused_q.data == seen_mixed.lengths.many_q);
       CHECK(seen_mixed.few.sequences.seqused_q.data == seen_mixed.lengths.few_q);
-      CHECK(seen_mixed.few.sequences.most_q == 10 && seen_mixed.few.split_keys == split_size);
-      CHECK(reinterpret_cast<const char*>(seen_mixed.few.parts) == workspace + 256);
+      CHECK(seen_mixed.few.sequences.most_q == few && seen_mixed.few.split_keys == split_size);
+      const Division* const division = seen_mixed.lengths.division;
+      CHECK(reinterpret_cast<const char*>(division) == workspace + tables);
+      CHECK(seen_mixed.few.division == division && seen_mixed.many.division == division);
+      CHECK(seen_mixed.lengths.multiprocessors == 132);
+      // A number for each block, and for each tile that the rows of all sequences may have.
+      CHECK(seen_mixed.many.chains == reinterpret_cast<const int32_t*>(division + 1));
+      CHECK(seen_mixed.many.chains_room ==
+            static_cast<int32_t>(plan.launches[2].grid[0]) + (500 / 192 + 4) * 6);
+      CHECK(seen_mixed.many.tiles_ahead == 1 && seen_mixed.many.keys_before_claim == 256);
+      const char* const behind =
+          reinterpret_cast<const char*>(seen_mixed.many.chains + seen_mixed.many.chains_room);
+      const auto* const parts = reinterpret_cast<const char*>(seen_mixed.few.parts);
+      CHECK(parts >= behind && parts < behind + 128 && (parts - workspace) % 128 == 0);
+      if (!several) {
+        CHECK(seen_mixed.lengths.several_q == nullptr);
+        continue;
+      }
+      CHECK(reinterpret_cast<const char*>(seen_mixed.lengths.several_q) == workspace + 2 * table);
+      CHECK(seen_mixed.several.sequences.seqused_q.data == seen_mixed.lengths.several_q);
+      CHECK(seen_mixed.several.sequences.most_q == 10 && seen_mixed.several.division == nullptr);
+      // Nobody needs what the few left any more.
+      CHECK(seen_mixed.several.parts == seen_mixed.few.parts);
     }
   }
   // Chunks promise more than an estimate may choose.
@@ -1953,7 +1991,7 @@ int main(int argc, char** argv) {
   few_queries_share_their_keys();
   values_in_keys_are_read_with_them();
   masks_and_offsets_of_sequences();
-  prompts_beside_decoding_are_two_parts();
+  prompts_beside_decoding_are_parts();
   sm90_cuts_boxes_at_sequences();
   loose_bounds_cost_little();
   sm90_encodes_its_maps_once();

@@ -72,46 +72,42 @@ struct Batch {
   // Of the rank of a tile, the longest first, of so many of a sequence.
   int keys_of(int length, int rank) const { return grows ? length - rank * rows : length; }
 
-  void walk() {
-    using Key = std::tuple<size_t, int, int, int>;  // chunk, lane, rank, head
-    std::map<Key, int> taken;
-    keys.assign(static_cast<size_t>(blocks), 0);
-    counts.assign(static_cast<size_t>(blocks), 0);
-    const Divisor by_heads_q = Divisor::of(static_cast<uint32_t>(heads_q));
-    for (int block = 0; block < blocks; ++block) {
-      TilesOfChunks tiles(block);
-      for (size_t chunk = 0; chunk < lengths.size(); ++chunk) {
-        const Lanes lanes = lanes_of(lengths[chunk]);
-        int keys_of_chunk = 0;
-        for (const int length : lengths[chunk]) keys_of_chunk += length;
-        const int group =
-            heads_per_swizzle(heads_kv, keys_of_chunk, keys_of_l2) * (heads_q / heads_kv);
-        CHECK(group > 0 && (group >= heads_q || group % (heads_q / heads_kv) == 0));
-        const int all = lanes.sum([](const TilesOfSequence& each) { return each.count; }) * heads_q;
-        tiles.begin_chunk(lanes, all, group, blocks);
-        TileOfChunk tile = {};
-        int head = 0;
-        int last_group = 0;
-        int last_level = INT32_MAX;
-        while (tiles.next(lanes, grows, by_heads_q, blocks, &tile, &head)) {
-          const TilesOfSequence& of = lanes.tiles[static_cast<size_t>(tile.lane)];
-          CHECK(tile.rank >= 0 && tile.rank < of.count && head >= 0 && head < heads_q);
-          ++taken[{chunk, tile.lane, tile.rank, head}];
-          // Swizzle groups one after another, in each the longest first.
-          CHECK(head / group >= last_group);
-          if (head / group > last_group) last_level = INT32_MAX;
-          last_group = head / group;
-          const int level = grows ? of.top - tile.rank : of.top;
-          CHECK(level <= last_level);
-          last_level = level;
-          const auto b = static_cast<size_t>(block);
-          keys[b] += keys_of(lengths[chunk][static_cast<size_t>(tile.lane)], tile.rank) + rows;
-          ++counts[b];
-        }
-        CHECK(!tiles.next(lanes, grows, by_heads_q, blocks, &tile, &head));
-      }
-    }
-    // Every tile is taken, once.
+  using Taken = std::map<std::tuple<size_t, int, int, int>, int>;  // chunk, lane, rank, head
+
+  int heads_per_swizzle_of(const std::vector<int>& chunk) const {
+    int keys_of_chunk = 0;
+    for (const int length : chunk) keys_of_chunk += length;
+    const int group = heads_per_swizzle(heads_kv, keys_of_chunk, keys_of_l2) * (heads_q / heads_kv);
+    CHECK(group > 0 && (group >= heads_q || group % (heads_q / heads_kv) == 0));
+    return group;
+  }
+
+  int tiles_of(const Lanes& lanes) const {
+    return lanes.sum([](const TilesOfSequence& each) { return each.count; }) * heads_q;
+  }
+
+  // Where a walk through the tiles of a chunk is.
+  struct Last {
+    int group = 0;
+    int level = INT32_MAX;
+  };
+
+  // Swizzle groups come one after another, in each the longest tiles first.
+  void take(size_t chunk, const Lanes& lanes, int group, const TileOfChunk& tile, int head,
+            Last* last, Taken* taken) const {
+    const TilesOfSequence& of = lanes.tiles[static_cast<size_t>(tile.lane)];
+    CHECK(tile.rank >= 0 && tile.rank < of.count && head >= 0 && head < heads_q);
+    ++(*taken)[{chunk, tile.lane, tile.rank, head}];
+    CHECK(head / group >= last->group);
+    if (head / group > last->group) last->level = INT32_MAX;
+    last->group = head / group;
+    const int level = grows ? of.top - tile.rank : of.top;
+    CHECK(level <= last->level);
+    last->level = level;
+  }
+
+  // Every tile is taken, once.
+  void check_all(const Taken& taken) const {
     size_t want = 0;
     for (const auto& chunk : lengths) {
       for (const int length : chunk) {
@@ -121,6 +117,58 @@ struct Batch {
     CHECK(taken.size() == want);
     CHECK(
         std::all_of(taken.begin(), taken.end(), [](const auto& each) { return each.second == 1; }));
+  }
+
+  // As blocks that take one tile each, whoever is free.
+  void walk_in_turn() const {
+    Taken taken;
+    TilesInTurn tiles;
+    int number = 0;
+    const Divisor by_heads_q = Divisor::of(static_cast<uint32_t>(heads_q));
+    CHECK(tiles.passes(number));
+    for (size_t chunk = 0; chunk < lengths.size(); ++chunk) {
+      const Lanes lanes = lanes_of(lengths[chunk]);
+      const int group = heads_per_swizzle_of(lengths[chunk]);
+      const int all = tiles_of(lanes);
+      tiles.begin_chunk(all, group);
+      Last last;
+      for (int i = 0; i < all; ++i, ++number) {
+        CHECK(!tiles.passes(number));
+        TileOfChunk tile = {};
+        int head = 0;
+        tiles.at(lanes, grows, by_heads_q, number, &tile, &head);
+        take(chunk, lanes, group, tile, head, &last, &taken);
+      }
+      CHECK(tiles.passes(number));
+    }
+    check_all(taken);
+  }
+
+  void walk() {
+    Taken taken;
+    keys.assign(static_cast<size_t>(blocks), 0);
+    counts.assign(static_cast<size_t>(blocks), 0);
+    const Divisor by_heads_q = Divisor::of(static_cast<uint32_t>(heads_q));
+    for (int block = 0; block < blocks; ++block) {
+      TilesOfChunks tiles(block);
+      for (size_t chunk = 0; chunk < lengths.size(); ++chunk) {
+        const Lanes lanes = lanes_of(lengths[chunk]);
+        const int group = heads_per_swizzle_of(lengths[chunk]);
+        const int all = tiles_of(lanes);
+        tiles.begin_chunk(lanes, all, group, blocks);
+        TileOfChunk tile = {};
+        int head = 0;
+        Last last;
+        while (tiles.next(lanes, grows, by_heads_q, blocks, &tile, &head)) {
+          take(chunk, lanes, group, tile, head, &last, &taken);
+          const auto b = static_cast<size_t>(block);
+          keys[b] += keys_of(lengths[chunk][static_cast<size_t>(tile.lane)], tile.rank) + rows;
+          ++counts[b];
+        }
+        CHECK(!tiles.next(lanes, grows, by_heads_q, blocks, &tile, &head));
+      }
+    }
+    check_all(taken);
   }
 };
 
@@ -144,6 +192,7 @@ void every_tile_is_taken_once() {
       batch.lengths.push_back(lengths);
     }
     batch.walk();
+    batch.walk_in_turn();
     // Blocks take as many tiles, but for one of each round that is not full.
     const auto [least, most] = std::minmax_element(batch.counts.begin(), batch.counts.end());
     CHECK(*most - *least <= static_cast<long>(batch.lengths.size()));
