@@ -33,8 +33,8 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "256,256,RaggedTuning,_ragged"
   "64,64,CappedRaggedTuning,_ragged_softcap" "128,128,CappedRaggedTuning,_ragged_softcap"
   "192,128,CappedRaggedTuning,_ragged_softcap" "256,256,CappedRaggedTuning,_ragged_softcap")
-# Of keys whose first columns are the values; third whether two blocks are a cluster.
-set(FLASHMOE_ATTENTION_SM90_MLA_KERNELS "576,512,Blocks::kAlone," "576,512,Blocks::kPaired,_pair")
+# Of keys whose first columns are the values.
+set(FLASHMOE_ATTENTION_SM90_MLA_KERNELS "576,512")
 set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
   "64,64" "128,128" "256,256"
   "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada"

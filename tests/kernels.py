@@ -70,8 +70,6 @@ class Kernel(NamedTuple):
         name = f"attention_forward_{stem(self.family)}_{self.dtype}_d{self.dim}_dv{self.dim_v}"
         if self.family in ("sm89_few_rows", "sm89_decode"):
             return f"{name}_r{self.tuning}"
-        if self.family == "sm90_mla":
-            return f"{name}_pair" if self.tuning == "Blocks::kPaired" else name
         name = f"{name}_ragged" if self.ragged else name
         name = f"{name}_biased" if self.biased else name
         return f"{name}_softcap" if self.capped else name

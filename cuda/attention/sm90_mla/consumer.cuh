@@ -11,7 +11,6 @@
 
 #include "cuda/attention/decode/rows.cuh"
 #include "cuda/attention/sm90_mla/producer.cuh"
-#include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -23,7 +22,7 @@ inline constexpr int kConsumerBarrier = 9;  // of each consumer
 inline constexpr int kAllBarrier = 11;      // of both
 inline constexpr int kScoresBarrier = 12;   // the first has sent for its scores
 
-template <class Traits, int kConsumer>
+template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   using State = typename Traits::State;
@@ -35,6 +34,7 @@ struct Consumer {
   const Params& params;
   unsigned char* memory;
   State& state;
+  int consumer;  // of the two
   Uses uses;
 
   float out[Traits::kHalf / 2];
@@ -85,6 +85,7 @@ struct Consumer {
   }
 
   // Fences come before: what the accumulators are multiplied by is behind them.
+  template <int kConsumer>
   __device__ __forceinline__ void send_values(const uint32_t (&p)[kSteps][4], int buffer) {
     const uint64_t v = ptx::swizzled_descriptor(
         shared_address(block_of(buffer) + kConsumer * Traits::kBoxesOfHalf * Traits::kBoxBytes),
@@ -99,22 +100,19 @@ struct Consumer {
   }
 
   // The products with a block's values are done: its buffer is free as far as this consumer has it.
+  template <int kConsumer>
   __device__ __forceinline__ void end_values(int buffer) {
     ptx::wgmma_wait<0>();
     ptx::pin(out);
     const uint32_t empty = shared_address(&state.empty[buffer][kConsumer]);
-    if constexpr (Traits::kClusterBlocks > 1) {
-      if (lane_index() < Traits::kClusterBlocks) {
-        ptx::mbarrier_arrive_cluster(ptx::map_to_rank(empty, lane_index()));
-      }
-    } else {
-      if (ptx::elect_one()) ptx::mbarrier_arrive(empty);
-    }
+    if (ptx::elect_one()) ptx::mbarrier_arrive(empty);
     uses.next(buffer);
   }
 
+  static __device__ __forceinline__ bool grow_rows(const float (&factors)[2]) {
+    return __any_sync(kFullWarp, factors[0] != 1.0f || factors[1] != 1.0f);
+  }
   __device__ __forceinline__ void multiply_rows(const float (&factors)[2]) {
-    if (!__any_sync(kFullWarp, factors[0] != 1.0f || factors[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] *= factors[i / 2 % 2];
   }
@@ -169,6 +167,7 @@ struct Consumer {
   }
 
   // Zeros where a block has no such key: a NaN there would reach the rows by way of 0 * NaN.
+  template <int kConsumer>
   __device__ __forceinline__ void clear_hidden(int buffer, uint64_t valid) const {
     if (valid == ~uint64_t{0}) return;
     constexpr int kChunks = Traits::kDimV * 2 / 16;
@@ -184,6 +183,7 @@ struct Consumer {
   }
 
   // From a block's scores to its probabilities, which the other consumer is told, too.
+  template <int kConsumer>
   __device__ __forceinline__ void make_probabilities(float (&scores)[kBlockKeys / 2],
                                                      const Segment& segment, int key,
                                                      uint32_t (&p)[kSteps][4],
@@ -194,19 +194,18 @@ struct Consumer {
     exponentiate(scores, p, factors);
     // All warps have their scores: what these were made of may be overwritten.
     ptx::named_barrier_sync(kConsumerBarrier + kConsumer, kThreadsPerGroup);
-    clear_hidden(kConsumer, valid);
+    clear_hidden<kConsumer>(kConsumer, valid);
     uint4* const to = probabilities_of(kConsumer);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       to[i * kThreadsPerGroup] = uint4{p[i][0], p[i][1], p[i][2], p[i][3]};
     }
     state.row_maxima[kConsumer][group_thread()] = make_float2(row_max[0], row_max[1]);
-    // The copy engine writes there next.
-    ptx::fence_proxy_async_shared();
     ptx::named_barrier_arrive(kToldBarrier + 4 * kConsumer + warp_of_group(), 2 * kThreadsPerWarp);
   }
 
   // Those of the other consumer.
+  template <int kConsumer>
   __device__ __forceinline__ void take_probabilities(uint32_t (&p)[kSteps][4],
                                                      float (&factors)[2]) {
     constexpr int kOther = 1 - kConsumer;
@@ -250,16 +249,17 @@ struct Consumer {
     if (b + 1 < segment.blocks) ptx::named_barrier_arrive(kScoresBarrier, kConsumerThreads);
     end_scores(scores);
     if (b + kBuffers >= segment.blocks) give_queries_back();
-    make_probabilities(scores, segment, segment.key + b * kBlockKeys, p, factors);
-    multiply_rows(factors);
-    send_values(p, 0);
-    end_values(0);
+    make_probabilities<0>(scores, segment, segment.key + b * kBlockKeys, p, factors);
+    if (grow_rows(factors)) multiply_rows(factors);
+    send_values<0>(p, 0);
+    ptx::fence_proxy_async_shared();  // the copy engine writes next to where P was told
+    end_values<0>(0);
     if (b + 1 == segment.blocks) return;
     uint32_t of_other[kSteps][4];
-    take_probabilities(of_other, factors);
-    multiply_rows(factors);
-    send_values(of_other, 1);
-    end_values(1);
+    take_probabilities<0>(of_other, factors);
+    if (grow_rows(factors)) multiply_rows(factors);
+    send_values<0>(of_other, 1);
+    end_values<0>(1);
   }
 
   __device__ __forceinline__ void second_of_two(const Segment& segment, int b) {
@@ -271,28 +271,37 @@ struct Consumer {
     // late.
     ptx::named_barrier_sync(kScoresBarrier, kConsumerThreads);
     send_scores(scores, 1);
-    end_scores(scores);
+    // Sent behind the scores, so that the softmax begins when these are there. It needs the maxima
+    // of the other block anyway.
+    take_probabilities<1>(of_other, factors);
+    if (grow_rows(factors)) {
+      ptx::wgmma_wait<0>();
+      ptx::pin(out);
+      multiply_rows(factors);
+    }
+    send_values<1>(of_other, 0);
+    ptx::wgmma_wait<1>();
+    ptx::pin(scores);
     if (b + 1 + kBuffers >= segment.blocks) give_queries_back();
-    take_probabilities(of_other, factors);
-    multiply_rows(factors);
-    send_values(of_other, 0);
-    make_probabilities(scores, segment, segment.key + (b + 1) * kBlockKeys, p, factors);
-    end_values(0);
-    multiply_rows(factors);
-    send_values(p, 1);
-    end_values(1);
+    make_probabilities<1>(scores, segment, segment.key + (b + 1) * kBlockKeys, p, factors);
+    end_values<1>(0);
+    if (grow_rows(factors)) multiply_rows(factors);
+    send_values<1>(p, 1);
+    ptx::fence_proxy_async_shared();  // as in the first
+    end_values<1>(1);
   }
 
   // The second consumer's part of a last block without a second.
   __device__ __forceinline__ void last_alone() {
     uint32_t of_other[kSteps][4];
     float factors[2];
-    take_probabilities(of_other, factors);
-    multiply_rows(factors);
-    send_values(of_other, 0);
-    end_values(0);
+    take_probabilities<1>(of_other, factors);
+    if (grow_rows(factors)) multiply_rows(factors);
+    send_values<1>(of_other, 0);
+    end_values<1>(0);
   }
 
+  template <int kConsumer>
   __device__ __forceinline__ void compute(const Segment& segment) {
 #pragma unroll
     for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] = 0.0f;
@@ -313,35 +322,64 @@ struct Consumer {
   // Both consumers' sums.
   __device__ __forceinline__ void add_sums_of_both() {
     const float2 own = make_float2(sum_of_quad(row_sum[0]), sum_of_quad(row_sum[1]));
-    state.row_sums[kConsumer][group_thread()] = own;
+    state.row_sums[consumer][group_thread()] = own;
     ptx::named_barrier_sync_apart(kAllBarrier, kConsumerThreads);
-    const float2 other = state.row_sums[1 - kConsumer][group_thread()];
+    const float2 other = state.row_sums[1 - consumer][group_thread()];
     row_sum[0] = own.x + other.x;
     row_sum[1] = own.y + other.y;
   }
 
+  // A lane has two columns of each eight: its units are of those of two eights (combine.cuh).
   __device__ __forceinline__ void leave_part(const Segment& segment) const {
-    const int column = kConsumer * Traits::kHalf + 2 * (lane_index() % 4);
+    const int unit = consumer * (Traits::kHalf / 4) + lane_index() % 4;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = row_of(e);
       if (row >= segment.tile.rows) continue;
       const int64_t at = int64_t{segment.place} * kRows + row;
-      float* const part = reinterpret_cast<float*>(params.parts) + at * Traits::kDimV + column;
+      float4* const part = params.parts + at * Traits::kUnitsPerRow + unit;
 #pragma unroll
-      for (int j = 0; j < Traits::kHalf / 8; ++j) {
-        *reinterpret_cast<float2*>(part + 8 * j) =
-            make_float2(out[4 * j + 2 * e], out[4 * j + 2 * e + 1]);
+      for (int j = 0; j < Traits::kHalf / 16; ++j) {
+        const float* const columns = out + 8 * j + 2 * e;
+        part[4 * j] = make_float4(columns[0], columns[1], columns[4], columns[5]);
       }
-      if (kConsumer == 0 && lane_index() % 4 == 0) {
+      if (consumer == 0 && lane_index() % 4 == 0) {
         params.statistics[at] = make_float2(row_max[e], row_sum[e]);
       }
     }
   }
 
+  // Words i of the four lanes of a quad become those of lane i.
+  static __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
+    const uint32_t quad = 0xfu << lane_index() / 4 * 4;
+    const auto exchange = [&](uint32_t& low, uint32_t& high, int distance) {
+      const bool upper = (lane_index() & distance) != 0;
+      const uint32_t got = __shfl_xor_sync(quad, upper ? low : high, distance);
+      (upper ? low : high) = got;
+    };
+    exchange(words[0], words[1], 1);
+    exchange(words[2], words[3], 1);
+    exchange(words[0], words[2], 2);
+    exchange(words[1], words[3], 2);
+  }
+
+  // Whether an output of a row of this lane is an infinity or a NaN. Asked where rows are masked
+  // alone, and apart from the stores: a block waits for instructions that it executes once.
+  __device__ __forceinline__ bool is_wild(int e, float factor) const {
+    uint32_t nonfinite = 0;
+#pragma unroll
+    for (int j = 0; j < Traits::kHalf / 8; ++j) {
+      const float* const two = out + 4 * j + 2 * e;
+      nonfinite = numeric::gather_nonfinite<Element>(
+          nonfinite, Numeric::pack(two[0] * factor, two[1] * factor));
+    }
+    return numeric::any_nonfinite<Element>(nonfinite);
+  }
+
   // Returns whether a row of this thread is to be computed again.
   __device__ __forceinline__ bool write_rows(const Segment& segment) {
-    const int column = kConsumer * Traits::kHalf + 2 * (lane_index() % 4);
+    constexpr int kLanes = 4;  // of a row: each writes one of four eights of columns
+    const int column = consumer * Traits::kHalf + 8 * (lane_index() % kLanes);
     const attention_decode::TileRows& tile = segment.tile;
     bool any = false;
 #pragma unroll
@@ -353,23 +391,27 @@ struct Consumer {
       const bool sees_keys = keys.end > keys.first;
       const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
           params.score, where.head, sees_keys, {row_max[e], row_sum[e]});
-      if (kConsumer == 0 && lane_index() % 4 == 0 && params.tensors.lse != nullptr) {
+      if (consumer == 0 && lane_index() % 4 == 0 && params.tensors.lse != nullptr) {
         params.tensors.lse[where.offset(tile, params.tensors.lse_strides)] = end.lse;
       }
       uint16_t* const to =
           params.tensors.out + where.offset(tile, params.tensors.out_strides) + column;
-      uint32_t nonfinite = 0;
 #pragma unroll
-      for (int j = 0; j < Traits::kHalf / 8; ++j) {
-        const uint32_t pair =
-            Numeric::pack(out[4 * j + 2 * e] * end.factor, out[4 * j + 2 * e + 1] * end.factor);
-        nonfinite = numeric::gather_nonfinite<Element>(nonfinite, pair);
-        if (column + 8 * j < params.tensors.dim_v) *reinterpret_cast<uint32_t*>(to + 8 * j) = pair;
+      for (int j = 0; j < Traits::kHalf / 8; j += kLanes) {
+        uint32_t pairs[kLanes];
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          const float* const two = out + 4 * (j + i) + 2 * e;
+          pairs[i] = Numeric::pack(two[0] * end.factor, two[1] * end.factor);
+        }
+        transpose_quad(pairs);
+        if (column + 8 * j < params.tensors.dim_v) {
+          *reinterpret_cast<uint4*>(to + 8 * j) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+        }
       }
       const bool nothing = params.sequences.paged != 0 && sees_keys && row_sum[e] == 0.0f;
       const bool suspect = nothing || end.rounded_away ||
-                           (tile.masked != 0 && row_sum[e] == row_sum[e] &&
-                            numeric::any_nonfinite<Element>(nonfinite));
+                           (tile.masked != 0 && row_sum[e] == row_sum[e] && is_wild(e, end.factor));
       if (suspect) atomicOr(&state.again[row / 32], 1u << row % 32);
       any = any || suspect;
     }
@@ -382,13 +424,13 @@ struct Consumer {
     const attention_decode::KeysOfRow<Element> keys = {
         params, sequences.paged != 0 ? sequences.keys.pages_of(segment.tile.sequence) : nullptr,
         rows.batch, rows.begin, segment.tile.head_kv};
-    const int warp = kConsumer * (kThreadsPerGroup / kThreadsPerWarp) + warp_of_group();
+    const int warp = consumer * (kThreadsPerGroup / kThreadsPerWarp) + warp_of_group();
     for (int row = warp; row < kRows; row += kConsumerThreads / kThreadsPerWarp) {
       if ((state.again[row / 32] >> row % 32 & 1) == 0) continue;
       attention_decode::compute_row_again<Element, Traits::kDimV>(params, segment.tile, keys, row);
     }
     ptx::named_barrier_sync_apart(kAllBarrier, kConsumerThreads);
-    if (kConsumer == 0 && group_thread() < kRows / 32) state.again[group_thread()] = 0;
+    if (consumer == 0 && group_thread() < kRows / 32) state.again[group_thread()] = 0;
   }
 
   __device__ __forceinline__ void finish(const Segment& segment) {
@@ -412,7 +454,11 @@ struct Consumer {
       if (segment.exists == 0) return;
       ptx::mbarrier_wait(shared_address(&state.q_full), number % 2);
       ptx::fence_proxy_async_shared();  // cp.async wrote the queries
-      compute(segment);
+      if (consumer == 0) {
+        compute<0>(segment);
+      } else {
+        compute<1>(segment);
+      }
       finish(segment);
       __syncwarp();
       if (ptx::elect_one()) ptx::mbarrier_arrive(shared_address(&state.segment_empty[slot]));

@@ -8,7 +8,6 @@ namespace flashmoe::sm90_mla {
 
 struct Entry : AttentionKernel {
   Kernel combine;
-  int cluster_blocks;
   int box_columns;
   int units_log2;  // of four columns of a row of a part
 };

@@ -5,7 +5,6 @@
 
 #include "core/backends.h"
 #include "core/status.h"
-#include "cuda/attention/combine.h"
 #include "cuda/attention/decode/offsets.h"
 #include "cuda/attention/sm90_mla/cost.h"
 #include "cuda/attention/sm90_mla/entry.h"
@@ -32,40 +31,38 @@ int64_t row_tiles(const AttentionProblem& p) {
   return std::max<int64_t>((p.seq_q * group_of(p) + kRows - 1) / kRows, 1);
 }
 
-// Whether row tiles are computed by clusters of two blocks: where that leaves none over, or as the
-// problem names the kernel.
-bool fits(const AttentionProblem& p, const Entry& entry) {
-  return row_tiles(p) % entry.cluster_blocks == 0;
-}
-
-// Clusters of row tiles of a KV head.
-int64_t clusters_of(const AttentionProblem& p, const Entry& entry) {
-  return (row_tiles(p) + entry.cluster_blocks - 1) / entry.cluster_blocks;
-}
-
 // Of all sequences and KV heads.
-int64_t tiles_of(const AttentionProblem& p, const Entry& entry) {
-  const int64_t row_tiles = clusters_of(p, entry) * entry.cluster_blocks;
-  return p.heads_kv * row_tiles > INT_MAX / std::max<int64_t>(p.batch, 1)
-             ? INT_MAX
-             : p.heads_kv * row_tiles * p.batch;
+int64_t tiles_of(const AttentionProblem& p) {
+  const int64_t tiles = p.heads_kv * row_tiles(p);
+  return tiles > INT_MAX / std::max<int64_t>(p.batch, 1) ? INT_MAX : tiles * p.batch;
 }
 
 // Whether tiles, of which any may be cut, are so few that each has its place among those; otherwise
 // each block has one, whose tile it may cut. Without sequences there is no tile.
-bool has_cuts_by_tile(const AttentionProblem& p, const Entry& entry, int64_t blocks) {
-  const int64_t tiles = tiles_of(p, entry);
+bool has_cuts_by_tile(const AttentionProblem& p, int64_t blocks) {
+  const int64_t tiles = tiles_of(p);
   return tiles > 0 && tiles <= blocks;
+}
+
+// Places of tiles that are cut: none if a block has all keys of a row tile.
+int64_t cuts_of(const AttentionProblem& p, int64_t blocks, int64_t shares) {
+  if (shares == 1) return 0;
+  return has_cuts_by_tile(p, blocks) ? tiles_of(p) : blocks;
 }
 
 // Blocks that share the keys of a row tile: as many as run at a time, if there are so many blocks
 // of keys.
-int64_t shares_of(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
-  const int64_t blocks = p.heads_kv * clusters_of(p, entry) * entry.cluster_blocks;
+int64_t shares_of(const AttentionProblem& p, const DeviceFacts& facts) {
+  const int64_t blocks = p.heads_kv * row_tiles(p);
   const int64_t most = std::max<int64_t>(facts.multiprocessors / blocks, 1);
   const int64_t blocks_of_keys = std::max<int64_t>((p.seq_k + kBlockKeys - 1) / kBlockKeys, 1);
   if (p.batch >= most || blocks_of_keys >= most) return most;
   return std::clamp<int64_t>(p.batch * blocks_of_keys, 1, most);
+}
+
+// Whether a map can have such a stride, in elements.
+bool is_walkable(int64_t stride, int64_t extent) {
+  return extent <= 1 || (stride > 0 && stride < kMaxStrideBytes / 2);
 }
 
 // Rows that lie in one piece wherever a block of keys begins, a power of two.
@@ -78,18 +75,34 @@ int box_rows(const AttentionProblem& p) {
   return rows;
 }
 
+// Of q, as sequences have it.
+int64_t batch_of_queries(const AttentionProblem& p) {
+  return p.sequences.cu_seqlens_q.data != nullptr ? 1 : p.batch;
+}
+
+// Query heads of a box of a tile's rows, if these are whole heads of one query, or whole queries,
+// and the copy engine can walk them; else 0.
+int query_heads(const AttentionProblem& p) {
+  const int64_t group = group_of(p);
+  const int64_t heads = std::min<int64_t>(group, kRows);
+  if (heads == 0 || group % heads != 0 || kRows % heads != 0) return 0;
+  const SequenceTables& tables = p.sequences;
+  const bool walkable = is_walkable(p.q.strides.batch, batch_of_queries(p)) &&
+                        is_walkable(p.q.strides.seq, tables.rows_q) &&
+                        is_walkable(p.q.strides.head, p.heads_q);
+  const bool any = tables.rows_q > 0 && batch_of_queries(p) > 0;
+  return walkable && any ? static_cast<int>(heads) : 0;
+}
+
 bool has_keys(const AttentionProblem& p) {
   return p.seq_k > 0 && p.sequences.batch_k > 0 && p.sequences.rows_k > 0;
 }
 
 flashmoe_status check_walkable(const AttentionProblem& p, const Reason& reason) {
-  const auto fits = [](int64_t stride, int64_t extent) {
-    return extent <= 1 || (stride > 0 && stride < kMaxStrideBytes / 2);
-  };
   const SequenceTables& tables = p.sequences;
-  if (has_keys(p) &&
-      (!fits(p.k.strides.batch, tables.batch_k) || !fits(p.k.strides.seq, tables.rows_k) ||
-       !fits(p.k.strides.head, p.heads_kv))) {
+  if (has_keys(p) && (!is_walkable(p.k.strides.batch, tables.batch_k) ||
+                      !is_walkable(p.k.strides.seq, tables.rows_k) ||
+                      !is_walkable(p.k.strides.head, p.heads_kv))) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
                          "a stride of k that is 0 or below, or 2^40 bytes or more, which the copy "
                          "engine cannot walk");
@@ -124,27 +137,11 @@ flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts
   return check_walkable(problem, reason);
 }
 
-// Blocks of the second kernel that run at a time, about: with more, those without a row to add up
-// are waited for.
-constexpr int64_t kCombineBlocksPerMultiprocessor = 8;
-
-// Rows that a block of the second kernel adds up at a time: where tiles have many parts, one, of
-// which two threads add up each half of a unit's parts.
-int combine_rows_log2(const AttentionProblem& p, int64_t shares) {
-  constexpr int64_t kManyParts = 4;
-  return shares > kManyParts * p.batch ? 0 : 1;
-}
-
 flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check(problem, &facts, reason));
-  // Listed last are those for pairs, which are preferred where they fit.
-  const Entry* const entry = find_entry(
-      kEntries, problem,
-      [&](const Entry& each) { return each.cluster_blocks == 1 || row_tiles(problem) > 1; },
-      [&](const Entry& each) {
-        return each.cluster_blocks > 1 ? fits(problem, each) : row_tiles(problem) % 2 != 0;
-      });
+  const auto any = [](const Entry&) { return true; };
+  const Entry* const entry = find_entry(kEntries, problem, any, any);
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
   }
@@ -152,22 +149,13 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
   FLASHMOE_TRY(load_kernel(entry->combine, device_id, *facts, &arch, reason));
-  const int64_t shares = shares_of(problem, *entry, *facts);
-  const int64_t blocks =
-      shares * problem.heads_kv * clusters_of(problem, *entry) * entry->cluster_blocks;
-  plan_launch(*entry, device_id, "a", blocks, plan).cluster =
-      entry->cluster_blocks > 1 ? entry->cluster_blocks : 0;
-  // A block for each tile that may be cut.
-  const int64_t cuts =
-      has_cuts_by_tile(problem, *entry, blocks) ? tiles_of(problem, *entry) : blocks;
-  flashmoe_launch& second =
-      plan_launch(entry->combine, device_id, "a", cuts, kCombineThreads, 0, plan);
-  const int rows_log2 = combine_rows_log2(problem, shares);
+  const int64_t shares = shares_of(problem, *facts);
+  const int64_t blocks = shares * problem.heads_kv * row_tiles(problem);
+  plan_launch(*entry, device_id, "a", blocks, plan);
   const int64_t rows = std::clamp<int64_t>(problem.seq_q * group_of(problem), 1, kRows);
-  const int64_t most =
-      std::max(kCombineBlocksPerMultiprocessor * facts->multiprocessors / cuts, int64_t{1});
-  second.grid[1] = static_cast<uint32_t>(std::min(((rows - 1) >> rows_log2) + 1, most));
-  second.tile_m = 1 << rows_log2;
+  const int64_t sums = std::clamp<int64_t>(cuts_of(problem, blocks, shares) * rows * kQuarters, 1,
+                                           kSumBlocks * int64_t{facts->multiprocessors});
+  plan_launch(entry->combine, device_id, "a", sums, kSumThreads, 0, plan);
   const int64_t places = attention_decode::places_of(blocks, false);
   plan->info.workspace_bytes =
       static_cast<uint64_t>(places * kRows * ((16 << entry->units_log2) + 8) +
@@ -176,25 +164,41 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   return FLASHMOE_OK;
 }
 
-// What is kept with a plan: the parameters, and what their map is of.
+// What is kept with a plan: the parameters, and what their maps are of.
 struct Kept {
   Params params;
   const void* mapped;
+  const void* mapped_queries;
 };
 
 // Without keys there is nothing to read, but a map is of something all the same.
 const void* mapped_keys(const AttentionProblem& p) { return has_keys(p) ? p.k.data : p.q.data; }
 
-bool encode_keys(const AttentionProblem& p, const Entry& entry, Kept* kept) {
+bool encode(const AttentionProblem& p, const Entry& entry, Kept* kept) {
   const SequenceTables& tables = p.sequences;
   const bool keys = has_keys(p);
   const auto extent = [&](int64_t of_keys) { return keys ? of_keys : 1; };
   kept->mapped = mapped_keys(p);
-  return encode_map(&kept->params.keys, p.q.dtype, kept->mapped,
+  kept->mapped_queries = p.q.data;
+  const int heads = query_heads(p);
+  const bool queries =
+      heads == 0 || encode_map(&kept->params.queries, p.q.dtype, p.q.data,
+                               {4,
+                                {p.dim, p.heads_q, tables.rows_q, batch_of_queries(p)},
+                                {1, p.q.strides.head, p.q.strides.seq, p.q.strides.batch},
+                                {entry.box_columns, heads, kRows / heads, 1}});
+  return queries &&
+         encode_map(&kept->params.keys, p.q.dtype, kept->mapped,
                     {4,
                      {p.dim, extent(tables.rows_k), extent(p.heads_kv), extent(tables.batch_k)},
                      {1, p.k.strides.seq, p.k.strides.head, p.k.strides.batch},
                      {entry.box_columns, box_rows(p), 1, 1}});
+}
+
+bool move_maps(const AttentionProblem& p, Kept* kept) {
+  return move_map(&kept->params.keys, &kept->mapped, mapped_keys(p)) &&
+         (kept->params.query_heads == 0 ||
+          move_map(&kept->params.queries, &kept->mapped_queries, p.q.data));
 }
 
 // All that does not depend on addresses.
@@ -204,18 +208,17 @@ void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
   params->group = Divisor::of(static_cast<uint32_t>(group_of(p)));
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
   const int64_t blocks = plan.info.launches[0].grid[0];
-  const int64_t clusters = clusters_of(p, entry);
-  const int64_t shares = blocks / (p.heads_kv * clusters * entry.cluster_blocks);
+  const int64_t shares = blocks / (p.heads_kv * row_tiles(p));
   params->blocks = static_cast<int32_t>(blocks);
-  params->combine_rows_log2 = plan.info.launches[1].tile_m > 1 ? 1 : 0;
-  params->part_rows = kRows;
   params->part_units_log2 = entry.units_log2;
   params->box_rows = box_rows(p);
+  params->query_heads = query_heads(p);
   params->shares = static_cast<int32_t>(shares);
-  params->cuts_by_tile = has_cuts_by_tile(p, entry, blocks) ? 1 : 0;
+  params->cuts_by_tile = has_cuts_by_tile(p, blocks) ? 1 : 0;
   params->by_shares = Divisor::of(static_cast<uint32_t>(shares));
-  params->by_clusters = Divisor::of(static_cast<uint32_t>(clusters));
+  params->by_row_tiles = Divisor::of(static_cast<uint32_t>(row_tiles(p)));
   params->read_once = row_tiles(p) == 1 ? 1 : 0;
+  params->cuts = static_cast<int32_t>(cuts_of(p, blocks, shares));
 }
 
 void fill_addresses(const AttentionProblem& p, void* workspace, Params* params) {
@@ -233,11 +236,11 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* 
   FLASHMOE_TRY(guard.status());
   const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
   Prepared<Kept> kept(plan.detail);
-  if (!kept.ready() || !move_map(&kept->params.keys, &kept->mapped, mapped_keys(problem))) {
+  if (!kept.ready() || !move_maps(problem, &*kept)) {
     kept.set_ready(false);  // unless the driver takes the map
     kept->params = {};
     FLASHMOE_TRY(encode_maps(entry.name, problem.device.device_id,
-                             [&] { return encode_keys(problem, entry, &*kept); }));
+                             [&] { return encode(problem, entry, &*kept); }));
     fill_params(problem, plan, &kept->params);
     kept.set_ready(true);
   }

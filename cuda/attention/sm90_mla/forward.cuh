@@ -7,9 +7,7 @@
 // all sequences (share.cuh), and go from tile to tile. Of a block of 64 keys, 72 KiB, the keys are
 // loaded once, for both products; two of them and the queries fill the shared memory. A warpgroup
 // loads (producer.cuh), two compute (consumer.cuh). A tile that lies in one block is written;
-// others leave parts in the workspace, which the second kernel adds up
-// (cuda/attention/decode/combine.cuh). Where sequences have several row tiles, two blocks are
-// a cluster: each loads half of the keys, for both.
+// others leave parts in the workspace, which the second kernel adds up (combine.cuh).
 #pragma once
 
 #include "cuda/attention/sm90_mla/consumer.cuh"
@@ -19,16 +17,16 @@
 namespace flashmoe::sm90_mla {
 
 template <class Traits>
-__device__ __forceinline__ void init_barriers(typename Traits::State& state) {
+__device__ __forceinline__ void init_barriers(typename Traits::State& state, bool query_boxes) {
   constexpr int kWarpsOfGroup = kThreadsPerGroup / kThreadsPerWarp;
   constexpr int kQueryWarps = kQueryThreads / kThreadsPerWarp;
   for (int buffer = 0; buffer < kBuffers; ++buffer) {
     for (auto& barrier : state.full[buffer]) ptx::mbarrier_init(shared_address(&barrier), 1);
     for (auto& barrier : state.empty[buffer]) {
-      ptx::mbarrier_init(shared_address(&barrier), Traits::kClusterBlocks * kWarpsOfGroup);
+      ptx::mbarrier_init(shared_address(&barrier), kWarpsOfGroup);
     }
   }
-  ptx::mbarrier_init(shared_address(&state.q_full), kQueryThreads);
+  ptx::mbarrier_init(shared_address(&state.q_full), query_boxes ? 1 : kQueryThreads);
   ptx::mbarrier_init(shared_address(&state.q_empty), kConsumers * kWarpsOfGroup);
   for (int slot = 0; slot < kSegments; ++slot) {
     ptx::mbarrier_init(shared_address(&state.segment_full[slot]), 1);
@@ -46,34 +44,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& state = *reinterpret_cast<typename Traits::State*>(memory + Traits::kStateOffset);
   if (thread_index() == 0) {
     ptx::prefetch_tensor_map(&params.keys);
-    init_barriers<Traits>(state);
+    if (params.query_heads != 0) ptx::prefetch_tensor_map(&params.queries);
+    init_barriers<Traits>(state, params.query_heads != 0);
   }
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
-  const BlockPlace<Traits::kClusterBlocks> block(params);
+  const BlockPlace block(params);
   find_share(params, block, state);
-  if (state.share.begin == state.share.end) return;  // the cluster's other block, too
-  if constexpr (Traits::kClusterBlocks > 1) {
-    ptx::cluster_arrive_relaxed();
-    ptx::cluster_wait();
-  }
+  if (state.share.begin == state.share.end) return;
   const int group = warp_index() / (kThreadsPerGroup / kThreadsPerWarp);
   if (group == kConsumers) {
     ptx::give_registers_back<Traits::kProducerRegisters>();
     Producer<Traits>{params, memory, state, block, {}}.run(warp_index() %
                                                            (kThreadsPerGroup / kThreadsPerWarp));
-  } else if (group == 0) {
-    ptx::take_registers<Traits::kConsumerRegisters>();
-    Consumer<Traits, 0>{params, memory, state}.run();
   } else {
     ptx::take_registers<Traits::kConsumerRegisters>();
-    Consumer<Traits, 1>{params, memory, state}.run();
-  }
-  if constexpr (Traits::kClusterBlocks > 1) {
-    // The other block may still write here, or tell this one what it has read.
-    __syncwarp();
-    ptx::cluster_arrive_relaxed();
-    ptx::cluster_wait();
+    Consumer<Traits>{params, memory, state, group}.run();
   }
 }
 

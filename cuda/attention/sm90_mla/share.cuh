@@ -3,8 +3,7 @@
 // Row tile y of every sequence that has so many rows is shared by `shares` blocks, in units of
 // blocks of keys: block x of G has those from x W / G on, of W, or from near there on, where
 // sequences begin (find_aligned). Tiles of a sequence differ by nothing but their rows, so that
-// blocks of the same x read the same keys at about the same time, and the L2 has them once. Two of
-// them may be a cluster.
+// blocks of the same x read the same keys at about the same time, and the L2 has them once.
 #pragma once
 
 #include "cuda/attention/decode/rows.cuh"
@@ -18,28 +17,20 @@ using reread::thread_index;
 using reread::warp_index;
 
 // Which row tile, of which KV head, a block is of, and which of the shares is its.
-template <int kClusterBlocks>
 struct BlockPlace {
   int share;
   int row_tile;
   int head_kv;
-  int rank;    // in its cluster
   int tile;    // row tiles of all KV heads, one behind the other
-  int number;  // of the blocks of a row tile one behind the other
+  int number;  // of the block
 
   __device__ __forceinline__ explicit BlockPlace(const Params& params) {
-    const int block = static_cast<int>(blockIdx.x);
-    rank = block % kClusterBlocks;
-    const int tiles = params.by_shares.quotient(block / kClusterBlocks);
-    share = block / kClusterBlocks - tiles * params.shares;
-    tile = tiles * kClusterBlocks + rank;
-    number = tile * params.shares + share;
-    head_kv = params.by_clusters.quotient(tiles);
-    row_tile = (tiles - head_kv * params.by_clusters.number()) * kClusterBlocks + rank;
+    number = static_cast<int>(blockIdx.x);
+    tile = params.by_shares.quotient(number);
+    share = number - tile * params.shares;
+    head_kv = params.by_row_tiles.quotient(tile);
+    row_tile = tile - head_kv * params.by_row_tiles.number();
   }
-  // Sequences that have this row tile are shared by the cluster, whether they have the others or
-  // not: its blocks do the same at the same time.
-  __device__ __forceinline__ int first_row_tile() const { return row_tile - rank; }
   // Where cut_tiles has the block's tile of a sequence.
   __device__ __forceinline__ int cut_of(const Params& params, int sequence) const {
     return params.cuts_by_tile != 0 ? tile * params.sequences.count + sequence : number;
@@ -74,68 +65,161 @@ inline constexpr int kLeastUnits = 2;
 
 // Where a share begins.
 struct Place {
-  int64_t unit;
-  int32_t sequence;    // that has it
-  int64_t first_unit;  // of the sequence
+  uint32_t unit;
+  int sequence;  // the last that begins there or in front
+  int last;      // share that has its end
 };
 
 // Where share `number` begins, if each sequence begins with the share that would begin nearest: a
-// long one has several to itself, and of short ones several are in one. Each thread has described a
-// sequence at most.
+// long one has several to itself, and of short ones several are in one. None of several is shorter
+// than it need be: a sequence is cut into no more pieces than of `longest` units, and shares that
+// are left over have none of it.
 template <class State>
-__device__ __forceinline__ Place aligned_place(const State& state, int count, int64_t total,
-                                               int blocks, int number) {
-  if (number >= blocks) return {total, count, total};
+__device__ __forceinline__ Place aligned_place(const State& state, int count, uint32_t total,
+                                               int blocks, int number, uint32_t longest) {
+  if (number >= blocks) return {total, count, 0};
   // The last sequence whose nearest share is no later.
   int low = 0;
   for (int high = count; high - low > 1;) {
     const int middle = (low + high) / 2;
-    if (2 * state.before[middle] * blocks < total * (2 * number + 1)) {
+    if (state.nearest[middle] <= number) {
       low = middle;
     } else {
       high = middle;
     }
   }
-  const int64_t begin = state.before[low];
-  const int64_t end = low + 1 < count ? state.before[low + 1] : total;
-  const int first = Share::nearest(begin, total, blocks);
-  const int pieces = Share::nearest(end, total, blocks) - first;
-  return {begin + (number - first) * (end - begin) / pieces, low, begin};
+  const bool last = low + 1 == count;
+  const uint32_t begin = state.before[low];
+  const uint32_t units = (last ? total : state.before[low + 1]) - begin;
+  const int first = state.nearest[low];
+  const uint32_t shares = static_cast<uint32_t>((last ? blocks : state.nearest[low + 1]) - first);
+  const uint32_t pieces = min(shares, (units + longest - 1) / longest);
+  const uint32_t piece = min(static_cast<uint32_t>(number - first), pieces);
+  return {begin + piece * units / pieces, low, first + static_cast<int>(pieces) - 1};
 }
 
 // Shares that sequences begin with, where none is much longer than an equal one. A block then has
 // fewer parts of tiles, and fewer tiles: to end a tile and begin the next takes about as long as so
 // many blocks of keys, and so does the second kernel with what it reads. Ends with a barrier.
+//
+// A sequence has 2^23 units at most, so that these times shares are less than 2^32.
 template <class State>
-__device__ __forceinline__ bool find_aligned(const Params& params, int number, int64_t before,
-                                             int64_t total, int blocks, State& state) {
+__device__ __forceinline__ bool find_aligned(const Params& params, int number, uint32_t before,
+                                             uint32_t total, int blocks, State& state) {
   const int count = params.sequences.count;
-  if (count > kThreads || blocks >= kThreads || total == 0) return false;
   const int thread = thread_index();
+  // Rounded alike in all blocks, and never down from one sequence to the next.
+  const float shares_of_unit = static_cast<float>(blocks) / static_cast<float>(total);
   state.before[thread] = before;
+  state.nearest[thread] =
+      min(static_cast<int>(fmaf(static_cast<float>(before), shares_of_unit, 0.5f)), blocks);
   __syncthreads();
   const int rows = min(kRows, params.sequences.most_q * params.group.number());
-  const int64_t limit = total / blocks + 2 + rows / 8;
-  bool too_long = false;
-  if (thread < blocks) {
-    Place begin = aligned_place(state, count, total, blocks, thread);
-    const Place end = aligned_place(state, count, total, blocks, thread + 1);
-    if (thread == 0) {
-      // Sequences in front of the first that has a share are in it, too.
-      begin = {0, 0, 0};
-      while (begin.sequence + 1 < count && state.before[begin.sequence + 1] == 0) ++begin.sequence;
+  const uint32_t limit = total / static_cast<uint32_t>(blocks) + 2 + rows / 8;
+  uint32_t longest = 1;
+  // Twice: first with as many pieces as there can be. Not unrolled: a block begins with this, and
+  // instructions that are executed once are waited for.
+#pragma unroll 1
+  for (bool found = false;; found = true) {
+    Place place = aligned_place(state, count, total, blocks, thread, longest);
+    // Sequences in front of the first that has a share are in it, too.
+    if (thread == 0) place.unit = 0;
+    if (found) {
+      if (number < blocks && thread == number + 1) state.share.end = place.unit;
+      if (number < blocks && thread == number) {
+        int sequence = place.sequence;
+        if (thread == 0) {
+          sequence = 0;
+          while (sequence + 1 < count && state.before[sequence + 1] == 0) ++sequence;
+        }
+        state.share.begin = place.unit;
+        state.share.first_unit = state.before[sequence];
+        state.share.sequence = sequence;
+        state.share.last = place.last;
+      }
+      __syncthreads();
+      return true;
     }
-    too_long = end.unit - begin.unit > limit;
-    if (thread == number) {
-      state.share = {begin.unit, end.unit, total, begin.first_unit, begin.sequence, blocks, 1};
-    }
+    state.begins[thread] = place.unit;
+    __syncthreads();
+    const uint32_t length = thread < blocks ? state.begins[thread + 1] - state.begins[thread] : 0;
+    const uint32_t of_warp = __reduce_max_sync(kFullWarp, length);
+    if (lane_index() == 0) atomicMax(&state.longest, of_warp);
+    __syncthreads();
+    longest = state.longest;
+    if (longest > limit) return false;
   }
-  return !__syncthreads_or(too_long);
 }
 
-// Finds the block's share; all threads. Ends with a barrier.
-template <class Block, class State>
-__device__ __forceinline__ void find_share(const Params& params, const Block& block, State& state) {
+// What a sequence, whose units are those from `first` to `behind`, says of an equal share: the
+// share begins in it, or it goes on behind the share.
+template <class State>
+__device__ __forceinline__ void begin_share(State& state, int64_t begin, int64_t end, int64_t total,
+                                            int blocks, int64_t first, int64_t behind,
+                                            int sequence) {
+  Share& share = state.share;
+  if (first <= begin && begin < behind) {
+    share.begin = begin;
+    share.end = end;
+    share.first_unit = first;
+    share.sequence = sequence;
+  }
+  if (first < end && end < behind) share.last = static_cast<int>((behind * blocks - 1) / total);
+}
+
+// Of so few sequences that each thread describes one: all units are less than 2^32.
+template <class State>
+__device__ __forceinline__ void find_share_of_few(const Params& params, const BlockPlace& block,
+                                                  State& state) {
+  const int thread = thread_index();
+  const int warp = warp_index();
+  const int lane = lane_index();
+  Described known = {};
+  if (thread < params.sequences.count) {
+    known = describe(params, block.row_tile, thread);
+    // Of a sequence without rows no block says so.
+    if (known.units == 0 && block.share == 0 && params.cuts_by_tile != 0) {
+      params.cut_tiles[block.cut_of(params, thread)].parts = 0;
+    }
+  }
+  const uint32_t mine = static_cast<uint32_t>(known.weight());
+  uint32_t upto = mine;  // this thread, in its warp
+#pragma unroll
+  for (int step = 1; step < kThreadsPerWarp; step *= 2) {
+    const uint32_t before = __shfl_up_sync(kFullWarp, upto, step);
+    if (lane >= step) upto += before;
+  }
+  if (lane == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
+  __syncthreads();
+  const uint32_t of_warp = lane < kWarps ? static_cast<uint32_t>(state.warp_units[lane]) : 0;
+  const uint32_t total = __reduce_add_sync(kFullWarp, of_warp);
+  const uint32_t before = upto - mine + __reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0);
+  const int blocks = static_cast<int>(
+      min((total + kLeastUnits - 1) / kLeastUnits, static_cast<uint32_t>(params.shares)));
+  const bool aligned = blocks < kThreads && total != 0 &&
+                       find_aligned(params, block.share, before, total, blocks, state);
+  if (!aligned) {
+    if (block.share < blocks) {
+      const uint32_t number = static_cast<uint32_t>(block.share);
+      const uint32_t divisor = static_cast<uint32_t>(blocks);
+      const uint32_t each = total / divisor;
+      const uint32_t left = total - each * divisor;
+      const uint32_t begin = each * number + left * number / divisor;
+      const uint32_t end = each * (number + 1) + left * (number + 1) / divisor;
+      begin_share(state, begin, end, total, blocks, before, before + mine, thread);
+    }
+    __syncthreads();
+  }
+  // Those that the block begins with.
+  const int at = thread - state.share.sequence;
+  if (at >= 0 && at < kThreadsPerWarp) state.window[at] = known;
+  __syncthreads();
+}
+
+// Of any number: shares are equal.
+template <class State>
+__device__ __forceinline__ void find_share_of_many(const Params& params, const BlockPlace& block,
+                                                   State& state) {
   const int thread = thread_index();
   const int warp = warp_index();
   const int each = (params.sequences.count + kThreads - 1) / kThreads;
@@ -143,28 +227,23 @@ __device__ __forceinline__ void find_share(const Params& params, const Block& bl
   const int end = min(first + each, params.sequences.count);
   int64_t mine = 0;
   for (int s = first; s < end; ++s) {
-    const int64_t units = describe(params, block.first_row_tile(), s).weight();
+    const int64_t units = describe(params, block.row_tile, s).weight();
     mine += units;
-    // Of a sequence without rows no block says so.
     if (units == 0 && block.share == 0 && params.cuts_by_tile != 0) {
       params.cut_tiles[block.cut_of(params, s)].parts = 0;
     }
   }
-  int64_t upto = mine;  // this thread, in its warp
+  int64_t upto = mine;
 #pragma unroll
   for (int step = 1; step < kThreadsPerWarp; step *= 2) {
     const int64_t before = __shfl_up_sync(kFullWarp, upto, step);
     if (lane_index() >= step) upto += before;
   }
   if (lane_index() == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
-  if (thread == 0) {
-    state.share.begin = state.share.end = 0;
-    if (params.cuts_by_tile == 0) params.cut_tiles[block.number].parts = 0;
-  }
   __syncthreads();
   int64_t total = 0;
   int64_t before = upto - mine;
-#pragma unroll
+#pragma unroll 1
   for (int w = 0; w < kWarps; ++w) {
     const int64_t units = state.warp_units[w];
     if (w < warp) before += units;
@@ -172,26 +251,34 @@ __device__ __forceinline__ void find_share(const Params& params, const Block& bl
   }
   const int blocks =
       static_cast<int>(min((total + kLeastUnits - 1) / kLeastUnits, int64_t{params.shares}));
-  if (find_aligned(params, block.share, before, total, blocks, state)) return;
   if (block.share < blocks) {
     const int64_t begin = total * block.share / blocks;
-    if (before <= begin && begin < before + mine) {
-      int s = first;
-      for (; s + 1 < end; ++s) {
-        const int64_t units = describe(params, block.first_row_tile(), s).weight();
-        if (begin < before + units) break;
-        before += units;
-      }
-      state.share = {begin, total * (block.share + 1) / blocks, total, before, s, blocks, 0};
+    const int64_t behind = total * (block.share + 1) / blocks;
+    const bool has_begin = before <= begin && begin < before + mine;
+    const bool has_end = before < behind && behind < before + mine;
+    for (int s = first; (has_begin || has_end) && s < end; ++s) {
+      const int64_t units = describe(params, block.row_tile, s).weight();
+      begin_share(state, begin, behind, total, blocks, before, before + units, s);
+      before += units;
     }
   }
   __syncthreads();
 }
 
-// The block, of those of a row tile, that has the last unit of a sequence.
-__device__ __forceinline__ int last_owner(const Share& share, int64_t end) {
-  if (share.aligned != 0) return Share::nearest(end, share.total, share.blocks) - 1;
-  return static_cast<int>((end * share.blocks - 1) / share.total);
+// Finds the block's share; all threads. Ends with a barrier.
+template <class State>
+__device__ __forceinline__ void find_share(const Params& params, const BlockPlace& block,
+                                           State& state) {
+  if (thread_index() == 0) {
+    state.share = {};
+    state.longest = 0;
+    if (params.cuts_by_tile == 0) params.cut_tiles[block.number].parts = 0;
+  }
+  if (params.sequences.count <= kThreads) {
+    find_share_of_few(params, block, state);
+  } else {
+    find_share_of_many(params, block, state);
+  }
 }
 
 // Blocks of keys that a share has of the sequence whose units begin with `at`: none, if the end is
@@ -205,8 +292,7 @@ __device__ __forceinline__ KeyRange part_of(const Share& share, const Described&
 
 // Describes that part; one thread. Of a tile that others have parts of, too, the first block says
 // which.
-template <class Block>
-__device__ __forceinline__ void describe_segment(const Params& params, const Block& block,
+__device__ __forceinline__ void describe_segment(const Params& params, const BlockPlace& block,
                                                  const Share& share, const Described& known,
                                                  int sequence, int64_t at, Segment& segment) {
   const auto [first, end] = part_of(share, known, at);
@@ -240,7 +326,7 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Blo
   }
   attention_decode::CutTile& cut = params.cut_tiles[block.cut_of(params, sequence)];
   cut.tile = tile;
-  cut.parts = last_owner(share, at + known.weight()) - block.share + 1;
+  cut.parts = share.last - block.share + 1;
   cut.first = number;
   cut.second = places + number;
 }

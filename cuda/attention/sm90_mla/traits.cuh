@@ -43,16 +43,9 @@ struct Described {
 struct Share {
   int64_t begin;
   int64_t end;
-  int64_t total;
   int64_t first_unit;  // of `sequence`
   int32_t sequence;
-  int32_t blocks;   // that have a share
-  int32_t aligned;  // sequences begin where shares do
-
-  // The share that begins nearest to where so many units are in front, if all are equal.
-  static __device__ __forceinline__ int nearest(int64_t units, int64_t total, int blocks) {
-    return static_cast<int>((2 * units * blocks + total) / (2 * total));
-  }
+  int32_t last;  // share that has the end of the sequence that goes on behind this one
 };
 
 inline constexpr int kConsumers = 2;  // warpgroups
@@ -63,14 +56,9 @@ inline constexpr int kBuffers = 2;  // of a block of keys
 inline constexpr int kSegments = 2;
 inline constexpr int kQueryThreads = kThreadsPerGroup - kThreadsPerWarp;  // of the producer
 
-// Alone, or in clusters of two blocks, which have two row tiles of the same sequences and load each
-// half of their keys for both.
-enum class Blocks { kAlone, kPaired };
-
-template <class Element_, Blocks kBlocks>
+template <class Element_>
 struct Traits {
   using Element = Element_;
-  static constexpr int kClusterBlocks = kBlocks == Blocks::kPaired ? 2 : 1;
   static constexpr int kDim = 576;
   static constexpr int kDimV = 512;
   static constexpr int kHalf = kDimV / kConsumers;  // columns of the output of a consumer
@@ -90,15 +78,19 @@ struct Traits {
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
 
-  static constexpr int kUnitsPerRow = kDimV / 4;
+  static constexpr int kUnitsPerRow = kDimV / 4;  // of a part
 
   struct State {
     Segment segments[kSegments];
     Share share;
     Described window[kThreadsPerWarp];  // sequences that are described at a time
     int64_t warp_units[kWarps];
-    int64_t before[kThreads];  // units in front of what a thread describes
-    uint64_t valid[kBuffers];  // keys of a block, a bit each
+    // Of the sequence that a thread describes.
+    uint32_t before[kThreads];  // units in front of it
+    int32_t nearest[kThreads];  // the share that begins nearest to it, if all are equal
+    uint32_t begins[kThreads];  // where a thread's share begins, with as many pieces as can be
+    uint32_t longest;           // of these
+    uint64_t valid[kBuffers];   // keys of a block, a bit each
     float2 row_maxima[kBuffers][kThreadsPerGroup];
     float2 row_sums[kConsumers][kThreadsPerGroup];
     uint32_t again[kRows / 32];  // rows to be computed again, a bit each

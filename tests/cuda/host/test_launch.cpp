@@ -116,22 +116,6 @@ const Entry entry_fp16_d576_dv512 = {
      2,
      384},
     kCombine,
-    1,
-    64,
-    7,
-};
-const Entry entry_fp16_d576_dv512_pair = {
-    {{"attention_forward_sm90_mla_fp16_d576_dv512_pair", reinterpret_cast<const void*>(0x5c),
-      224000, loaded[1]},
-     Dtype::kFloat16,
-     576,
-     512,
-     64,
-     64,
-     2,
-     384},
-    kCombine,
-    2,
     64,
     7,
 };
@@ -677,12 +661,11 @@ void few_queries_share_their_keys() {
 
 sm90_mla::Params seen_mla;
 
-// Row tiles of 64 rows, of each of which as many blocks share the keys as of the others; clusters
-// of two where row tiles are even in number. Values elsewhere than in keys are another's.
+// Row tiles of 64 rows, of each of which as many blocks share the keys as of the others. Values
+// elsewhere than in keys are another's.
 void values_in_keys_are_read_with_them() {
   fake::on_launch = [](const void* params) {
-    // The second kernel takes what is before the map.
-    static_cast<sm89_decode::Params&>(seen_mla) = *static_cast<const sm89_decode::Params*>(params);
+    seen_mla = *static_cast<const sm90_mla::Params*>(params);
   };
   PagedCall call("sm90_mla", 4, 5, 128, 1);
   for (const int i : {0, 1, 2, 3}) {
@@ -695,13 +678,12 @@ void values_in_keys_are_read_with_them() {
     call.strides[i][0] = call.shapes[i][1] * heads * columns;
   }
   call.tensors[2].data = call.tensors[1].data;
-  const auto run = [&](const char* kernel, int64_t blocks, int32_t cluster, int64_t shares,
-                       int64_t cuts) {
+  const char* const kernel = "attention_forward_sm90_mla_fp16_d576_dv512";
+  const auto run = [&](int64_t blocks, int64_t shares, int64_t cuts, int64_t sums) {
     const flashmoe_plan plan = plan_of(call);
     CHECK(std::strcmp(plan.family, "sm90_mla") == 0 && plan.launch_count == 2);
     CHECK(std::strcmp(plan.launches[0].kernel, kernel) == 0);
-    CHECK(plan.launches[0].grid[0] == blocks && plan.launches[1].grid[0] == cuts);
-    CHECK(plan.launches[0].cluster == cluster);
+    CHECK(plan.launches[0].grid[0] == blocks && plan.launches[1].grid[0] == sums);
     CHECK(plan.workspace_bytes ==
           2 * blocks * 64 * (512 * 4 + 8) + blocks * sizeof(sm89_decode::CutTile));
     std::vector<char> room(plan.workspace_bytes);
@@ -710,29 +692,37 @@ void values_in_keys_are_read_with_them() {
           FLASHMOE_OK);
     CHECK(seen_mla.blocks == blocks && seen_mla.part_units_log2 == 7);
     CHECK(static_cast<void*>(seen_mla.parts) == room.data());
-    CHECK(shares * (blocks / shares) == blocks);
-    return plan.launches[1].grid[1] * plan.launches[1].tile_m;
+    CHECK(seen_mla.shares == shares && shares * (blocks / shares) == blocks);
+    CHECK(seen_mla.cuts == cuts);
   };
-  // 5 queries of 128 heads are 10 row tiles, and 4 sequences have 3 blocks of keys each. A tile has
-  // as many blocks of the second kernel as run at a time, 26 that take two rows at a time.
-  const char* const pair = "attention_forward_sm90_mla_fp16_d576_dv512_pair";
-  CHECK(run(pair, 120, 2, 12, 40) == 2 * 26);
-  CHECK(fake::maps.size() == 1);
-  const fake::Map map = fake::maps[0];
-  CHECK(map.data == call.tensors[1].data && map.box[0] == 64 && map.box[1] == 16);
-  CHECK(map.extents[0] == 576 && map.extents[1] == 16 && map.extents[3] == 30);
+  // 5 queries of 128 heads are 10 row tiles, and 4 sequences have 3 blocks of keys each. The second
+  // kernel has as many blocks as run at a time, if there are so many quarters of rows.
+  run(120, 12, 40, 396);
+  CHECK(fake::maps.size() == 2);
+  const fake::Map of_keys = fake::maps[1];
+  CHECK(of_keys.data == call.tensors[1].data && of_keys.box[0] == 64 && of_keys.box[1] == 16);
+  CHECK(of_keys.extents[0] == 576 && of_keys.extents[1] == 16 && of_keys.extents[3] == 30);
+  // A box of queries has a tile's rows: 64 heads of one, or all heads of several.
+  const auto check_queries = [&](int64_t heads) {
+    const fake::Map& map = fake::maps[0];
+    CHECK(map.data == call.tensors[0].data && seen_mla.query_heads == heads);
+    CHECK(map.box[0] == 64 && map.box[1] == heads && map.box[2] == 64 / heads && map.box[3] == 1);
+    CHECK(map.extents[0] == 576 && map.extents[2] == 5 && map.extents[3] == 1);
+  };
+  check_queries(64);
   call.sequences.max_seqlen_q = 1;
-  CHECK(run(pair, 24, 2, 12, 8) == 64);
+  run(24, 12, 8, 396);
   call.shapes[0][2] = call.shapes[3][2] = call.shapes[4][1] = 16;
-  CHECK(run("attention_forward_sm90_mla_fp16_d576_dv512", 12, 0, 12, 4) == 16);
+  run(12, 12, 4, 4 * 16 * 4);
+  check_queries(16);
+  call.shapes[0][2] = call.shapes[3][2] = call.shapes[4][1] = 24;
+  run(12, 12, 4, 4 * 24 * 4);
+  CHECK(fake::maps.size() == 1 && seen_mla.query_heads == 0);
   call.shapes[0][2] = call.shapes[3][2] = call.shapes[4][1] = 128;
-  call.params.kernel = "attention_forward_sm90_mla_fp16_d576_dv512";
-  run(call.params.kernel, 24, 0, 12, 8);
   // As many as there are multiprocessors, 132, for each row tile of which others are.
   call.page_table.shape[1] = 100;
   call.sequences.max_seqlen_q = 5;
-  call.params.kernel = "sm90_mla";
-  run(pair, 130, 2, 13, 40);
+  run(130, 13, 40, 396);
   // Elsewhere.
   flashmoe_plan plan = flashmoe_plan_init();
   const auto refuses = [&](const char* sentence) {
