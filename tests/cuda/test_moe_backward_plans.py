@@ -117,10 +117,12 @@ def test_da_goes_through_silu_in_the_product_that_gives_it() -> None:
     """Of sm90, where nothing but that and a gate is between the two products; else row by row."""
     skip_without("sm90")
     every = ("dx", "dw_gate_up", "dw_down", "dweights")
-    behind = ["dw", "dw", "down", "combine"]
+    behind = ["dw", "down", "combine"]
     for options in ({}, {"overwrite_pre_activation": 1}, {"gate": "up_gate"}):
         assert sm90_stages(*every, saved=True, **options) == ["slots", "gradient", *behind]
-    assert sm90_stages(*every) == ["up", "slots", "gradient", *behind]
+    # Rows of dx have no room for both a and what is computed again: a lies where a gradient will,
+    # which waits for the other.
+    assert sm90_stages(*every) == ["up", "slots", "gradient", "dw", *behind]
     assert sm90_stages("dx", "db_gate_up", saved=True) == ["slots", "gradient", "sums", "down",
                                                            "combine"]  # fmt: skip
     assert sm90_stages("dweights", saved=True) == ["slots", "gradient", "combine"]
@@ -150,10 +152,10 @@ def test_the_workspace() -> None:
     assert weights == pieces(4, 2 * INNER)
 
 
-def slots(pairs: int) -> int:
+def slots(pairs: int, experts: int) -> int:
     """Of sm90, behind whose product da goes through SiLU: tokens and weights, which are read in
-    boxes."""
-    return pieces(4, 4, pairs=pairs + 256)
+    boxes; and the queue of gradients, two counts and the experts."""
+    return pieces(4, 4, pairs=pairs + 256) + pieces(4, pairs=2) + pieces(16, pairs=experts)
 
 
 def parts(inner: int, pairs: int) -> int:
@@ -208,7 +210,7 @@ def test_a_gradient_has_room_for_another_stage() -> None:
         tokens=4096, hidden=64, inner=1024, experts=8, top_k=2, device="h200", kernel="sm90",
         wanted=(False, True, False, True, False, False, False, False),
     )  # fmt: skip
-    assert few.workspace_bytes == slots(8192) + pieces(4 * 1024, 2 * 1024, pairs=8192)
+    assert few.workspace_bytes == slots(8192, 8) + pieces(4 * 1024, 2 * 1024, pairs=8192)
 
 
 def test_many_rows_of_dx_go_by_halves() -> None:
@@ -237,7 +239,7 @@ def test_bounded_workspaces(family: str) -> None:
         bounded(family, 1)
     least = int(str(refusal.value).rpartition("and from ")[2].partition(" on")[0])
     sm90 = family == "sm90"  # which has a in the place of a gradient, unless by chunks of I
-    small = slots(pairs) + parts(1024, pairs) if sm90 else pieces(4, 4, pairs=pairs)
+    small = slots(pairs, 64) + parts(1024, pairs) if sm90 else pieces(4, 4, pairs=pairs)
     assert least == small + pieces(dz, 2 * 256, pairs=pairs)
     with pytest.raises(fm.UnsupportedError, match=f"and from {least} on"):
         bounded(family, least - 1)
@@ -253,7 +255,7 @@ def test_bounded_workspaces(family: str) -> None:
         assert (repeats[0], repeats[-1 - first]) == (of_inner, of_hidden)
     # Without dx it goes in chunks, too.
     of_weights = (False, True, False, True, False, False, False, False)
-    small = slots(pairs) if sm90 else pieces(4, pairs=pairs)
+    small = slots(pairs, 64) if sm90 else pieces(4, pairs=pairs)
     thin = bounded(family, small + pieces(4 * 256, 2 * 256, pairs=pairs), wanted=of_weights)
     assert {launch.repeats for launch in thin.launches} == {4}
 

@@ -293,9 +293,13 @@ LAYERS = {
     "up-gate-alone": LayerCase(gate="up_gate", skew=0.5),
     "separate-alone": LayerCase(gate="separate", turned_down=True),
     "many-tiles": LayerCase(tokens=1500, hidden=72, inner=784, experts=4, top_k=2),
+    # More tiles than clusters, of experts with very many rows and with none.
+    "many-experts": LayerCase(tokens=900, hidden=264, inner=256, experts=96, top_k=4, skew=3.0),
+    # Pairs of tiles of which the last is beyond.
+    "odd-tiles": LayerCase(tokens=300, hidden=72, inner=1048, experts=4),
 }  # fmt: skip
 FUSED = ("plain", "computed-again", "turned", "skewed", "wide", "up-gate-alone", "separate-alone",
-         "many-tiles")  # fmt: skip
+         "many-tiles", "many-experts", "odd-tiles")  # fmt: skip
 """Whose da goes through the activation in the product that gives it."""
 
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/moe/backward/queue.h"
 #include "cuda/tile/bias.h"
 
 namespace flashmoe::moe_backward {
@@ -44,6 +45,7 @@ struct RowsParams {
   Routing routing;
   int32_t* row_tokens;   // [rows]: of a slot, or -1; out
   int32_t rows_of_warp;  // at most 32
+  Queue queue;           // out, by a block of its own, the last; or nothing
   float* dots;           // [rows] <da, a>, and <dout, down_bias>; out, or nullptr
   uint16_t* da;          // [rows, inner]; where `wants_a` in its place a, times the weight
   const uint16_t* pre_activation;  // [rows, g and u] or nullptr: there is nothing but row_tokens
@@ -73,6 +75,7 @@ struct SlotsParams {
   Routing routing;
   int32_t* row_tokens;  // [rows]: of a slot, or -1; out
   float* row_weights;   // [rows]: of its pair, or 0; out
+  Queue queue;          // out, by a block of its own, the last; or nothing
 };
 
 // dx[t] = sum over k of y[slots[t, k]], and dweights. Of a chunk of columns `hidden` are its own.

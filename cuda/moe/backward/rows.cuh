@@ -9,6 +9,7 @@
 // of which the weights' gradients are, has it.
 #pragma once
 
+#include "core/ops/moe/problem.h"
 #include "cuda/moe/backward/params.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/global.cuh"
@@ -96,9 +97,42 @@ __device__ __forceinline__ Found look_up(const Routing& routing, int slot) {
   return found;
 }
 
+// Of a queue that is wanted: by the last block, which does nothing else.
+__device__ __forceinline__ bool makes_queue(const Queue& queue) {
+  return queue.taken != nullptr && blockIdx.x + 1 == gridDim.x;
+}
+
+// Sorts experts by how many rows they have, those of as many by their number.
+__device__ __forceinline__ void make_queue(const Routing& routing, const Queue& queue) {
+  __shared__ int counts[kMaxExperts];
+  const int experts = routing.experts;
+  const auto begin_of = [&](int expert) {
+    return min(max(routing.offsets[expert], 0), routing.rows);
+  };
+  if (thread_index() < kMostLaunches) queue.taken[thread_index()] = 0;
+  for (int e = thread_index(); e < experts; e += thread_count()) {
+    counts[e] = max(begin_of(e + 1) - begin_of(e), 0);
+  }
+  __syncthreads();
+  for (int e = thread_index(); e < experts; e += thread_count()) {
+    const int count = counts[e];
+    int before = 0;
+#pragma unroll 8
+    for (int other = 0; other < experts; ++other) {
+      const int others = counts[other];
+      before += others > count || (others == count && other < e) ? 1 : 0;
+    }
+    queue.experts[before] = {e, begin_of(e), count, 0};
+  }
+}
+
 __global__ void __launch_bounds__(kSlotWarps* kThreadsPerWarp)
     slots_kernel(const __grid_constant__ SlotsParams params) {
   begin_kernel();
+  if (makes_queue(params.queue)) {
+    make_queue(params.routing, params.queue);
+    return;
+  }
   const int64_t slot = int64_t{blockIdx.x} * (kSlotWarps * kThreadsPerWarp) + thread_index();
   if (slot >= params.routing.rows) return;
   const Found found = look_up(params.routing, static_cast<int>(slot));
@@ -283,6 +317,10 @@ template <class Element>
 __global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp, 5)
     rows_kernel(const __grid_constant__ RowsParams params) {
   begin_kernel();
+  if (makes_queue(params.queue)) {
+    make_queue(params.routing, params.queue);
+    return;
+  }
   const Routing& routing = params.routing;
   const int lane = lane_index();
   const int64_t first = (int64_t{blockIdx.x} * kRowWarps + warp_index()) * params.rows_of_warp;

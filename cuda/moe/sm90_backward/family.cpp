@@ -116,7 +116,8 @@ flashmoe_status plan_product(const Product& p, Plan* plan, const Reason& reason)
                          static_cast<long long>(p.rows));
   }
   if (p.dw.data != nullptr) {
-    FLASHMOE_TRY(add_gradient(dw_gradient(p), *facts, plan, reason));
+    const Gradient gradient = dw_gradient(p);
+    FLASHMOE_TRY(add_gradients({&gradient, 1}, *facts, plan, reason));
     plan->info.microseconds += microseconds(work_of(dx_product(p)), kGradientSpeed, *facts);
   }
   if (wants_dx(p)) FLASHMOE_TRY(add_dx(p, *facts, plan, reason));
@@ -148,7 +149,10 @@ flashmoe_status launch_product(const Product& p, const Plan& plan, void* /*works
   const DeviceGuard guard(p.device.device_id);
   FLASHMOE_TRY(guard.status());
   int index = 0;
-  if (p.dw.data != nullptr) FLASHMOE_TRY(launch_gradient(dw_gradient(p), plan, index++, stream));
+  if (p.dw.data != nullptr) {
+    const Gradient gradient = dw_gradient(p);
+    FLASHMOE_TRY(launch_gradients({&gradient, 1}, {}, plan, index++, stream));
+  }
   if (wants_dx(p)) {
     FLASHMOE_TRY(sm90::launch_rows_product(dx_product(p), p.accumulate, plan, index++, stream));
   }
@@ -189,6 +193,8 @@ struct Needs {
   bool up;
   // da goes through the activation in the product that gives it, not row by row.
   bool fuses;
+  // Of gradients of matrices: made by the stage that looks slots up.
+  bool queue;
 
   explicit Needs(const Layer& p) {
     const bool any = pairs_of(p) > 0;
@@ -209,13 +215,15 @@ struct Needs {
             std::isinf(p.layer.limit) && p.layer.up_offset == 0.0f && !on_input &&
             p.layer.down_bias.data == nullptr;
     rows = any && !fuses;
+    queue = any && (up_weights || p.dw_down.data != nullptr);
   }
 };
 
 bool has_whole_dz(const Layer& p) { return Needs(p).dx_rows || dz_is_in_place(p); }
 
 // A gradient that is written by the last of the stages of I, and before that has room for da and a:
-// those of all columns, in memory without gaps.
+// those of all columns, in memory without gaps. Where they lie there, that of w_down, of which a is
+// an operand, has a launch of its own.
 const MatrixGradient* room_for_a(const Layer& p, const GradientChunks& chunks) {
   const MatrixGradient& g = p.dw_gate_up;
   const int64_t rows = p.layer.gated && !in_two_parts(p) ? 2 * p.layer.inner : p.layer.inner;
@@ -268,10 +276,13 @@ struct Workspace {
   int64_t row_tokens;
   int64_t row_weights;
   int64_t dots;
+  int64_t taken;  // the queue of experts' gradients
+  int64_t queued;
   int64_t progress;  // of one product at a time
   int64_t dz;        // [pairs, width], for dx of all columns; or it has pre_activation's place
   int64_t computed;  // [pairs, width] g, then u; of a chunk, from here on
-  int64_t da;        // [pairs, inner], and in its place a; or they have a gradient's place
+  int64_t da;        // [pairs, inner], and in its place a
+  bool has_da;       // or they have a gradient's place
   int64_t scaled_dz;
   int64_t dx[2];  // [pairs, hidden]
   int64_t bytes;
@@ -295,21 +306,24 @@ struct Workspace {
     row_tokens = take(needs.rows || needs.fuses, pairs + behind, kWordBytes);
     row_weights = take(needs.fuses, pairs + behind, kWordBytes);
     dots = take(needs.dots || sums_up, pairs * dot_parts(p), kWordBytes);
+    taken = take(needs.queue, moe_backward::kMostLaunches, kWordBytes);
+    queued = take(needs.queue, p.layer.experts, sizeof(moe_backward::QueuedExpert));
     progress = take((needs.da && !needs.fuses) || needs.up,
                     sm90::most_progress_words(multiprocessors), kWordBytes);
     dz = take(needs.dz && !dz_is_in_place(p), pairs * (needs.dx_rows ? width_of(p) : width),
               element);
     const int64_t shared = bytes;
-    computed = take(needs.up, pairs * width, element);
-    da = take(
-        ((needs.da && !needs.fuses) || needs.a || needs.up) && room_for_a(p, chunks) == nullptr,
-        pairs * chunks.inner, element);
-    scaled_dz = take(needs.scaled_dz, pairs * width, element);
-    const int64_t of_inner = bytes;
-    bytes = shared;
     dx[0] = take(needs.dx_rows, pairs * chunks.hidden, element);
     dx[1] = take(needs.dx_rows && in_two_parts(p), pairs * chunks.hidden, element);
-    bytes = std::max(bytes, of_inner);
+    const int64_t of_hidden = bytes;
+    bytes = shared;
+    computed = take(needs.up, pairs * width, element);
+    scaled_dz = take(needs.scaled_dz, pairs * width, element);
+    da = bytes;
+    take((needs.da && !needs.fuses) || needs.a || needs.up, pairs * chunks.inner, element);
+    has_da = bytes <= of_hidden || room_for_a(p, chunks) == nullptr;
+    if (!has_da) bytes = da;
+    bytes = std::max(bytes, of_hidden);
   }
 };
 
@@ -351,8 +365,7 @@ TokenRows<const void> dz_at(const Layer& p, const InnerChunk& chunk, const Works
 
 // da, and in its place a.
 char* da_at(const Layer& p, const GradientChunks& chunks, const Workspace& w, char* base) {
-  const MatrixGradient* const room = room_for_a(p, chunks);
-  return room != nullptr ? static_cast<char*>(room->data) : base + w.da;
+  return w.has_da ? base + w.da : static_cast<char*>(room_for_a(p, chunks)->data);
 }
 
 // Part `part` of a chunk of the rows of dx: dz with a matrix, or with its own of two.
@@ -379,11 +392,13 @@ GroupedProductProblem dx_part(const Layer& p, const HiddenChunk& chunk, const Wo
 // The gradients of matrices that are wanted, in order, of a chunk. That of w_down is the first:
 // what it is of may lie where another will.
 struct Gradients {
-  Gradient each[3];
+  Gradient each[kMostJobs];
   int count = 0;
+  bool first_alone;  // else one launch has all
 
   Gradients(const Layer& p, const GradientChunks& chunks, const InnerChunk& chunk,
-            const Workspace& w, char* base) {
+            const Workspace& w, char* base)
+      : first_alone(!w.has_da && p.dw_down.data != nullptr) {
     const MoeForwardProblem& layer = p.layer;
     InnerChunk of_dz = chunk;
     if (layer.weight_on_input) of_dz.dz_is_whole = false;
@@ -417,6 +432,12 @@ struct Gradients {
       add(rows_from(rows[i].of_w_up ? p.dw_up : p.dw_gate_up, rows[i].first), rows[i].count,
           layer.hidden, {"dz", dz_from(rows[i].dz_column), false}, x);
     }
+  }
+
+  int launches() const { return count == 0 ? 0 : first_alone && count > 1 ? 2 : 1; }
+  GradientsOfLaunch launch(int i) const {
+    if (launches() == 1) return {each, count};
+    return i == 0 ? GradientsOfLaunch{each, 1} : GradientsOfLaunch{each + 1, count - 1};
   }
 };
 
@@ -541,9 +562,10 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
       if (!needs.up) {
         FLASHMOE_TRY(sm90::check_rows("pre_activation", p.pre_activation, pairs, 1, reason));
       }
-      FLASHMOE_TRY(add_rows_stage(moe_backward::slots_kernel_entry, p.device, *facts,
-                                  ceil_div(pairs, moe_backward::kSlotWarps * kWarpThreads),
-                                  moe_backward::kSlotWarps, plan, reason));
+      FLASHMOE_TRY(add_rows_stage(
+          moe_backward::slots_kernel_entry, p.device, *facts,
+          ceil_div(pairs, moe_backward::kSlotWarps * kWarpThreads) + (needs.queue ? 1 : 0),
+          moe_backward::kSlotWarps, plan, reason));
       FLASHMOE_TRY(sm90::add_up_gradient(down, *facts, plan, reason));
     } else {
       FLASHMOE_TRY(sm90::add_up(down, *facts, plan, reason));
@@ -556,13 +578,16 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
   };
   if (needs.rows) {
     const int32_t of_warp = moe_backward::rows_of_warp(pairs, chunk.count, facts->multiprocessors);
-    FLASHMOE_TRY(add_stage(moe_backward::rows_kernels, moe_backward::rows_blocks(pairs, of_warp),
+    FLASHMOE_TRY(add_stage(moe_backward::rows_kernels,
+                           moe_backward::rows_blocks(pairs, of_warp) + (needs.queue ? 1 : 0),
                            moe_backward::kRowWarps));
     plan->info.launches[plan->info.launch_count - 1].tile_n = of_warp;
   }
   const Gradients gradients(p, chunks, chunk, w, nullptr);
+  for (int i = 0; i < gradients.launches(); ++i) {
+    FLASHMOE_TRY(add_gradients(gradients.launch(i), *facts, plan, reason));
+  }
   for (int i = 0; i < gradients.count; ++i) {
-    FLASHMOE_TRY(add_gradient(gradients.each[i], *facts, plan, reason));
     plan->info.microseconds +=
         static_cast<double>(inner_chunks) * product * static_cast<double>(gradients.each[i].m) *
         static_cast<double>(gradients.each[i].n) / static_cast<double>(layer.hidden * layer.inner);
@@ -619,6 +644,13 @@ moe_backward::Routing routing_of(const Layer& p) {
           p.layer.top_k};
 }
 
+// Nothing where there is none.
+moe_backward::Queue queue_of(const Layer& p, const Workspace& w, char* base) {
+  if (!Needs(p).queue) return {};
+  return {reinterpret_cast<uint32_t*>(base + w.taken),
+          reinterpret_cast<moe_backward::QueuedExpert*>(base + w.queued)};
+}
+
 // `of_warp`: slots of a warp.
 moe_backward::RowsParams row_params(const Layer& p, const GradientChunks& chunks,
                                     const InnerChunk& chunk, const Workspace& w, int32_t of_warp,
@@ -632,6 +664,7 @@ moe_backward::RowsParams row_params(const Layer& p, const GradientChunks& chunks
   params.routing = routing_of(p);
   params.row_tokens = reinterpret_cast<int32_t*>(base + w.row_tokens);
   params.rows_of_warp = of_warp;
+  params.queue = queue_of(p, w, base);
   params.dots = needs.dots ? reinterpret_cast<float*>(base + w.dots) : nullptr;
   if (needs.da || needs.a) {
     params.da = reinterpret_cast<uint16_t*>(da_at(p, chunks, w, base));
@@ -753,16 +786,18 @@ flashmoe_status launch_inner(const Layer& p, const GradientChunks& chunks, const
     FLASHMOE_TRY(launch_planned(plan, index++, &params, stream));
   }
   if (needs.fuses) {
-    const moe_backward::SlotsParams slots = {routing_of(p),
-                                             reinterpret_cast<int32_t*>(base + w.row_tokens),
-                                             reinterpret_cast<float*>(base + w.row_weights)};
+    const moe_backward::SlotsParams slots = {
+        routing_of(p), reinterpret_cast<int32_t*>(base + w.row_tokens),
+        reinterpret_cast<float*>(base + w.row_weights), queue_of(p, w, base)};
     FLASHMOE_TRY(launch_planned(plan, index++, &slots, stream));
     FLASHMOE_TRY(sm90::launch_up_gradient(
         da_layer(p, chunk), up_gradient(p, chunks, chunk, w, base), plan, index++, stream));
   }
   const Gradients gradients(p, chunks, chunk, w, base);
-  for (int i = 0; i < gradients.count; ++i) {
-    FLASHMOE_TRY(launch_gradient(gradients.each[i], plan, index++, stream));
+  moe_backward::Queue queue = queue_of(p, w, base);
+  for (int i = 0; i < gradients.launches(); ++i) {
+    FLASHMOE_TRY(launch_gradients(gradients.launch(i), queue, plan, index++, stream));
+    if (queue.taken != nullptr) ++queue.taken;
   }
   *end = index;
   if (!needs.biases) return FLASHMOE_OK;

@@ -44,18 +44,16 @@ bool left_first(const Gradient& g) {
 struct Extents {
   int64_t m;
   int64_t n;
-  int64_t m_pairs;
-  int64_t n_tiles;
-  int64_t items;
+  int64_t m_tiles;
+  int64_t tiles;  // of an expert
 };
 
 Extents extents_of(const Gradient& g, const Entry& entry) {
   Extents extents;
   extents.m = left_first(g) ? g.m : g.n;
   extents.n = left_first(g) ? g.n : g.m;
-  extents.m_pairs = ceil_div(extents.m, kCluster * entry.tile_m);
-  extents.n_tiles = ceil_div(extents.n, entry.tile_n);
-  extents.items = extents.m_pairs * extents.n_tiles * g.experts;
+  extents.m_tiles = ceil_div(extents.m, kCluster * entry.tile_m);
+  extents.tiles = extents.m_tiles * ceil_div(extents.n, entry.tile_n);
   return extents;
 }
 
@@ -98,25 +96,62 @@ bool encode_boxes(const Gradient& g, CUtensorMap* map) {
                      {kOutBox, kOutBox, 1, 1}});
 }
 
+// False if the driver refuses a map.
+bool fill_job(const Gradient& g, const Entry& entry, Job* job) {
+  const Extents extents = extents_of(g, entry);
+  const bool swaps = !left_first(g);
+  const Operand& first = swaps ? g.right : g.left;
+  const Operand& second = swaps ? g.left : g.right;
+  if (!encode(g, second, extents.n, entry.step, &job->second) ||
+      (!first.by_token && !encode(g, first, extents.m, entry.step, &job->first)) ||
+      (leaves_in_boxes(g) && !encode_boxes(g, &job->boxes))) {
+    return false;
+  }
+  if (first.by_token) {
+    // The kernel fetches both maps' descriptions.
+    job->first = job->second;
+    job->x = static_cast<const uint16_t*>(first.rows.data);
+    job->x_row_chunks = static_cast<uint32_t>(first.rows.row_stride / 8);
+  }
+  job->m = static_cast<int32_t>(extents.m);
+  job->n = static_cast<int32_t>(extents.n);
+  job->m_tiles = static_cast<int32_t>(extents.m_tiles);
+  job->tiles = static_cast<int32_t>(extents.tiles);
+  job->out = g.out.data;
+  job->expert_stride = g.out.expert_stride;
+  job->m_stride = swaps ? g.out.column_stride : g.out.row_stride;
+  job->n_stride = swaps ? g.out.row_stride : g.out.column_stride;
+  job->in_boxes = leaves_in_boxes(g) ? 1 : 0;
+  job->is_fp32 = g.out.dtype == Dtype::kFloat32 ? 1 : 0;
+  job->accumulate = g.accumulate ? 1 : 0;
+  return true;
+}
+
 }  // namespace
 
-flashmoe_status add_gradient(const Gradient& g, const DeviceFacts& facts, Plan* plan,
-                             const Reason& reason) {
-  const Entry* const entry = find_entry(g.left.rows.dtype);
+flashmoe_status add_gradients(const GradientsOfLaunch& gradients, const DeviceFacts& facts,
+                              Plan* plan, const Reason& reason) {
+  const Gradient& any = gradients.each[0];
+  const Entry* const entry = find_entry(any.left.rows.dtype);
   if (entry == nullptr) return reason.refuse(FLASHMOE_ERROR_INTERNAL, "no kernel for this dtype");
-  FLASHMOE_TRY(check_operand(g, g.left, reason));
-  FLASHMOE_TRY(check_operand(g, g.right, reason));
-  const Extents extents = extents_of(g, *entry);
-  if (g.m > kMaxColumns || g.n > kMaxColumns || extents.items > kMaxItems) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
-                         "%s: got gradients of %lld rows of %lld columns, accepted are at most "
-                         "2^30 of each, and as many tiles",
-                         g.left.name, static_cast<long long>(g.m), static_cast<long long>(g.n));
+  int64_t items = 0;
+  for (int i = 0; i < gradients.count; ++i) {
+    const Gradient& g = gradients.each[i];
+    FLASHMOE_TRY(check_operand(g, g.left, reason));
+    FLASHMOE_TRY(check_operand(g, g.right, reason));
+    const bool fits = g.m <= kMaxColumns && g.n <= kMaxColumns;
+    if (fits) items += extents_of(g, *entry).tiles * g.experts;
+    if (!fits || items > kMaxItems) {
+      return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
+                           "%s: got gradients of %lld rows of %lld columns, accepted are at most "
+                           "2^30 of each, and as many tiles",
+                           g.left.name, static_cast<long long>(g.m), static_cast<long long>(g.n));
+    }
   }
   int arch = 0;
-  FLASHMOE_TRY(load_kernel(*entry, g.device.device_id, facts, &arch, reason));
-  const int64_t clusters = std::clamp<int64_t>(extents.items, 1, facts.multiprocessors / kCluster);
-  flashmoe_launch& launch = plan_launch(*entry, g.device.device_id, "a", clusters * kCluster,
+  FLASHMOE_TRY(load_kernel(*entry, any.device.device_id, facts, &arch, reason));
+  const int64_t clusters = std::clamp<int64_t>(items, 1, facts.multiprocessors / kCluster);
+  flashmoe_launch& launch = plan_launch(*entry, any.device.device_id, "a", clusters * kCluster,
                                         entry->threads, entry->shared_bytes, plan);
   launch.cluster = kCluster;
   launch.tile_m = entry->tile_m;
@@ -125,42 +160,29 @@ flashmoe_status add_gradient(const Gradient& g, const DeviceFacts& facts, Plan* 
   return FLASHMOE_OK;
 }
 
-flashmoe_status launch_gradient(const Gradient& g, const Plan& plan, int index, void* stream) {
+flashmoe_status launch_gradients(const GradientsOfLaunch& gradients,
+                                 const moe_backward::Queue& queue, const Plan& plan, int index,
+                                 void* stream) {
   const Entry& entry = *static_cast<const Entry*>(plan.entries[index]);
-  const Extents extents = extents_of(g, entry);
-  const bool swaps = !left_first(g);
-  const Operand& first = swaps ? g.right : g.left;
-  const Operand& second = swaps ? g.left : g.right;
   const flashmoe_launch& planned = plan.info.launches[index];
+  const Gradient& any = gradients.each[0];
   Params params = {};
   FLASHMOE_TRY(encode_maps(planned.kernel, planned.device.device_id, [&] {
-    return encode(g, second, extents.n, entry.step, &params.second) &&
-           (first.by_token || encode(g, first, extents.m, entry.step, &params.first)) &&
-           (!leaves_in_boxes(g) || encode_boxes(g, &params.boxes));
+    for (int i = 0; i < gradients.count; ++i) {
+      if (!fill_job(gradients.each[i], entry, &params.jobs[i])) return false;
+    }
+    return true;
   }));
-  if (first.by_token) {
-    // The kernel fetches both maps' descriptions.
-    params.first = params.second;
-    params.x = static_cast<const uint16_t*>(first.rows.data);
-    params.row_tokens = g.row_tokens;
-    params.x_row_chunks = static_cast<uint32_t>(first.rows.row_stride / 8);
-    params.tokens = static_cast<int32_t>(g.tokens);
-  }
-  params.offsets = g.offsets;
-  params.counts = g.counts;
-  params.rows = static_cast<int32_t>(g.rows);
-  params.m = static_cast<int32_t>(extents.m);
-  params.n = static_cast<int32_t>(extents.n);
-  params.m_pairs = static_cast<int32_t>(extents.m_pairs);
-  params.n_tiles = static_cast<int32_t>(extents.n_tiles);
-  params.items = static_cast<int32_t>(extents.items);
-  params.out = g.out.data;
-  params.expert_stride = g.out.expert_stride;
-  params.m_stride = swaps ? g.out.column_stride : g.out.row_stride;
-  params.n_stride = swaps ? g.out.row_stride : g.out.column_stride;
-  params.in_boxes = leaves_in_boxes(g) ? 1 : 0;
-  params.is_fp32 = g.out.dtype == Dtype::kFloat32 ? 1 : 0;
-  params.accumulate = g.accumulate ? 1 : 0;
+  for (int i = 0; i < gradients.count; ++i) params.tiles += params.jobs[i].tiles;
+  params.gathers = any.left.by_token || any.right.by_token ? 1 : 0;
+  params.row_tokens = any.row_tokens;
+  params.tokens = static_cast<int32_t>(any.tokens);
+  params.offsets = any.offsets;
+  params.counts = any.counts;
+  params.rows = static_cast<int32_t>(any.rows);
+  params.taken = queue.taken;
+  params.experts = queue.experts;
+  params.items = static_cast<int32_t>(params.tiles * any.experts);
   return launch_planned(plan, index, &params, stream);
 }
 

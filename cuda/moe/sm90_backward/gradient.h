@@ -6,6 +6,8 @@
 #include "core/ops/moe/problem.h"
 #include "core/plan.h"
 #include "core/status.h"
+#include "cuda/moe/backward/queue.h"
+#include "cuda/moe/sm90_backward/params.h"
 #include "cuda/runtime.h"
 
 namespace flashmoe::moe::sm90_backward {
@@ -34,9 +36,18 @@ struct Gradient {
   bool accumulate;
 };
 
-flashmoe_status add_gradient(const Gradient& gradient, const DeviceFacts& facts, Plan* plan,
-                             const Reason& reason);
-flashmoe_status launch_gradient(const Gradient& gradient, const Plan& plan, int index,
-                                void* stream);
+// A launch of one or more, kMostJobs at most, of the same experts' rows and with an operand
+// gathered or not alike.
+struct GradientsOfLaunch {
+  const Gradient* each;
+  int count;
+};
+
+flashmoe_status add_gradients(const GradientsOfLaunch& gradients, const DeviceFacts& facts,
+                              Plan* plan, const Reason& reason);
+// `queue.taken` is the launch's own; without a queue clusters have tiles in turn.
+flashmoe_status launch_gradients(const GradientsOfLaunch& gradients,
+                                 const moe_backward::Queue& queue, const Plan& plan, int index,
+                                 void* stream);
 
 }  // namespace flashmoe::moe::sm90_backward

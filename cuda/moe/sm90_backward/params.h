@@ -5,13 +5,20 @@
 
 #include <cstdint>
 
+#include "cuda/moe/backward/queue.h"
+
 namespace flashmoe::moe::sm90_backward {
+
+using moe_backward::QueuedExpert;
 
 inline constexpr int kCluster = 2;      // blocks that share the columns' operand
 inline constexpr int kConsumers = 2;    // warpgroups of a block that multiply
 inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
 
-struct Params {
+inline constexpr int kMostJobs = 3;  // gradients of a launch
+
+// A gradient.
+struct Job {
   // Of both operands [columns, rows, batches, 1], in boxes of 64 columns by the rows of a step. The
   // columns of the first are the rows of the gradient (M), those of the second its columns (N).
   CUtensorMap first;
@@ -20,22 +27,14 @@ struct Params {
   // first, in boxes of 64 by 64.
   CUtensorMap boxes;
 
-  // Instead of `first`: row r is that of token row_tokens[r] of x, or zeros. nullptr: as they lie.
+  // Instead of `first`: row r is that of token row_tokens[r] of x, or zeros.
   const uint16_t* x;
-  const int32_t* row_tokens;
   uint32_t x_row_chunks;  // from row to row, chunks of 16 bytes
-  int32_t tokens;         // rows of x
-
-  // Expert e has the rows offsets[e] to offsets[e + 1] - 1; or, in batch e, the first counts[e].
-  const int32_t* offsets;
-  const int32_t* counts;
-  int32_t rows;  // that there are (in a batch)
 
   int32_t m;
   int32_t n;
-  int32_t m_pairs;  // of tiles along m: of a cluster
-  int32_t n_tiles;
-  int32_t items;  // of all experts
+  int32_t m_tiles;  // along m: of clusters
+  int32_t tiles;    // of an expert: of clusters
 
   void* out;
   int64_t expert_stride;  // elements
@@ -44,6 +43,24 @@ struct Params {
   int32_t in_boxes;  // `boxes` is there
   int32_t is_fp32;
   int32_t accumulate;
+};
+
+struct Params {
+  Job jobs[kMostJobs];
+  int32_t gathers;  // the first operands, of all jobs; or they are as they lie
+  const int32_t* row_tokens;
+  int32_t tokens;  // rows of x
+
+  // Expert e has the rows offsets[e] to offsets[e + 1] - 1; or, in batch e, the first counts[e].
+  const int32_t* offsets;
+  const int32_t* counts;
+  int32_t rows;  // that there are (in a batch)
+
+  // Where there is a queue clusters take items as they come to them, experts in its order.
+  uint32_t* taken;  // how many items, after the first of each cluster; or nullptr
+  const QueuedExpert* experts;
+  int32_t tiles;  // of an expert: of all jobs
+  int32_t items;  // of all experts
 };
 
 }  // namespace flashmoe::moe::sm90_backward

@@ -44,33 +44,33 @@ struct TileStore {
   static constexpr int kBlocks = kSums / 4;  // of 8 columns
   static constexpr int kBatch = 8;           // of them, whose loads are on their way together
 
-  const Params& params;
+  const Job& job;
   int expert;
   int m;
   int n;
 
   __device__ __forceinline__ int64_t place(int row, int column) const {
-    return expert * params.expert_stride + row * params.m_stride + column * params.n_stride;
+    return expert * job.expert_stride + row * job.m_stride + column * job.n_stride;
   }
   template <class T>
   __device__ __forceinline__ T* at(int row, int column) const {
-    return static_cast<T*>(params.out) + place(row, column);
+    return static_cast<T*>(job.out) + place(row, column);
   }
 
   __device__ __forceinline__ void run(float (&sums)[kSums]) const {
     const int row = m + warp_of_group() * 16;
-    const bool has[2] = {row < params.m, row + 8 < params.m};
+    const bool has[2] = {row < job.m, row + 8 < job.m};
     if (!has[0]) return;
-    if (params.is_fp32 != 0) {
-      if (params.n_stride == 1) {
+    if (job.is_fp32 != 0) {
+      if (job.n_stride == 1) {
         store_pairs(sums, row, has);
       } else {
         store_each(sums, row, has);
       }
       return;
     }
-    if (params.accumulate != 0) add_old(sums, row, has);
-    if (params.n_stride == 1) {
+    if (job.accumulate != 0) add_old(sums, row, has);
+    if (job.n_stride == 1) {
       store_rows(sums, row, has);
     } else {
       store_columns(sums, row, has);
@@ -88,17 +88,17 @@ struct TileStore {
 #pragma unroll
       for (int first = 0; first < kBlocks; first += kBatch) {
         float2 old[kBatch] = {};
-        if (params.accumulate != 0) {
+        if (job.accumulate != 0) {
 #pragma unroll
           for (int j = 0; j < kBatch; ++j) {
-            const bool inside = n + 8 * (first + j) < params.n;
+            const bool inside = n + 8 * (first + j) < job.n;
             if (inside) old[j] = *reinterpret_cast<const float2*>(to + 8 * (first + j));
           }
         }
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const int at_sum = 4 * (first + j) + 2 * half;
-          if (n + 8 * (first + j) < params.n) {
+          if (n + 8 * (first + j) < job.n) {
             *reinterpret_cast<float2*>(to + 8 * (first + j)) =
                 float2{sums[at_sum] + old[j].x, sums[at_sum + 1] + old[j].y};
           }
@@ -113,12 +113,12 @@ struct TileStore {
     const int lane = lane_index();
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      if (n + 8 * j >= params.n) continue;
+      if (n + 8 * j >= job.n) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (!has[e / 2]) continue;
         float* const to = at<float>(row + 8 * (e / 2) + lane / 4, n + 8 * j + lane % 4 * 2 + e % 2);
-        *to = params.accumulate != 0 ? *to + sums[4 * j + e] : sums[4 * j + e];
+        *to = job.accumulate != 0 ? *to + sums[4 * j + e] : sums[4 * j + e];
       }
     }
   }
@@ -129,7 +129,7 @@ struct TileStore {
     const int lane = lane_index();
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      if (n + 8 * j >= params.n) continue;
+      if (n + 8 * j >= job.n) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (!has[e / 2]) continue;
@@ -157,7 +157,7 @@ struct TileStore {
           words[i] = Numeric::pack(sums[at_sum], sums[at_sum + 1]);
         }
         transpose_quad(words);
-        if (n + 8 * (j + lane % 4) < params.n) {
+        if (n + 8 * (j + lane % 4) < job.n) {
           *reinterpret_cast<uint4*>(to + 8 * j) =
               make_uint4(words[0], words[1], words[2], words[3]);
         }
@@ -182,8 +182,8 @@ struct TileStore {
         words[i] = ptx::transpose_8x8(Numeric::pack(sums[at_sum], sums[at_sum + 1]));
       }
       transpose_quad(words);
-      if (mine && n + 8 * (j + lane % 4 / 2) < params.n) {
-        *reinterpret_cast<uint4*>(to + int64_t{8 * j} * params.n_stride) =
+      if (mine && n + 8 * (j + lane % 4 / 2) < job.n) {
+        *reinterpret_cast<uint4*>(to + int64_t{8 * j} * job.n_stride) =
             make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
@@ -200,7 +200,7 @@ struct BoxStore {
   static constexpr int kRowBytes = kBox * 2;
   static constexpr int kPairs = kBox / 16;  // of blocks of 8 columns: what stmatrix stores
 
-  const Params& params;
+  const Job& job;
   int expert;
   int m;
   int n;
@@ -212,7 +212,7 @@ struct BoxStore {
   }
 
   __device__ __forceinline__ void run(const float (&sums)[kSums]) const {
-    if (params.n_stride == 1) {
+    if (job.n_stride == 1) {
       store<false>(sums);
     } else {
       store<true>(sums);
@@ -273,11 +273,11 @@ struct BoxStore {
 
   template <bool kTurned>
   __device__ __forceinline__ void send(int column) const {
-    if (m >= params.m) return;
+    if (m >= job.m) return;
 #pragma unroll
     for (int box = 0; box < Traits::kOutBoxes; ++box, column += kBox) {
-      if (column >= params.n) return;
-      ptx::tma_store(&params.boxes, buffer + box * Traits::kOutBoxBytes, kTurned ? m : column,
+      if (column >= job.n) return;
+      ptx::tma_store(&job.boxes, buffer + box * Traits::kOutBoxBytes, kTurned ? m : column,
                      kTurned ? column : m, expert, 0);
     }
   }

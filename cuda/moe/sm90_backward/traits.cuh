@@ -40,7 +40,10 @@ struct Traits {
 
   static constexpr int kOutOffset = kStages * kStageBytes;
   static constexpr int kBarriersOffset = kOutOffset + kConsumers * kOutBoxes * kOutBoxBytes;
-  static constexpr int kSharedBytes = kBarriersOffset + 8 * 2 * kStages;
+  // Items that a block has been told of and not all of its warps have read, at most.
+  static constexpr int kItemSlots = 4;
+  static constexpr int kItemsOffset = kBarriersOffset + 8 * 2 * (kStages + kItemSlots);
+  static constexpr int kSharedBytes = kItemsOffset + 16 * kItemSlots;
   static_assert(kSharedBytes <= 227 * 1024, "an sm_90 block holds 227 KiB");
 };
 

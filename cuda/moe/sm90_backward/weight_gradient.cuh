@@ -16,9 +16,11 @@
 // shared memory, in both operands, since what they hold may be no number. An expert without rows
 // has a gradient of zeros.
 //
-// Every expert has as many tiles, whatever its rows, so that a tile's number tells all there is to
-// know. Clusters take them in turn: an expert with many rows keeps them all busy. Of an element all
-// products are one thread's, in the order of rows: the same bits on every run.
+// Every expert has as many tiles, whatever its rows, so that a tile's number and the order of
+// experts tell all there is to know. In a layer, where there is a queue, clusters take tiles as
+// they come to them, experts with the most rows first, those of several gradients in one launch.
+// Else they have them in turn. Of an element all products are one thread's, in the order of rows:
+// the same bits on every run, whoever computes it.
 //
 // Shared memory: eight stages of 24 KiB, and two boxes of the output of each consumer. Registers:
 // 224 of a consumer, of which 128 are sums.
@@ -29,6 +31,7 @@
 #include "cuda/moe/sm90_backward/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/cluster_arrive.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
@@ -46,8 +49,22 @@ inline constexpr uint16_t kWholeCluster = (1 << kCluster) - 1;
 inline constexpr int kLagBarrier = 1;
 inline constexpr int kGroupBarrier = 2;  // of each consumer its own
 
-// A tile of a cluster: rows of m are of both blocks.
+// How many steps before the end of a tile the next one is taken, and both blocks are told: what is
+// taken sooner than it must be is not there for those who could begin with it.
+inline constexpr int kTakeSteps = 12;
+inline constexpr int kTellSteps = 6;
+
+// A tile of a cluster, as its first block tells both.
+struct Item {
+  int32_t expert;
+  int32_t first_row;
+  int32_t rows;   // -1: there are no more tiles
+  int32_t index;  // of the expert's tiles
+};
+
+// What of it is this block's.
 struct Tile {
+  int job;
   int expert;
   int batch;      // of rows
   int first_row;  // in it
@@ -55,37 +72,35 @@ struct Tile {
   int m;  // the first of this block
   int n;
 
+  __device__ __forceinline__ bool is_none() const { return rows < 0; }
   template <class Traits>
   __device__ __forceinline__ int steps() const {
     return ceil_div<Traits::kStep>(rows);
   }
 };
 
-// Whatever offsets say, rows are such that there are.
 template <class Traits>
-__device__ __forceinline__ Tile tile_of(const Params& params, int item, int rank) {
-  const int expert_items = params.m_pairs * params.n_tiles;
+__device__ __forceinline__ Tile tile_of(const Params& params, const Item& item, int rank) {
   Tile tile;
-  tile.expert = item / expert_items;
-  const int index = item - tile.expert * expert_items;
-  const int n_tile = index / params.m_pairs;
-  tile.n = n_tile * Traits::kTileN;
-  tile.m = ((index - n_tile * params.m_pairs) * kCluster + rank) * Traits::kTileM;
-  if (params.counts != nullptr) {
-    tile.batch = tile.expert;
-    tile.first_row = 0;
-    tile.rows = min(max(params.counts[tile.expert], 0), params.rows);
-  } else {
-    tile.batch = 0;
-    tile.first_row = min(max(params.offsets[tile.expert], 0), params.rows);
-    const int end = min(max(params.offsets[tile.expert + 1], 0), params.rows);
-    tile.rows = max(end - tile.first_row, 0);
+  tile.expert = item.expert;
+  tile.batch = params.counts != nullptr ? item.expert : 0;
+  tile.first_row = item.first_row;
+  tile.rows = item.rows;
+  int index = item.index;
+  tile.job = 0;
+#pragma unroll
+  for (int job = 0; job + 1 < kMostJobs; ++job) {
+    if (tile.job != job || index < params.jobs[job].tiles) continue;
+    index -= params.jobs[job].tiles;
+    tile.job = job + 1;
   }
+  const Job& job = params.jobs[tile.job];
+  const int n_tile = index / job.m_tiles;
+  const int m_tile = index - n_tile * job.m_tiles;
+  tile.m = (m_tile * kCluster + rank) * Traits::kTileM;
+  tile.n = n_tile * Traits::kTileN;
   return tile;
 }
-
-__device__ __forceinline__ int first_item() { return static_cast<int>(blockIdx.x) / kCluster; }
-__device__ __forceinline__ int item_stride() { return static_cast<int>(gridDim.x) / kCluster; }
 
 template <class Traits>
 struct Shared {
@@ -108,6 +123,117 @@ struct Shared {
   __device__ __forceinline__ uint32_t empty(int stage) const {
     return full(Traits::kStages + stage);
   }
+  // The item in that place has come; in the first block, all warps of both have read it.
+  __device__ __forceinline__ uint32_t told(int slot) const {
+    return full(2 * Traits::kStages + slot);
+  }
+  __device__ __forceinline__ uint32_t read(int slot) const {
+    return told(Traits::kItemSlots + slot);
+  }
+  __device__ __forceinline__ uint32_t item(int slot) const {
+    return base + Traits::kItemsOffset + slot * static_cast<int>(sizeof(Item));
+  }
+};
+
+// ---- items
+
+// The tiles of a block, one after another, for each of its warps.
+template <class Traits>
+struct Tiles {
+  const Params& params;
+  const Shared<Traits>& shared;
+  int rank;
+  int number = 0;
+
+  // Waits for the next one.
+  __device__ __forceinline__ Tile next() {
+    const int slot = number % Traits::kItemSlots;
+    ptx::mbarrier_wait_cluster(shared.told(slot), number / Traits::kItemSlots % 2);
+    const uint32_t from = shared.item(slot);
+    Item item;
+    item.expert = static_cast<int>(ptx::load_shared_uint(from));
+    item.first_row = static_cast<int>(ptx::load_shared_uint(from + 4));
+    item.rows = static_cast<int>(ptx::load_shared_uint(from + 8));
+    item.index = static_cast<int>(ptx::load_shared_uint(from + 12));
+    __syncwarp();
+    if (ptx::elect_one()) {
+      ptx::mbarrier_arrive_behind_cluster(ptx::map_to_rank(shared.read(slot), 0));
+    }
+    ++number;
+    return tile_of<Traits>(params, item, rank);
+  }
+};
+
+// Says which tiles come; of either block the warp that loads by TMA.
+template <class Traits>
+struct Deal {
+  const Params& params;
+  const Shared<Traits>& shared;
+  int rank;
+  bool leader;
+  int number = 0;  // of the item that is told next
+  int item;        // that one, of the first block, one thread
+  bool taken = true;
+
+  __device__ __forceinline__ Deal(const Params& params_, const Shared<Traits>& shared_, int rank_)
+      : params(params_),
+        shared(shared_),
+        rank(rank_),
+        leader(threadIdx.x == 0),
+        item(static_cast<int>(blockIdx.x) / kCluster) {}
+
+  __device__ __forceinline__ void take() {
+    if (taken) return;
+    taken = true;
+    if (rank != 0 || !leader) return;
+    const int clusters = static_cast<int>(gridDim.x) / kCluster;
+    item = params.taken != nullptr ? clusters + static_cast<int>(atomicAdd(params.taken, 1u))
+                                   : item + clusters;
+  }
+
+  // Tells both blocks of what was taken.
+  __device__ __forceinline__ void tell() {
+    const int slot = number % Traits::kItemSlots;
+    if (leader) ptx::mbarrier_arrive_expect(shared.told(slot), sizeof(Item));
+    if (rank == 0) {
+      ptx::mbarrier_wait_cluster(shared.read(slot), number / Traits::kItemSlots % 2 ^ 1);
+      if (leader) {
+        const Item told = find();
+        const float4 words = {__int_as_float(told.expert), __int_as_float(told.first_row),
+                              __int_as_float(told.rows), __int_as_float(told.index)};
+#pragma unroll
+        for (uint32_t to = 0; to < kCluster; ++to) {
+          ptx::store_async(ptx::map_to_rank(shared.item(slot), to), words,
+                           ptx::map_to_rank(shared.told(slot), to));
+        }
+      }
+    }
+    __syncwarp();
+    ++number;
+    taken = false;
+  }
+
+ private:
+  // Whatever offsets say, rows are such that there are.
+  __device__ __forceinline__ Item find() const {
+    Item found = {0, 0, -1, 0};
+    if (item >= params.items) return found;
+    found.expert = item / params.tiles;
+    found.index = item - found.expert * params.tiles;
+    if (params.taken != nullptr) {
+      const QueuedExpert queued = params.experts[found.expert];
+      found.expert = queued.expert;
+      found.first_row = queued.first_row;
+      found.rows = queued.rows;
+    } else if (params.counts != nullptr) {
+      found.rows = min(max(params.counts[found.expert], 0), params.rows);
+    } else {
+      found.first_row = min(max(params.offsets[found.expert], 0), params.rows);
+      const int end = min(max(params.offsets[found.expert + 1], 0), params.rows);
+      found.rows = max(end - found.first_row, 0);
+    }
+    return found;
+  }
 };
 
 // ---- loads
@@ -117,37 +243,51 @@ template <class Traits>
 __device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared,
                                         int rank) {
   const bool leader = threadIdx.x == 0;
-  const bool gathers = params.x != nullptr;
+  const bool gathers = params.gathers != 0;
   const int expected = Traits::kSecondBytes + (gathers ? 0 : Traits::kFirstBytes);
+  const int own = rank * Traits::kHalfBoxes;  // boxes of the second operand
   PipelineState<Traits::kStages> pipe;
-  for (int item = first_item(); item < params.items; item += item_stride()) {
-    const Tile tile = tile_of<Traits>(params, item, rank);
+  Deal<Traits> deal(params, shared, rank);
+  Tiles<Traits> tiles{params, shared, rank};
+  deal.tell();
+  for (Tile tile = tiles.next(); !tile.is_none(); tile = tiles.next()) {
+    const Job& job = params.jobs[tile.job];
     const int steps = tile.template steps<Traits>();
-    const int own = rank * Traits::kHalfBoxes;  // boxes of the second operand
+    int step = 0;
+    const auto load_until = [&](int end) {
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
-      if (leader) {
-        const uint32_t full = shared.full(pipe.stage);
-        const int row = tile.first_row + step * Traits::kStep;
-        ptx::mbarrier_arrive_expect(full, expected);
-        if (!gathers) {
+      for (; step < end; ++step) {
+        ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
+        if (leader) {
+          const uint32_t full = shared.full(pipe.stage);
+          const int row = tile.first_row + step * Traits::kStep;
+          ptx::mbarrier_arrive_expect(full, expected);
+          if (!gathers) {
 #pragma unroll
-          for (int i = 0; i < Traits::kTileM / kBoxColumns; ++i) {
-            ptx::tma_load(shared.first(pipe.stage) + i * Traits::kBoxBytes, &params.first, full,
-                          ptx::kEvictNormal, tile.m + i * kBoxColumns, row, tile.batch, 0);
+            for (int i = 0; i < Traits::kTileM / kBoxColumns; ++i) {
+              ptx::tma_load(shared.first(pipe.stage) + i * Traits::kBoxBytes, &job.first, full,
+                            ptx::kEvictNormal, tile.m + i * kBoxColumns, row, tile.batch, 0);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < Traits::kHalfBoxes; ++i) {
+            ptx::tma_load_multicast(shared.second(pipe.stage) + (own + i) * Traits::kBoxBytes,
+                                    &job.second, full, ptx::kEvictNormal, kWholeCluster,
+                                    tile.n + (own + i) * kBoxColumns, row, tile.batch, 0);
           }
         }
-#pragma unroll
-        for (int i = 0; i < Traits::kHalfBoxes; ++i) {
-          ptx::tma_load_multicast(shared.second(pipe.stage) + (own + i) * Traits::kBoxBytes,
-                                  &params.second, full, ptx::kEvictNormal, kWholeCluster,
-                                  tile.n + (own + i) * kBoxColumns, row, tile.batch, 0);
-        }
+        __syncwarp();
+        pipe.advance();
       }
-      __syncwarp();
-      pipe.advance();
-    }
+    };
+    // Of so short a tile what is taken in it would come too late.
+    const bool is_short = steps <= kTakeSteps;
+    if (!is_short) load_until(steps - kTakeSteps);
+    deal.take();
+    if (!is_short) load_until(steps - kTellSteps);
+    deal.tell();
+    if (is_short) deal.take();
+    load_until(steps);
   }
   // Until stages have been given back by both blocks: a block must not end before what the other
   // one says to its barriers has come.
@@ -161,19 +301,18 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
 // Steps of one tile after another, of a block, of which a warp takes every kGatherWarps-th.
 template <class Traits>
 struct Steps {
-  const Params& params;
-  int rank;
-  int item;
+  Tiles<Traits> tiles;
   Tile tile;
   int step;
   int steps;  // of the tile
 
-  __device__ __forceinline__ Steps(const Params& params_, int rank_, int first)
-      : params(params_), rank(rank_), item(first_item()), step(first) {
+  __device__ __forceinline__ Steps(const Params& params, const Shared<Traits>& shared, int rank,
+                                   int first)
+      : tiles{params, shared, rank}, step(first) {
     look();
     skip();
   }
-  __device__ __forceinline__ bool more() const { return item < params.items; }
+  __device__ __forceinline__ bool more() const { return !tile.is_none(); }
   __device__ __forceinline__ void advance() {
     step += Traits::kGatherWarps;
     skip();
@@ -181,21 +320,20 @@ struct Steps {
 
  private:
   __device__ __forceinline__ void look() {
-    if (!more()) return;
-    tile = tile_of<Traits>(params, item, rank);
+    tile = tiles.next();
     steps = tile.template steps<Traits>();
   }
   __device__ __forceinline__ void skip() {
     while (more() && step >= steps) {
       step -= steps;
-      item += item_stride();
       look();
     }
   }
 };
 
 // Gathers rows of x, a warp its steps: eight lanes copy 128 bytes of one, and then the next 128.
-// Whose the rows of a step are is looked up, a row a lane, while the step before is copied.
+// Whose the rows of a step are is looked up, a row a lane, while the step before is on its way. Not
+// sooner: the warp may wait for the next tile, and those who tell of it for what it copies.
 template <class Traits>
 struct Gather {
   static constexpr int kChunk = 8;  // elements of 16 bytes
@@ -224,31 +362,33 @@ struct Gather {
         static_cast<uint32_t>(first_row * (kBoxColumns * 2) + (chunk ^ (first_row + 4)) * 16)};
     PipelineState<Traits::kStages> pipe;
     pipe.advance(warp);
-    Steps<Traits> steps(params, rank, warp);
-    int next = look_up(steps);
+    Steps<Traits> steps(params, shared, rank, warp);
+    int token_of_lane = look_up(steps);
     while (steps.more()) {
-      const int known = next;
+      const Job& job = params.jobs[steps.tile.job];
       const int column = steps.tile.m + chunk * kChunk;
-      const uint16_t* const source = params.x + column;
-      steps.advance();
-      next = look_up(steps);
+      const uint16_t* const source = job.x + column;
       ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
       const uint32_t to = shared.first(pipe.stage);
+      const uint32_t x_row_chunks = job.x_row_chunks;
+      const int m = job.m;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const int token = __shfl_sync(kFullWarp, known, first_row + i * kRowsApart);
+        const int token = __shfl_sync(kFullWarp, token_of_lane, first_row + i * kRowsApart);
         const bool valid = token >= 0;
-        const uint32_t chunks = static_cast<uint32_t>(max(token, 0)) * params.x_row_chunks;
+        const uint32_t chunks = static_cast<uint32_t>(max(token, 0)) * x_row_chunks;
         const uint16_t* const from = source + uint64_t{chunks} * kChunk;
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
           ptx::cp_async_16_or_zero(
               to + places[i % 2] + i * kRowsApart * (kBoxColumns * 2) + box * Traits::kBoxBytes,
-              from + box * kBoxColumns, valid && column + box * kBoxColumns < params.m);
+              from + box * kBoxColumns, valid && column + box * kBoxColumns < m);
         }
       }
       ptx::cp_async_arrive(shared.full(pipe.stage));
       pipe.advance(Traits::kGatherWarps);
+      steps.advance();
+      token_of_lane = look_up(steps);
     }
   }
 };
@@ -351,8 +491,9 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run(int rank) {
-    for (int item = first_item(); item < params.items; item += item_stride()) {
-      const Tile tile = tile_of<Traits>(params, item, rank);
+    Tiles<Traits> tiles{params, shared, rank};
+    for (Tile tile = tiles.next(); !tile.is_none(); tile = tiles.next()) {
+      const Job& job = params.jobs[tile.job];
       const int steps = __shfl_sync(kFullWarp, tile.template steps<Traits>(), 0);
       pipe.stage = __shfl_sync(kFullWarp, pipe.stage, 0);
       float sums[kSums];
@@ -362,17 +503,17 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
       }
-      if (steps > 0 || params.accumulate == 0) {
+      if (steps > 0 || job.accumulate == 0) {
         const int m = tile.m + group * Traits::kConsumerM;
-        if (params.in_boxes != 0) {
+        if (job.in_boxes != 0) {
           const uint32_t buffer = shared.out(group);
-          BoxStore<Traits>{params, tile.expert, m, tile.n, buffer, kGroupBarrier + group}.run(sums);
+          BoxStore<Traits>{job, tile.expert, m, tile.n, buffer, kGroupBarrier + group}.run(sums);
         } else {
-          TileStore<Element, kSums>{params, tile.expert, m, tile.n}.run(sums);
+          TileStore<Element, kSums>{job, tile.expert, m, tile.n}.run(sums);
         }
       }
     }
-    if (params.in_boxes != 0) BoxStore<Traits>::finish();
+    BoxStore<Traits>::finish();
   }
 };
 
@@ -383,13 +524,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     weight_gradient_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char raw[];
   const Shared<Traits> shared{static_cast<uint32_t>(__cvta_generic_to_shared(raw))};
-  const bool gathers = params.x != nullptr;
+  const bool gathers = params.gathers != 0;
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&params.first);
-    ptx::prefetch_tensor_map(&params.second);
+    ptx::prefetch_tensor_map(&params.jobs[0].first);
+    ptx::prefetch_tensor_map(&params.jobs[0].second);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(shared.full(stage), 1 + (gathers ? kThreadsPerWarp : 0));
       ptx::mbarrier_init(shared.empty(stage), kCluster * 4 * kConsumers);
+    }
+    const int readers = 1 + 4 * kConsumers + (gathers ? Traits::kGatherWarps : 0);
+    for (int slot = 0; slot < Traits::kItemSlots; ++slot) {
+      ptx::mbarrier_init(shared.told(slot), 1);
+      ptx::mbarrier_init(shared.read(slot), kCluster * readers);
     }
     ptx::fence_mbarrier_init();
   }
