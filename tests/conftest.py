@@ -46,8 +46,7 @@ def _compile_soon() -> None:
     """Before anything has loaded XLA. A third of the time of JAX's tests on a CPU is LLVM's, which
     optimizes what runs for microseconds; how XLA itself rewrites a program stays as it is."""
     if _why_no_gpu() is not None:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".rstrip()
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
