@@ -26,6 +26,7 @@ _SHARING = (
     ("the installation", r"tests/packaging/test_(consumers|library|pages|sanitizers)\.py"),
     ("the source distribution", r"tests/packaging/test_sdist\.py"),
     ("mypy's cache", r"tests/python/test_stub\.py"),
+    ("the site", r"tests/docs/test_site\.py"),
     ("programs on a made-up CUDA", r"tests/cuda/test_(launch|moe_plans)\.py"),
     ("JAX's programs for the GPU", r"tests/gpu/test_jax_attention\.py"),
     ("an encoder", r"tests/examples/test_sentence_embeddings\.py"),

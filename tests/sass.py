@@ -1,7 +1,7 @@
-"""What cuobjdump says of the library that is tested, and what holds of every kernel.
+"""What cuobjdump and nvdisasm say of the library that is tested, and what holds of every kernel.
 
-Disassembling the library takes a minute, and is done once a process: parallel.py gives all tests of
-machine code to one.
+Disassembling the library takes half a minute, and is done once a process: parallel.py gives all
+tests of machine code to one.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import importlib.util
 import os
 import re
 import shutil
+import struct
 import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import capi
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
-# The upper half of an instruction, on a line of its own, has the barrier that it sets when it is
-# done, of six, and those that it waits for.
-_UPPER_HALF = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/\s*$")
+# An instruction is two words of 64 bits. Above this bit of the second is how it is scheduled: among
+# that the barrier that it sets when it is done, of six, and those that it waits for.
+_CONTROL_BIT = 41
 _SCHEDULED = "sm89_decode"  # in the names of functions whose waits are found
 _SOON = 64  # instructions
 Kernel = TypeVar("Kernel")
@@ -38,35 +43,37 @@ def cannot(reason: str) -> None:
     pytest.skip(reason)
 
 
-def _cuobjdump() -> str:
-    candidates = [shutil.which("cuobjdump"), "/usr/local/cuda/bin/cuobjdump"]
+def _tool(name: str) -> str:
+    candidates = [shutil.which(name), f"/usr/local/cuda/bin/{name}"]
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
-        candidates += sorted(map(str, Path(root).glob("cu*/bin/cuobjdump")))
+        candidates += sorted(map(str, Path(root).glob(f"cu*/bin/{name}")))
     for candidate in candidates:
         if candidate and Path(candidate).exists():
             return candidate
-    cannot("needs cuobjdump: install a CUDA toolkit or nvidia-cuda-cuobjdump")
+    cannot(f"needs {name}: install a CUDA toolkit or nvidia-cuda-{name}")
     raise AssertionError
 
 
-def dump(*options: str) -> Iterator[str]:
-    tool = _cuobjdump()
-    beside = f"{Path(tool).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # where nvdisasm is
-    path = str(capi.library_path().resolve())
+def _lines(tool: str, *arguments: str, folder: str | None = None) -> Iterator[str]:
+    """What it prints."""
     with subprocess.Popen(
-        [tool, *options, path],
+        [_tool(tool), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PATH": beside},
+        cwd=folder,
     ) as process:
         assert process.stdout is not None
         last = ""
         for line in process.stdout:
             last = line.strip() or last
             yield line
-    assert process.returncode == 0, f"cuobjdump {' '.join(options)}: {last}"
+    assert process.returncode == 0, f"{tool} {' '.join(arguments)}: {last}"
+
+
+def dump(*options: str, folder: str | None = None) -> Iterator[str]:
+    return _lines("cuobjdump", *options, str(capi.library_path().resolve()), folder=folder)
 
 
 def architectures() -> list[str]:
@@ -88,7 +95,33 @@ def real_architectures() -> list[str]:
 
 class _Function(NamedTuple):
     arch: str
-    line: str  # which names it
+    name: str
+
+
+Words = npt.NDArray[np.uint64]  # a row of two for each instruction
+
+
+def _functions() -> Iterator[tuple[_Function, Words]]:
+    """The code of every one."""
+    with tempfile.TemporaryDirectory() as folder:
+        for line in dump("-xelf", "all", folder=folder):
+            assert line.startswith("Extracting ELF file"), line
+        for path in sorted(Path(folder).iterdir()):  # such as libflashmoe.so.7.sm_90a.cubin
+            arch = path.name.split(".")[-2]
+            for section, words in _code_sections(path.read_bytes()):
+                yield _Function(arch, section.removeprefix(".text.")), words
+
+
+def _code_sections(elf: bytes) -> Iterator[tuple[str, Words]]:
+    """By the format's tables: where its section headers are, and of which of them names are."""
+    [table] = struct.unpack_from("<Q", elf, 0x28)
+    entry, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry) for i in range(count)]
+    for name, _, flags, _, offset, size in headers:
+        if flags & 4:  # instructions
+            begin = headers[names][4] + name
+            words = np.frombuffer(elf, "<u8", size // 8, offset).reshape(-1, 2)
+            yield elf[begin : elf.index(b"\0", begin)].decode(), words
 
 
 class _EarlyWaits:
@@ -100,7 +133,7 @@ class _EarlyWaits:
         self._sent: dict[int, int] = {}  # by barrier, where the first load is
 
     def add(self, opcode: str, upper_half: int) -> None:
-        control = upper_half >> 41
+        control = upper_half >> _CONTROL_BIT
         self._at += 1
         for barrier in range(6):
             if control >> 11 + barrier & 1 and barrier in self._sent:
@@ -108,6 +141,27 @@ class _EarlyWaits:
         barrier = control >> 5 & 7
         if barrier < 6 and ".NA." in opcode and opcode.endswith(".128"):
             self._sent.setdefault(barrier, self._at)
+
+
+def _opcodes(arch: str, words: Words) -> npt.NDArray[np.object_]:
+    """Of each instruction. Most occur many times, and nvdisasm takes its time for every one: it is
+    given one of those that are equal but for how they are scheduled."""
+    upper = words[:, 1] & np.uint64((1 << _CONTROL_BIT) - 1)
+    order = np.lexsort((words[:, 0], upper))
+    one_after_another = np.stack((words[order, 0], upper[order]))
+    is_new = np.ones(len(order), bool)
+    is_new[1:] = (one_after_another[:, 1:] != one_after_another[:, :-1]).any(0)
+    with tempfile.NamedTemporaryFile() as file:
+        words[order[is_new]].tofile(file.name)
+        # They are no program: there is no flow of data to follow.
+        lines = _lines(
+            "nvdisasm", "--no-dataflow", "--binary", arch.replace("sm_", "SM"), file.name
+        )
+        named = [sys.intern(match[1]) for line in lines if (match := _INSTRUCTION.match(line))]
+    assert len(named) == np.count_nonzero(is_new)
+    found = np.empty(len(order), np.int64)
+    found[order] = np.cumsum(is_new) - 1
+    return np.array(named, object)[found]
 
 
 class _Disassembly(NamedTuple):
@@ -119,23 +173,19 @@ class _Disassembly(NamedTuple):
 def _disassembled() -> _Disassembly:
     """How often each opcode occurs, in the order of where each comes first; and early waits."""
     found = _Disassembly({}, {})
-    arch = opcode = ""
-    opcodes: Counter[str] = Counter()
-    waits: _EarlyWaits | None = None
-    for line in dump("-sass"):
-        if line.startswith("arch = "):
-            arch = line.split("=")[1].strip()
-        elif "Function :" in line:
-            function = _Function(arch, line)
-            opcodes = found.opcodes[function] = Counter()
-            waits = None
-            if _SCHEDULED in line:
+    functions = dict(_functions())
+    for arch in sorted({function.arch for function in functions}):
+        of_arch = {
+            function: words for function, words in functions.items() if function.arch == arch
+        }
+        opcodes = _opcodes(arch, np.concatenate(list(of_arch.values())))
+        for function, words in of_arch.items():
+            own, opcodes = opcodes[: len(words)].tolist(), opcodes[len(words) :]
+            found.opcodes[function] = Counter(own)
+            if _SCHEDULED in function.name:
                 waits = found.early_waits[function] = _EarlyWaits()
-        elif match := _INSTRUCTION.match(line):
-            opcode = match[1]
-            opcodes[opcode] += 1
-        elif waits is not None and (match := _UPPER_HALF.match(line)):
-            waits.add(opcode, int(match[1], 16))
+                for opcode, upper_half in zip(own, words[:, 1].tolist(), strict=True):
+                    waits.add(opcode, upper_half)
     return found
 
 
@@ -147,7 +197,7 @@ def _used() -> dict[_Function, dict[str, int]]:
         if line.startswith("arch = "):
             arch = line.split("=")[1].strip()
         elif line.strip().startswith("Function "):
-            function = line
+            function = line.split()[1].rstrip(":")
         elif "REG:" in line:
             numbers = re.findall(r"(\w+)(?:\[\d+\])?:(\d+)", line)
             found[_Function(arch, function)] = {name: int(number) for name, number in numbers}
@@ -160,7 +210,7 @@ Value = TypeVar("Value")
 def _of_kernels(
     found: dict[_Function, Value], kernel_of: Callable[[str], Kernel | None]
 ) -> dict[Code[Kernel], Value]:
-    kernels = ((function, kernel_of(function.line)) for function in found)
+    kernels = ((function, kernel_of(function.name)) for function in found)
     return {(f.arch, kernel): found[f] for f, kernel in kernels if kernel is not None}
 
 

@@ -23,6 +23,7 @@ import pytest
          "tests/cpu/test_edges.py::test_a[avx512bf16-7-fp32]"),
         ("tests/cpu/test_edges.py::test_a[7-avx2]", "tests/cpu/test_edges.py::test_a[7-avx512]"),
         ("tests/python/test_jax.py::test_a[1]", "tests/python/test_jax.py::test_b"),
+        ("tests/docs/test_site.py::test_every_name_of_c", "tests/docs/test_site.py::test_a"),
     ],
 )  # fmt: skip
 def test_what_shares_something_stays_together(one: str, other: str) -> None:

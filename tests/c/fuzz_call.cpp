@@ -184,8 +184,12 @@ const unsigned char* Argument::element(int64_t a, int64_t b, int64_t c, int64_t 
   // Not through the stride of a one-element axis, which may be anything.
   int64_t offset = 0;
   const int64_t index[4] = {a, b, c, d};
-  for (int axis = 0; axis < rank; ++axis) {
-    if (index[axis] != 0) offset += index[axis] * stride(axis);
+  if (tensor.strides != nullptr) {
+    for (int axis = 0; axis < rank; ++axis) {
+      if (index[axis] != 0) offset += index[axis] * tensor.strides[axis];
+    }
+  } else {
+    for (int axis = 0; axis < rank; ++axis) offset = offset * shape[axis] + index[axis];
   }
   return static_cast<const unsigned char*>(tensor.data) + tensor.byte_offset +
          offset * (tensor.dtype.bits / 8);

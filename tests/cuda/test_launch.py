@@ -135,6 +135,10 @@ OPTIONS = (
 )
 
 
+# Programs that compute for longer than -O1 takes to compile.
+OPTIMIZED = {f"tests/cuda/host/{name}.cpp" for name in ("test_ragged_order", "test_l2_swizzle")}
+
+
 # Of programs that have memory run out.
 LINK = {"test_launch": ("-Wl,--wrap=aligned_alloc",)}
 
@@ -179,8 +183,9 @@ class _Programs:
         if made not in self._objects:
             made.parent.mkdir(parents=True, exist_ok=True)
             includes = (ROOT, ROOT / "include", ROOT / "tests", self._includes(choice))
+            optimized = ["-O1"] if source in OPTIMIZED else []
             # By its language: sources of CUDA that have no kernel are C++, too.
-            checked([require_tool("c++"), *OPTIONS, *(f"-I{path}" for path in includes),
+            checked([require_tool("c++"), *OPTIONS, *optimized, *(f"-I{path}" for path in includes),
                      "-isystem", require_cuda_headers(), "-MMD", "-x", "c++", "-c", ROOT / source,
                      "-o", made])  # fmt: skip
             self._objects.add(made)

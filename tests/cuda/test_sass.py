@@ -1,6 +1,6 @@
 """The machine code of the attention kernels, as it is in the library: no GPU needed.
 
-cuobjdump (and nvdisasm, which it calls) come with the CUDA toolkit or with the PyPI packages
+cuobjdump and nvdisasm come with the CUDA toolkit or with the PyPI packages
 nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm. Without them, or with a library built without CUDA,
 these tests skip; where FLASHMOE_TEST_REQUIRE is set, which is continuous integration, they fail.
 """
