@@ -132,7 +132,7 @@ flashmoe_status plan_many(const AttentionProblem& problem, const AttentionProble
   return result;
 }
 
-// Plans the first family that can, whatever the batch is: the bits of decoding do not depend on an
+// Plans the first family that can, whatever the batch is: which one decodes does not depend on an
 // estimate.
 flashmoe_status plan_few(const AttentionProblem& few, const Shares& shares, PlannedPart* part,
                          const Reason& reason) {

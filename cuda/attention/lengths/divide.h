@@ -31,8 +31,15 @@ FLASHMOE_HOST_DEVICE float end_of(const Loads& loads, int multiprocessors, int d
   const int others = multiprocessors - decoding;
   const float before = decoded / loads.of_tile;  // rounds
   const float busy = loads.tiles + before * static_cast<float>(decoding);
-  // As many rounds as there are if no multiprocessor ever waits, and then as many more as it takes.
-  float rounds = static_cast<float>(static_cast<int>(busy / static_cast<float>(multiprocessors)));
+  // As many rounds as there are if no multiprocessor ever waits, and then as many more as it takes:
+  // where they are beyond counting one by one, none.
+  constexpr float kMostRounds = 1 << 20;
+  const float least = busy / static_cast<float>(multiprocessors);
+  if (!(least < kMostRounds)) {
+    const float all = least * loads.of_tile;
+    return all > decoded ? all : decoded;
+  }
+  float rounds = static_cast<float>(static_cast<int>(least));
   float late = 0.0f;  // of those that decode: rounds behind it
   for (bool more = true; more;) {
     late = rounds - before;

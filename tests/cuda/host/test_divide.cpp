@@ -52,7 +52,11 @@ void extremes() {
   CHECK(end_of({1000.0f, 0.0f, 0.0f, 0.0f}, 100, 10) == 100.0f);
   CHECK(end_of({1000.0f, 300.0f, 0.0f, 0.0f}, 100, 10) == 300.0f);
   CHECK(end_of({0.0f, 0.0f, 250.0f, 2.0f}, 100, 1) == 6.0f);
-  CHECK(std::isfinite(end_of({1e12f, 1e9f, 1e8f, 4.0f}, 132, 1)));
+  for (const int decoding : {1, 131, 132}) {
+    CHECK(std::isfinite(end_of({1e12f, 1e9f, 1e8f, 4.0f}, 132, decoding)));
+    CHECK(std::isfinite(end_of({1e12f, 0.0f, 1e3f, 4.2f}, 132, decoding)));
+    CHECK(std::isfinite(end_of({1e10f, 0.0f, 1e6f, 4.2f}, 132, decoding)));
+  }
   CHECK(std::isfinite(end_of({1e-6f, 1e-9f, 1e8f, 1e6f}, 132, 132)));
 }
 
