@@ -558,9 +558,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Gather<Traits>{params}.run(shared, rank, warp - 1);
     }
   }
-  // The other block of the cluster may still load to this one.
+  // The other block of the cluster may still load to this one, and arrive at its barriers.
   __syncwarp();
-  ptx::cluster_arrive_relaxed();
+  ptx::cluster_arrive();
   ptx::cluster_wait();
 }
 

@@ -104,7 +104,6 @@ static LoadedKernel loaded[3][kMaxDevices];
 const Kernel kCombine = {"attention_combine_sm90_mla_fp16_d576_dv512",
                          reinterpret_cast<const void*>(0x5d), 0, loaded[2]};
 extern const Entry entry_fp16_d576_dv512;
-extern const Entry entry_fp16_d576_dv512_pair;
 const Entry entry_fp16_d576_dv512 = {
     {{"attention_forward_sm90_mla_fp16_d576_dv512", reinterpret_cast<const void*>(0x5b), 224000,
       loaded[0]},
