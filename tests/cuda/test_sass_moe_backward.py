@@ -11,7 +11,9 @@ import pytest
 import sass
 
 _FUNCTION = re.compile(r"12moe_backward\d+(rows|combine)_kernelI(6__half|13__nv_bfloat16)E")
-_NUMBERS = 2  # at most, of 32 bits, that a kernel stores in places: row_tokens, dots, dweights
+# At most, of 32 bits, that a kernel stores in places: row_tokens and dots, and what the queue counts;
+# dweights.
+_NUMBERS = {"rows": 3, "combine": 2}
 
 
 def _kernel_of(function: str) -> tuple[str, str] | None:
@@ -44,7 +46,7 @@ def test_rows_move_by_16_bytes(
         wide = sum(n for name, n in opcodes.items() if re.match(r"STG\b.*\.128", name))
         others = sum(n for name, n in opcodes.items() if re.match(r"STG\b", name)) - wide
         assert wide > 0, f"{code}: {opcodes}"
-        assert others <= _NUMBERS, f"{code}: {opcodes}"
+        assert others <= _NUMBERS[code[1][0]], f"{code}: {opcodes}"
 
 
 def test_launches_wait_for_what_is_ahead_of_them(

@@ -208,34 +208,23 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& params, uint32_t
 // By two threads, of which one alone would have too few registers for what these loads are told:
 // one of Q and K, one of V.
 
-// Where the copy engine finds the keys or values of a tile that are not in pages. A thread that
-// loads reads it once a tile: behind every wait it would read what lies in shared memory again, and
-// the room that it waited for would be empty meanwhile.
-struct RaggedKeyRows {
-  int begin;
-  int length;
-  int head;
-
-  static __device__ __forceinline__ RaggedKeyRows of(const RaggedTile& tile, const Repeats& repeats,
-                                                     int rows_per_batch) {
-    return {tile.sequence.begin_k + tile.batch_k * rows_per_batch, tile.sequence.length_k,
-            tile.head_kv * repeats.head};
-  }
-};
-
 // Loads the keys or values of the step that begins at a key, once there is room for them. Those
-// that the sequence does not have come as zeros.
+// that the sequence does not have come as zeros. What lies in shared memory is read before: behind
+// the wait the room would be empty meanwhile.
 template <class Traits, int kBoxes>
-__device__ __forceinline__ void load_ragged_step(const CUtensorMap& map, const RaggedKeyRows& keys,
+__device__ __forceinline__ void load_ragged_step(const CUtensorMap& map, const Repeats& repeats,
+                                                 int rows_per_batch, const RaggedTile& tile,
                                                  int key, uint32_t to, uint32_t full,
                                                  uint32_t empty, uint32_t parity) {
-  const RaggedRow row = RaggedRow::at(key, keys.begin, keys.length);
+  const RaggedRow row = RaggedRow::at(key, tile.sequence.begin_k + tile.batch_k * rows_per_batch,
+                                      tile.sequence.length_k);
+  const int head = tile.head_kv * repeats.head;
   ptx::mbarrier_wait(empty, parity);
   ptx::mbarrier_arrive_expect(full, kBoxes * Traits::kKVBoxBytes);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     ptx::tma_load(to + box * Traits::kKVBoxBytes, &map, full, ptx::kEvictLast, box * kBoxColumns,
-                  row.row, keys.head, row.base, row.wrap);
+                  row.row, head, row.base, row.wrap);
   }
 }
 
@@ -310,30 +299,29 @@ __device__ __forceinline__ RaggedRow query_box(const RaggedParams& params, const
   return RaggedRow::at(row, begin, tile.sequence.length_q);
 }
 
-// Loads the rows of a portion's groups, once there is room for them.
+// Loads the rows of a portion's groups, once there is room for them. Where the first are is known
+// before: kernels of one Q, which wait longest for it, have a portion for each group.
 template <class Traits, class Wait>
 __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const RaggedTile& tile,
                                               int portion, uint32_t to, uint32_t full,
                                               const Wait& wait_for_room) {
-  constexpr int kGroups = Traits::kGroupsPerPortion;
-  const int first = portion * kGroups;
-  const int head = tile.head * params.q_repeats.head;
-  RaggedRow rows[kGroups];
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    rows[i] = query_box(params, tile, params.rows_per_batch.q,
-                        tile.first_row + (first + i) * kRowsPerGroup);
-  }
+  const int begin = portion * Traits::kGroupsPerPortion;
+  const int end = begin + Traits::kGroupsPerPortion;
+  const auto row_of = [&](int group) {
+    return query_box(params, tile, params.rows_per_batch.q, tile.first_row + group * kRowsPerGroup);
+  };
+  RaggedRow row = row_of(begin);
   wait_for_room();
-  ptx::mbarrier_arrive_expect(full, kGroups * Traits::kQBytesPerGroup);
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
+  ptx::mbarrier_arrive_expect(full, Traits::kGroupsPerPortion * Traits::kQBytesPerGroup);
+#pragma unroll 1
+  for (int group = begin;; row = row_of(group)) {
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(to + (first + i) * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes,
-                    &params.q, full, ptx::kEvictFirst, box * kBoxColumns, rows[i].row, head,
-                    rows[i].base, rows[i].wrap);
+      ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
+                    full, ptx::kEvictFirst, box * kBoxColumns, row.row,
+                    tile.head * params.q_repeats.head, row.base, row.wrap);
     }
+    if (++group == end) break;
   }
 }
 
@@ -373,7 +361,7 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
                                                 const Barriers<Traits>& barriers) {
   PipelineState<Traits::kStages> k_pipe;
   PipelineState<Traits::kQStages> q_pipe;
-  const auto load_k = [&](RaggedTile& tile, const RaggedKeyRows& keys, int key) {
+  const auto load_k = [&](RaggedTile& tile, int key) {
     const uint32_t to = shared + Traits::kKOffset + k_pipe.stage * Traits::kKBytes;
     const uint32_t full = barriers.k_full(k_pipe.stage);
     const uint32_t empty = barriers.k_empty(k_pipe.stage);
@@ -381,8 +369,8 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
       load_paged_step<Traits, Traits::kBoxes>(params, params.k_pages, params.k_repeats, tile, key,
                                               to, full, empty, k_pipe.parity ^ 1);
     } else {
-      load_ragged_step<Traits, Traits::kBoxes>(params.k, keys, key, to, full, empty,
-                                               k_pipe.parity ^ 1);
+      load_ragged_step<Traits, Traits::kBoxes>(params.k, params.k_repeats, params.rows_per_batch.k,
+                                               tile, key, to, full, empty, k_pipe.parity ^ 1);
     }
     k_pipe.advance();
   };
@@ -393,12 +381,10 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
   for (;;) {
     RaggedTile& tile = ring.next();
     if (tile.first_row == kNoTile) break;
-    const RaggedKeyRows keys = RaggedKeyRows::of(tile, params.k_repeats, params.rows_per_batch.k);
-    const int first_key = tile.first_key;
     int key = tile.end_key - Traits::kStepKeys;
     // Where there is one Q, it waits longer than K.
     if (Traits::kQStages == 1 && tile.end_key > 0) {
-      load_k(tile, keys, key);
+      load_k(tile, key);
       key -= Traits::kStepKeys;
     }
 #pragma unroll
@@ -407,15 +393,15 @@ __device__ __forceinline__ void produce_q_and_k(const RaggedParams& params, uint
           params, tile, portion, shared + Traits::kQOffset + q_pipe.stage * Traits::kQBytes,
           barriers.q_full(q_pipe.stage, portion), [&] { wait_for_room(portion); });
       // Of the tile kTilesInFlight before it the consumers are done with all.
-      if (portion == 0 && key - first_key <= params.keys_before_claim) {
+      if (portion == 0 && key - tile.first_key <= params.keys_before_claim) {
         ring.empty_one(params.tiles_ahead);
       }
     }
     q_pipe.advance();
-    for (; key >= first_key; key -= Traits::kStepKeys) {
-      load_k(tile, keys, key);
+    for (; key >= tile.first_key; key -= Traits::kStepKeys) {
+      load_k(tile, key);
       // Beside decoding no sooner than it has to: whoever is free before takes the next tile.
-      if (key - first_key == params.keys_before_claim + Traits::kStepKeys) {
+      if (key - tile.first_key == params.keys_before_claim + Traits::kStepKeys) {
         ring.empty_one(params.tiles_ahead);
       }
     }
@@ -436,9 +422,8 @@ __device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t s
     RaggedTile& tile = ring.next();
     if (tile.first_row == kNoTile) break;
     ring.empty_one(params.tiles_ahead);
-    const RaggedKeyRows keys = RaggedKeyRows::of(tile, params.v_repeats, params.rows_per_batch.v);
-    const int first_key = tile.first_key;
-    for (int key = tile.end_key - Traits::kStepKeys; key >= first_key; key -= Traits::kStepKeys) {
+    for (int key = tile.end_key - Traits::kStepKeys; key >= tile.first_key;
+         key -= Traits::kStepKeys) {
       const uint32_t to = shared + Traits::kVOffset + v_pipe.stage * Traits::kVBytes;
       const uint32_t full = barriers.v_full(v_pipe.stage);
       const uint32_t empty = barriers.v_empty(v_pipe.stage);
@@ -446,8 +431,9 @@ __device__ __forceinline__ void produce_v(const RaggedParams& params, uint32_t s
         load_paged_step<Traits, Traits::kBoxesV>(params, params.v_pages, params.v_repeats, tile,
                                                  key, to, full, empty, v_pipe.parity ^ 1);
       } else {
-        load_ragged_step<Traits, Traits::kBoxesV>(params.v, keys, key, to, full, empty,
-                                                  v_pipe.parity ^ 1);
+        load_ragged_step<Traits, Traits::kBoxesV>(params.v, params.v_repeats,
+                                                  params.rows_per_batch.v, tile, key, to, full,
+                                                  empty, v_pipe.parity ^ 1);
       }
       v_pipe.advance();
     }
