@@ -423,3 +423,30 @@ def test_modules_compile_without_breaks() -> None:
         for seq in (7, 11, 40):
             x = normal(2, seq, 32)
             torch.testing.assert_close(compiled(x), block(x))
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = fmt.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Any, hidden: Any = None) -> Any:
+        return self.attention(x, x, x, key_padding_mask=hidden)[0]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_modules_are_exported_for_any_length(padded: bool) -> None:
+    torch.manual_seed(0)
+    attention = _Attention().eval()
+
+    def inputs(seq: int) -> tuple[Any, ...]:
+        hidden = normal(2, seq, seed=1) > 1
+        return (normal(2, seq, 32), hidden) if padded else (normal(2, seq, 32),)
+
+    length = {1: torch.export.Dim("seq", min=2, max=4096)}
+    with torch.no_grad():
+        program = torch.export.export(
+            attention, inputs(10), dynamic_shapes=(length,) * (1 + padded), strict=False
+        ).module()
+        for seq in (10, 33):
+            torch.testing.assert_close(program(*inputs(seq)), attention(*inputs(seq)))

@@ -23,9 +23,10 @@ _attend: Any = _naming({"attn_bias": "attn_mask"})(flash_attention)
 
 
 def _as_pairs(
-    name: str, mask: torch.Tensor, shapes: dict[tuple[int, ...], tuple[int, ...]]
+    name: str, mask: torch.Tensor, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> torch.Tensor:
-    """A mask of one of these shapes as [batch, heads, queries, keys], or 1 where it is of all."""
+    """A mask of the first of one of these pairs of shapes as the second, [batch, heads, queries,
+    keys], or 1 where it is of all."""
     if not isinstance(mask, torch.Tensor):
         raise ArgumentTypeError(
             f"{name}: got {type(mask).__name__}, accepted are a torch.Tensor and None"
@@ -34,13 +35,12 @@ def _as_pairs(
         raise ArgumentTypeError(
             f"{name}: got dtype {mask.dtype}, accepted are torch.bool and dtypes of real numbers"
         )
-    if tuple(mask.shape) not in shapes:
-        accepted = " and ".join(str(list(shape)) for shape in shapes)
-        verb = "are" if len(shapes) > 1 else "is"
-        raise InvalidArgumentError(
-            f"{name}: got shape {list(mask.shape)}, accepted {verb} {accepted}"
-        )
-    return mask.view(shapes[tuple(mask.shape)])
+    for shape, viewed in shapes:
+        if tuple(mask.shape) == shape:
+            return mask.view(viewed)
+    accepted = " and ".join(str(list(shape)) for shape, _ in shapes)
+    verb = "are" if len(shapes) > 1 else "is"
+    raise InvalidArgumentError(f"{name}: got shape {list(mask.shape)}, accepted {verb} {accepted}")
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -122,13 +122,14 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> dict[str, torch.Tensor]:
         """flash_attention's, of which True shows a key and does not hide it."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-        of_keys: dict[tuple[int, ...], tuple[int, ...]] = {
-            (batch, keys) if batched else (keys,): (batch, 1, 1, keys)
-        }
-        of_pairs: dict[tuple[int, ...], tuple[int, ...]] = {
-            (queries, keys): (1, 1, queries, keys),
-            (batch * self.num_heads, queries, keys): (batch, self.num_heads, queries, keys),
-        }
+        # Not in a dict: an extent of a graph that torch.export makes has no hash.
+        of_keys: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+            ((batch, keys) if batched else (keys,), (batch, 1, 1, keys))
+        ]
+        of_pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+            ((queries, keys), (1, 1, queries, keys)),
+            ((batch * self.num_heads, queries, keys), (batch, self.num_heads, queries, keys)),
+        ]
         hidden: torch.Tensor | None = None
         added: torch.Tensor | None = None
         for name, mask, shapes in (
