@@ -11,7 +11,7 @@ import pytest
 import sass
 
 _FUNCTION = re.compile(r"12moe_backward\d+(rows|combine)_kernelI(6__half|13__nv_bfloat16)E")
-# At most, of 32 bits, that a kernel stores in places: row_tokens and dots, and what the queue counts;
+# At most, of 32 bits, that a kernel stores in places: row_tokens, dots and the queue's counters;
 # dweights.
 _NUMBERS = {"rows": 3, "combine": 2}
 
