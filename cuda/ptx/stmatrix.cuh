@@ -21,4 +21,11 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
                : "memory");
 }
 
+// Two, each transposed; lanes 0 to 15 give the addresses.
+__device__ __forceinline__ void stmatrix_x2_trans(uint32_t address, const uint32_t (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address),
+               "r"(r[0]), "r"(r[1])
+               : "memory");
+}
+
 }  // namespace flashmoe::ptx

@@ -14,7 +14,6 @@
 #include "cuda/moe/sm90/storage.cuh"
 #include "cuda/moe/sm90/traits.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
-#include "cuda/ptx/matrix_pair.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/shared.cuh"
