@@ -3,6 +3,7 @@ float64; and transformers' experts, which train through it."""
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import capi
@@ -247,8 +248,9 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_transformers_train_as_stock_ones_do(kind: str) -> None:
-    """20 steps of small random models. In bf16 the stock ones stray from fp32 by 0.3 to 0.4; ours
-    stay by them within half of that."""
+    """20 steps of small random models. In bf16 the stock ones stray from fp32 by 0.3 to 0.6; ours
+    stay by them within half of that. Means of three models: a router may choose another expert
+    for a rounding, and then the losses of that one model part."""
     pytest.importorskip("transformers")
     import hf_models
     from flashmoe_science import hf
@@ -256,8 +258,8 @@ def test_transformers_train_as_stock_ones_do(kind: str) -> None:
     hf.register()
     tokens = hf_models.TOKENS.to(DEVICE)
 
-    def losses(implementation: str, dtype: torch.dtype = torch.bfloat16) -> list[float]:
-        model = hf_models.make(kind).to(DEVICE, dtype).train()
+    def losses(implementation: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> list[float]:
+        model = hf_models.make(kind, seed=seed).to(DEVICE, dtype).train()
         model.set_experts_implementation(implementation)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         hf.reset_report()
@@ -275,10 +277,14 @@ def test_transformers_train_as_stock_ones_do(kind: str) -> None:
             assert report.stock == 0
         return made
 
-    exact, stock, ours = losses("eager", torch.float32), losses("eager"), losses(hf.NAME)
-
     def apart(some: list[float], others: list[float]) -> float:
         return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
-    assert ours[-1] < ours[0]
-    assert apart(ours, stock) <= apart(stock, exact) / 2, (exact, stock, ours)
+    from_stock, stocks_own = [], []
+    for seed in (1, 2, 3):
+        exact = losses("eager", seed, torch.float32)
+        stock, ours = losses("eager", seed), losses(hf.NAME, seed)
+        assert ours[-1] < ours[0]
+        from_stock.append(apart(ours, stock))
+        stocks_own.append(apart(stock, exact))
+    assert statistics.mean(from_stock) <= statistics.mean(stocks_own) / 2, (from_stock, stocks_own)
