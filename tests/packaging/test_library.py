@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,18 @@ def test_header_declares_what_is_listed() -> None:
     headers = "".join(path.read_text() for path in (ROOT / "include/flashmoe").glob("*.h"))
     declared = re.findall(r"^FLASHMOE_API [^;(]*?\b(flashmoe_\w+)\(", headers, re.MULTILINE)
     assert sorted(declared) == listed_symbols()
+
+
+def test_structs_that_callers_fill_have_no_padding(tmp_path: Path) -> None:
+    """A field that is appended later would lie in it, where an older caller may have anything."""
+    source = tmp_path / "header.c"
+    source.write_text("#include <flashmoe/moe.h>\n")
+    made = subprocess.run(
+        [require_tool("gcc"), "-std=c99", "-fsyntax-only", "-Wpadded", f"-I{ROOT}/include", source],
+        capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}, check=True,
+    )  # fmt: skip
+    padded = re.findall(r"\bpadding struct\b.*\n.*\|\s*(.+)", made.stderr)
+    assert padded == ["} flashmoe_build_info;"], made.stderr  # the library fills it
 
 
 def test_needs_nothing_but_the_runtimes(installation: Installation) -> None:

@@ -133,16 +133,18 @@ struct AttentionForward {
 
   static void print(const Params& params, const Problem& p, char* text, size_t size) {
     char call[256];
-    char options[128];
+    char scores[128];
+    char options[32];
     print_attention(p, call, sizeof call);
-    print_options(kScoreOptions<Params>, params, options, sizeof options);
+    print_options(kScoreOptions<Params>, params, scores, sizeof scores);
+    print_options(kOptions, params, options, sizeof options);
     char keys[48] = "";
     if (flashmoe::has_scaled_keys(p)) {
       std::snprintf(keys, sizeof keys, " keys=%s%s%s", dtype_name(p.k.dtype),
                     p.k_scale.data != nullptr ? ",k_scale" : "",
                     p.v_scale.data != nullptr ? ",v_scale" : "");
     }
-    std::snprintf(text, size, "%s%s%s sinks=%s%s lse=%s", call, keys, options,
+    std::snprintf(text, size, "%s%s%s%s sinks=%s%s lse=%s", call, keys, scores, options,
                   p.sinks.data != nullptr ? "yes" : "no", BiasAndMaskText(p).text,
                   p.lse != nullptr ? "yes" : "no");
   }
