@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import flashmoe_science as fm
 import numpy as np
 import pytest
+from gpu.jax_steps import assert_steps_repeat
 from moe_cases import CASES, Case, arrays_of
 from reference import DTYPES
 
@@ -199,10 +197,6 @@ def test_fp32_is_refused(jax_gpu: Any) -> None:
 
 
 _STEPS = """
-import jax
-import jax.numpy as jnp
-import numpy as np
-import flashmoe_science as fm
 from flashmoe_science.jax import ragged_dot
 
 keys = jax.random.split(jax.random.key(0), 6)
@@ -210,6 +204,7 @@ x = jax.random.normal(keys[0], (4, 256, 256), jnp.bfloat16)
 shapes = ((16, 256), (16, 256, 256), (16, 256, 128), (16, 256, 64))
 weights = [jax.random.normal(key, s) * s[-1] ** -0.5 for key, s in zip(keys[1:], shapes)]
 sizes = jnp.full(16, 60, jnp.int32)
+rate = 0.2
 
 def loss(weights, x):
     router, up, down, head = (w.astype(x.dtype) for w in weights)
@@ -217,47 +212,9 @@ def loss(weights, x):
         x = x + fm.fused_moe(x, router, up, down, 4, renormalize=True)
     out = ragged_dot(x.reshape(-1, 256), head, sizes)
     return jnp.square(out.astype(jnp.float32) - 1).mean()
-
-def step(weights, x):
-    value, gradients = jax.value_and_grad(loss)(weights, x)
-    return [w - 0.2 * g for w, g in zip(weights, gradients)], value
-
-compiled = jax.jit(step)
-
-def train(busy):
-    made, values, kept = weights, [], []
-    for i in range(12):
-        made, value = compiled(made, x)
-        values.append(value)
-        if busy:  # memory that was free when a graph was recorded comes to be others'
-            kept.append(jnp.full((1 << 20) * (1 + i % 3), i, jnp.float32))
-    assert all((k == k[0]).all() for k in kept)
-    return made, values
-
-got, values = train(busy=True)
-again, _ = train(busy=False)
-for a, b in zip(got, again):
-    np.testing.assert_array_equal(a, b)
-assert values[-1] < values[0], values
-assert all(np.isfinite(float(v)) for v in values)
-print("losses", float(values[0]), float(values[-1]))
 """
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_steps_of_training(jax_gpu: Any, tmp_path: Path, graphs: bool) -> None:
-    """The same bits whatever else there is in memory, in XLA's CUDA graphs and without them."""
-    enabled = "+CUSTOM_CALL" if graphs else ""
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1 "
-        f"--xla_gpu_enable_command_buffer={enabled} --xla_gpu_deterministic_ops=true"
-    )
-    program = tmp_path / "steps.py"
-    program.write_text(_STEPS)
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "losses" in done.stdout
+    assert_steps_repeat(_STEPS, tmp_path, graphs)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import flashmoe_science as fm
 import numpy as np
 import pytest
+from gpu.jax_steps import assert_steps_repeat
 from reference import DTYPES
 from reference_backward import assert_gradients_accurate
 
@@ -144,14 +142,10 @@ def test_vmap_of_grad(jax_gpu: Any, in_axes: tuple[int | None, ...]) -> None:
 
 
 _STEPS = """
-import jax
-import jax.numpy as jnp
-import numpy as np
-import flashmoe_science as fm
-
 keys = jax.random.split(jax.random.key(0), 3)
 x = jax.random.normal(keys[0], (4, 512, 256), jnp.bfloat16)
 weights = [jax.random.normal(key, (256, n)) / 16 for key, n in zip(keys[1:], (768, 256))]
+rate = 0.1
 
 def loss(weights, x):
     for _ in range(2):
@@ -159,50 +153,12 @@ def loss(weights, x):
         out = fm.flash_attention(q, k, v, causal=True).reshape(x.shape)
         x = x + out @ weights[1].astype(x.dtype)
     return jnp.square(x.astype(jnp.float32)).mean()
-
-def step(weights, x):
-    value, gradients = jax.value_and_grad(loss)(weights, x)
-    return [w - 0.1 * g for w, g in zip(weights, gradients)], value
-
-compiled = jax.jit(step)
-
-def train(busy):
-    made, values, kept = weights, [], []
-    for i in range(12):
-        made, value = compiled(made, x)
-        values.append(value)
-        if busy:  # memory that was free when a graph was recorded comes to be others'
-            kept.append(jnp.full((1 << 20) * (1 + i % 3), i, jnp.float32))
-    assert all((k == k[0]).all() for k in kept)
-    return made, values
-
-got, values = train(busy=True)
-again, _ = train(busy=False)
-for a, b in zip(got, again):
-    np.testing.assert_array_equal(a, b)
-assert values[-1] < values[0], values
-assert all(np.isfinite(float(v)) for v in values)
-print("losses", float(values[0]), float(values[-1]))
 """
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_steps_of_training(jax_gpu: Any, tmp_path: Path, graphs: bool) -> None:
-    """The same bits whatever else there is in memory, in XLA's CUDA graphs and without them."""
-    enabled = "+CUSTOM_CALL" if graphs else ""
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1 "
-        f"--xla_gpu_enable_command_buffer={enabled} --xla_gpu_deterministic_ops=true"
-    )
-    program = tmp_path / "steps.py"
-    program.write_text(_STEPS)
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "losses" in done.stdout
+    assert_steps_repeat(_STEPS, tmp_path, graphs)
 
 
 def test_the_workspace_is_the_programs(jax_gpu: Any) -> None:
