@@ -10,6 +10,7 @@
 #include "check.h"
 #include "core/backends.h"
 #include "cuda/host/fake_cuda.h"
+#include "cuda/host/one_kernel.h"
 #include "cuda/kv_append/entry.h"
 #include "cuda/kv_append/params.h"
 #include "flashmoe/flashmoe.h"
@@ -96,25 +97,10 @@ KvAppendProblem problem_of(const Shape& s) {
   return p;
 }
 
-Plan plan_of(const KvAppendProblem& problem) {
-  Plan plan = {};
-  char reason[256] = "";
-  CHECK(kCudaKvAppend.plan(problem, &plan, Reason(reason)) == FLASHMOE_OK);
-  CHECK(plan.info.launch_count == 1 && plan.info.workspace_bytes == 0);
-  CHECK(plan.info.microseconds > 0);
-  return plan;
-}
-
-Params seen;
+Plan plan_of(const KvAppendProblem& problem) { return plan_one(kCudaKvAppend, problem); }
 
 Params launch(const KvAppendProblem& problem, const Plan& plan) {
-  fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
-  fake::last = {};
-  CHECK(kCudaKvAppend.launch(problem, plan, nullptr, nullptr) == FLASHMOE_OK);
-  const flashmoe_launch& planned = plan.info.launches[0];
-  CHECK(fake::last.grid.x == planned.grid[0] && fake::last.grid.y == planned.grid[1]);
-  CHECK(fake::last.block.x == planned.block[0] && fake::last.programmatic == 1);
-  return seen;
+  return launch_planned_one<Params>(kCudaKvAppend, problem, plan);
 }
 
 Params params_of(const Shape& shape) {

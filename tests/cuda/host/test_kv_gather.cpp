@@ -8,6 +8,7 @@
 #include "check.h"
 #include "core/backends.h"
 #include "cuda/host/fake_cuda.h"
+#include "cuda/host/one_kernel.h"
 #include "cuda/kv_gather/entry.h"
 #include "cuda/kv_gather/params.h"
 #include "flashmoe/flashmoe.h"
@@ -76,25 +77,12 @@ KvGatherProblem problem_of(const Shape& s) {
   return p;
 }
 
-Plan plan_of(const KvGatherProblem& problem) {
-  Plan plan = {};
-  char reason[256] = "";
-  CHECK(kCudaKvGather.plan(problem, &plan, Reason(reason)) == FLASHMOE_OK);
-  CHECK(plan.info.launch_count == 1 && plan.info.workspace_bytes == 0);
-  CHECK(plan.info.microseconds > 0);
-  return plan;
-}
-
-Params seen;
+Plan plan_of(const KvGatherProblem& problem) { return plan_one(kCudaKvGather, problem); }
 
 Params launch(const KvGatherProblem& problem, const Plan& plan) {
-  fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
-  fake::last = {};
-  CHECK(kCudaKvGather.launch(problem, plan, nullptr, nullptr) == FLASHMOE_OK);
-  const flashmoe_launch& planned = plan.info.launches[0];
-  CHECK(fake::last.grid.x == planned.grid[0] && fake::last.grid.y == planned.grid[1]);
-  CHECK(fake::last.block.x == kv_gather::kThreads && fake::last.programmatic == 1);
-  return seen;
+  const Params params = launch_planned_one<Params>(kCudaKvGather, problem, plan);
+  CHECK(fake::last.block.x == kv_gather::kThreads);
+  return params;
 }
 
 Params params_of(const Shape& shape) {

@@ -8,6 +8,7 @@
 #include "check.h"
 #include "core/backends.h"
 #include "cuda/host/fake_cuda.h"
+#include "cuda/host/one_kernel.h"
 #include "cuda/merge_states/entry.h"
 #include "cuda/merge_states/params.h"
 #include "flashmoe/flashmoe.h"
@@ -64,25 +65,12 @@ MergeStatesProblem problem_of(const Shape& s) {
   return p;
 }
 
-Plan plan_of(const MergeStatesProblem& problem) {
-  Plan plan = {};
-  char reason[256] = "";
-  CHECK(kCudaMergeStates.plan(problem, &plan, Reason(reason)) == FLASHMOE_OK);
-  CHECK(plan.info.launch_count == 1 && plan.info.workspace_bytes == 0);
-  CHECK(plan.info.microseconds > 0);
-  return plan;
-}
-
-Params seen;
+Plan plan_of(const MergeStatesProblem& problem) { return plan_one(kCudaMergeStates, problem); }
 
 Params launch(const MergeStatesProblem& problem) {
-  const Plan plan = plan_of(problem);
-  fake::on_launch = [](const void* params) { std::memcpy(&seen, params, sizeof seen); };
-  fake::last = {};
-  CHECK(kCudaMergeStates.launch(problem, plan, nullptr, nullptr) == FLASHMOE_OK);
-  CHECK(fake::last.grid.x == plan.info.launches[0].grid[0] && fake::last.grid.y == 1);
-  CHECK(fake::last.block.x == merge_states::kThreads && fake::last.programmatic == 1);
-  return seen;
+  const Params params = launch_planned_one<Params>(kCudaMergeStates, problem, plan_of(problem));
+  CHECK(fake::last.grid.y == 1 && fake::last.block.x == merge_states::kThreads);
+  return params;
 }
 
 void blocks_have_all_rows() {
