@@ -13,8 +13,10 @@ import flashmoe_science.torch as fmt
 import moe_gradients
 import pytest
 import torch
+import torch_moe_training
 from gpu.moe_layers import DEVICE
 from torch.utils.checkpoint import checkpoint
+from torch_moe_training import Extents, fresh, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -22,49 +24,8 @@ T, H, INNER, E, K = 300, 192, 136, 8, 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def leaves(dtype: torch.dtype, *, transposed: bool = False, seed: int = 0) -> dict[str, Any]:
-    g = torch.Generator(device=DEVICE).manual_seed(seed)
-
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, generator=g, device=DEVICE) * scale).to(dtype)
-
-    def matrix(e: int, n: int, k: int) -> torch.Tensor:
-        if transposed:
-            return normal(e, k, n, scale=k**-0.5).transpose(1, 2)
-        return normal(e, n, k, scale=k**-0.5)
-
-    made = {
-        "tokens": normal(T, H), "router_weights": normal(E, H, scale=0.2),
-        "router_bias": normal(E), "w_gate_up": matrix(E, 2 * INNER, H),
-        "w_down": matrix(E, H, INNER), "b_gate_up": normal(E, 2 * INNER), "b_down": normal(E, H),
-    }  # fmt: skip
-    return {name: x.requires_grad_() for name, x in made.items()}
-
-
-def fresh(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-            for name, x in given.items()}  # fmt: skip
-
-
-def reference(
-    given: dict[str, Any], dout: Any, ids: Any, scoring: str, dtype: torch.dtype
-) -> dict[str, Any]:
-    """By a loop over experts, for the experts that ours chose."""
-    w = {name: x.detach().to(dtype).requires_grad_() for name, x in given.items()}
-    logits = w["tokens"] @ w["router_weights"].T + w["router_bias"]
-    wide = logits.to(moe_gradients.max_of(dtype))
-    chosen = wide.gather(1, ids)
-    if scoring == "softmax":
-        weights = wide.softmax(-1).gather(1, ids)
-    else:
-        weights = chosen.softmax(-1) if scoring == "topk_softmax" else chosen.sigmoid()
-    weights = weights / weights.sum(-1, keepdim=True) * 1.5
-    names = {"w_gate": w["w_gate_up"][:, :INNER], "w_up": w["w_gate_up"][:, INNER:],
-             "b_gate": w["b_gate_up"][:, :INNER], "b_up": w["b_gate_up"][:, INNER:],
-             "w_down": w["w_down"], "b_down": w["b_down"]}  # fmt: skip
-    out = moe_gradients.layer(w["tokens"], ids.cpu().numpy(), weights, names)
-    out.backward(dout.to(dtype))
-    return {name: x.grad.double().cpu().numpy() for name, x in w.items()}
+def leaves(dtype: torch.dtype, *, transposed: bool = False) -> dict[str, Any]:
+    return torch_moe_training.leaves(Extents(T, H, INNER, E), dtype, DEVICE, transposed)
 
 
 @pytest.mark.parametrize("module", [fm, fmt], ids=["package", "torch"])

@@ -15,57 +15,21 @@ import flashmoe_science as fm  # noqa: E402
 import flashmoe_science.torch as fmt  # noqa: E402
 import moe_gradients  # noqa: E402
 import numpy as np  # noqa: E402
+import torch_moe_training  # noqa: E402
 from flashmoe_science import UnsupportedError  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_moe_training import Extents, fresh, reference  # noqa: E402
 
 T, H, INNER, E, K = 45, 64, 40, 8, 3
 MODULES = pytest.mark.parametrize("fm", [fm, fmt], ids=["package", "torch"])
 
 
-def leaves(dtype: Any, *, transposed: bool = False, seed: int = 0) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, scale: float = 1.0) -> Any:
-        return (torch.randn(shape, generator=g) * scale).to(dtype)
-
-    def matrix(e: int, n: int, k: int) -> Any:
-        if transposed:
-            return normal(e, k, n, scale=k**-0.5).transpose(1, 2)
-        return normal(e, n, k, scale=k**-0.5)
-
-    made = {
-        "tokens": normal(T, H), "router_weights": normal(E, H, scale=0.2),
-        "router_bias": normal(E), "w_gate_up": matrix(E, 2 * INNER, H),
-        "w_down": matrix(E, H, INNER), "b_gate_up": normal(E, 2 * INNER), "b_down": normal(E, H),
-    }  # fmt: skip
-    return {name: x.requires_grad_() for name, x in made.items()}
+def leaves(dtype: Any, *, transposed: bool = False) -> dict[str, Any]:
+    return torch_moe_training.leaves(Extents(T, H, INNER, E), dtype, transposed=transposed)
 
 
 def grads(given: dict[str, Any]) -> dict[str, Any]:
     return {name: x.grad for name, x in given.items()}
-
-
-def fresh(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-            for name, x in given.items()}  # fmt: skip
-
-
-def reference(given: dict[str, Any], dout: Any, ids: Any, how: str, dtype: Any) -> dict[str, Any]:
-    """By a loop over experts, for the experts that ours chose."""
-    w = {name: x.detach().to(dtype).requires_grad_() for name, x in given.items()}
-    logits = w["tokens"] @ w["router_weights"].T + w["router_bias"]
-    wide = logits.to(moe_gradients.max_of(dtype))
-    chosen = wide.gather(1, ids)
-    if how == "softmax":
-        weights = wide.softmax(-1).gather(1, ids)
-    else:
-        weights = chosen.softmax(-1) if how == "topk_softmax" else chosen.sigmoid()
-    weights = weights / weights.sum(-1, keepdim=True) * 1.5
-    names = {"w_gate": w["w_gate_up"][:, :INNER], "w_up": w["w_gate_up"][:, INNER:],
-             "b_gate": w["b_gate_up"][:, :INNER], "b_up": w["b_gate_up"][:, INNER:],
-             "w_down": w["w_down"], "b_down": w["b_down"]}  # fmt: skip
-    moe_gradients.layer(w["tokens"], ids.numpy(), weights, names).backward(dout.to(dtype))
-    return {name: x.grad.double().numpy() for name, x in w.items()}
 
 
 def reordered(seed: int, given: dict[str, Any], dout: Any, ids: Any, how: str, dtype: Any) -> Any:
