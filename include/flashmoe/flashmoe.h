@@ -304,7 +304,7 @@ FLASHMOE_API flashmoe_status flashmoe_last_launches(flashmoe_launch launches[FLA
  *
  * in either layout, of any strides. Every extent may also be 1, which then stands for all, as a
  * stride of 0 does. Beside sequences, see below for what their extents are. No kernel for GPUs
- * reads them beside sequences, scales or keys of fp8 in this version.
+ * reads them beside scales or keys of fp8 in this version.
  *
  * Keys and values of fp8 are widened to q's dtype, fp16, bf16 or fp32, each of which holds every
  * number of e4m3: the call has the bits of one by the same schedule whose k and v hold these
