@@ -215,11 +215,11 @@ class TiledRows {
     // of a row are read together, each of which has a page of its own.
     void multiply_columns(TiledRows& all, int m, int64_t word, int64_t words) const {
       const int64_t room = TileScratch::kPanelWords / panels_ / kEdge * kEdge;
-      const bool in_turns = tile_.weights[m].row_stride != 1;
+      const bool interleaved = tile_.weights[m].row_stride != 1;
       for (int64_t done = 0; done < words; done += room) {
         const int64_t steps = smaller(room, words - done);
         const int64_t half = round_up(steps, kEdge) * kEdge;
-        if (in_turns) {
+        if (interleaved) {
           pack_columns(m, word + done, steps, half, 2, all.s_.panels,
                        load_every_second_column<Product, kPanelVectors>);
         } else {

@@ -115,10 +115,10 @@ class CudaClock:
         """Peak memory of a call; for short ones host, eager and graph time."""
         found: dict[str, dict[str, Any]] = {c.name: self._peak(c) for c in contenders}
         short = [c for c in contenders if medians[c.name] <= _SHORT_S]
-        for name, seconds in _medians_in_turns(short, self._host_samples, seed).items():
+        for name, seconds in _interleaved_medians(short, self._host_samples, seed).items():
             found[name]["host_s"] = seconds
         of_torch = [c for c in short if c.of_torch]  # whose stream events are recorded on
-        for name, seconds in _medians_in_turns(of_torch, self._eager_samples, seed).items():
+        for name, seconds in _interleaved_medians(of_torch, self._eager_samples, seed).items():
             found[name]["eager_s"] = seconds
         for name, samples in self._graph_samples(short, medians, seed).items():
             found[name]["graph_s"] = statistics.median(samples) if samples else None
@@ -203,7 +203,7 @@ class CudaClock:
         return graph
 
 
-def _medians_in_turns(
+def _interleaved_medians(
     contenders: list[Contender], take: Callable[[Contender], list[float]], seed: int
 ) -> dict[str, float]:
     """Medians of the samples that `take` gives of every contender, in rounds of random order."""
