@@ -32,7 +32,8 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged" "192,128,RaggedTuning,_ragged"
   "256,256,RaggedTuning,_ragged"
   "64,64,CappedRaggedTuning,_ragged_softcap" "128,128,CappedRaggedTuning,_ragged_softcap"
-  "192,128,CappedRaggedTuning,_ragged_softcap" "256,256,CappedRaggedTuning,_ragged_softcap")
+  "192,128,CappedRaggedTuning,_ragged_softcap" "256,256,CappedRaggedTuning,_ragged_softcap"
+  "64,64,WindowTuning,_window" "64,64,RaggedWindowTuning,_ragged_window")
 # Of keys whose first columns are the values.
 set(FLASHMOE_ATTENTION_SM90_MLA_KERNELS "576,512")
 set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS

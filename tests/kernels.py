@@ -45,6 +45,11 @@ class Kernel(NamedTuple):
         return "Ragged" in self.tuning
 
     @property
+    def windowed(self) -> bool:
+        """Whether it serves short windows and no others."""
+        return "Window" in self.tuning
+
+    @property
     def rows(self) -> int:
         """Of the families of few rows, the query rows of a tile."""
         return int(self.tuning.removesuffix("_fp8"))
@@ -72,6 +77,7 @@ class Kernel(NamedTuple):
             return f"{name}_r{self.tuning}"
         name = f"{name}_ragged" if self.ragged else name
         name = f"{name}_biased" if self.biased else name
+        name = f"{name}_window" if self.windowed else name
         return f"{name}_softcap" if self.capped else name
 
 

@@ -14,7 +14,10 @@ ENTRIES = {
     "attention/sm89": (*("fp16_d64_dv64", "fp16_d64_dv64_ragged", "fp16_d64_dv64_ragged_biased"),),
     "attention/sm89_decode": ("fp16_d64_dv64_r8", "fp16_d64_dv64_r16"),
     "attention/sm90_mla": ("fp16_d576_dv512",),
-    "attention/sm90": ("fp16_d64_dv64", "fp16_d64_dv64_ragged", "split_kv_fp16_d64_dv64"),
+    "attention/sm90": (
+        *("fp16_d64_dv64", "fp16_d64_dv64_ragged", "split_kv_fp16_d64_dv64"),
+        *("fp16_d64_dv64_window", "fp16_d64_dv64_ragged_window"),
+    ),
     "attention/sm89_backward": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),
         *("bf16_d256_dv256", "bf16_d256_dv256_ada", "fp16_d64_dv64_ragged"),

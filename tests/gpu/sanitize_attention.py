@@ -57,12 +57,16 @@ FAMILIES = (*kernels.FAMILIES, *kernels.OF_SEQUENCES)
 
 
 def _for_kernel(kernel: Kernel, options: Options) -> Options:
-    """With a softcap where the kernel is for calls that have one, without where another is; with
-    heads enough for two blocks where these are a cluster, and a prompt in mixed batches."""
+    """With a softcap or a window where the kernel is for calls that have one, without where
+    another is; with heads enough for two blocks where these are a cluster, and a prompt in mixed
+    batches."""
     if kernel.family == "mixed":  # some sequence has more queries than decode
         return options._replace(seq_q=options.seq_q + 128)
     if kernel.family == "sm90_mla":
         return options._replace(heads_q=80 if "Paired" in kernel.tuning else 16, heads_kv=1)
+    if kernel.windowed:  # with both ends
+        right = None if options.causal != "none" else 20
+        return options._replace(softcap=None, window=(40, right))
     if kernel.family in kernels.COPY_ENGINE:
         return options._replace(softcap=2.0 if kernel.capped else None)
     return options
@@ -249,7 +253,8 @@ def check_hostile_sequences(driver: Driver, kernel: Kernel) -> set[str]:
     for name in ("k", "v", "out"):  # what is within the tensors is numbers
         arrays[name][...] = 0
     options = _for_kernel(kernel, _OPTIONS[0])
-    ran = _run_sequences(driver, kernel, arrays, causal="bottom_right", softcap=options.softcap)
+    mask = {"causal": "bottom_right", "window": options.window}
+    ran = _run_sequences(driver, kernel, arrays, **mask, softcap=options.softcap)
     assert np.isfinite(arrays["out"].astype(np.float32)).all()
     return ran
 

@@ -45,6 +45,11 @@ def _check(batch: Batch, call: Call, **options: Any) -> ragged.Result:
     return ragged.check(batch, call, DEVICE, **options)
 
 
+def _has_both_ends(options: dict[str, Any]) -> bool:
+    left, right = options.get("window", (None, None))
+    return left is not None and (right is not None or "causal" in options)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 def test_every_way_to_say_where_sequences_are(
@@ -58,8 +63,11 @@ def test_every_way_to_say_where_sequences_are(
             got = _check(batch, call, kernel=kernel, **options)
             if kernel in ("sm89", "sm90_whole_tiles"):
                 name = f"attention_forward_{kernels.stem(kernel)}_{dtype}_d{dim}_dv{dim_v}_ragged"
-                capped = kernel != "sm89" and "softcap" in options
-                assert got.kernel == (f"{name}_softcap" if capped else name)
+                if kernel != "sm89" and "softcap" in options:
+                    name += "_softcap"
+                elif kernel != "sm89" and dim == 64 and _has_both_ends(options):
+                    name += "_window"
+                assert got.kernel == name
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), PADDED)

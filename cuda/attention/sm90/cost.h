@@ -33,6 +33,15 @@ inline double share_of_clock(double tiles, const DeviceFacts& facts) {
   return 1 - kOfPower * (1 - std::min(1.0, tiles / facts.multiprocessors));
 }
 
+// Whether tiles of a kernel for short windows take less time than others of as many rows: but for
+// one wave of tiles of two steps at most, whose loads and products then have begun sooner
+// (docs/lab/attention_sm90.md).
+inline bool saves_steps(const AttentionProblem& p, int64_t rows, const DeviceFacts& facts) {
+  constexpr int64_t kTwoSteps = 256;  // of the other kernels, in keys
+  const int64_t tiles = (p.seq_q + rows - 1) / rows;
+  return p.seq_k > kTwoSteps || tiles * p.batch * p.heads_q > facts.multiprocessors;
+}
+
 inline double tile_microseconds(const Work& work, const TileSpeed& speed,
                                 const DeviceFacts& facts) {
   double share = share_of_clock(work.heads_q * ceil_of(work.seq_q, speed.rows), facts);

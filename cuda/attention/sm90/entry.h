@@ -15,6 +15,8 @@ struct Entry : AttentionKernel {
   Kernel combine;  // the second kernel
 
   bool ragged;  // for ragged, padded and paged batches, and for no others
+  // For windows of so many keys beside a row's own, at most, and for no others; 0: for any.
+  int window_keys;
 
   bool splits_kv() const { return part_bytes > 0; }
 };

@@ -1,8 +1,10 @@
 // The sm_90 family: which kernel and which schedule of it serve a problem.
+#include <algorithm>
 #include <cstring>
 
 #include "core/backends.h"
 #include "core/status.h"
+#include "cuda/attention/sm90/cost.h"
 #include "cuda/attention/sm90/entry.h"
 #include "cuda/attention/sm90/schedules.h"
 #include "cuda/attention/walkable.h"
@@ -43,16 +45,45 @@ Asked asked_of(const char* kernel) {
           std::strcmp(kernel, kWholeTiles) != 0 && (!is_kernel || splits_kv)};
 }
 
-// The kernel of a schedule. Each has some for all head dimensions.
-const Entry* entry_of(const AttentionProblem& problem, bool splits_kv) {
+// Whether a query sees so many keys beside one, at most, by both ends of a window.
+bool has_window_of(const AttentionProblem& p, int64_t keys) {
+  if (!p.sequences.given) {
+    return p.bounded_left && p.bounded_right && p.right_offset - p.left_offset <= keys;
+  }
+  const AttentionMask& mask = p.sequences.mask;
+  const bool left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0;
+  const bool right =
+      mask.causal != FLASHMOE_CAUSAL_NONE || (mask.window & FLASHMOE_WINDOW_RIGHT) != 0;
+  return left && right && mask.window_left <= keys && mask.window_right <= keys &&
+         mask.window_left + mask.window_right <= keys && mask.window_left < p.seq_k - 1;
+}
+
+// Whether all queries together see no more keys than one of such a window.
+bool has_keys_of_window(const AttentionProblem& p, int64_t keys) {
+  const int64_t first = p.bounded_left ? std::max<int64_t>(0, p.left_offset) : 0;
+  const int64_t end = p.bounded_right ? std::min(p.seq_k, p.seq_q + p.right_offset) : p.seq_k;
+  return end - first <= keys + 1;
+}
+
+// The kernel of a schedule. Each has some for all head dimensions. Those for short windows compute
+// few keys by name, too, as sequences have that are shorter than their window.
+const Entry* entry_of(const AttentionProblem& problem, bool splits_kv, const DeviceFacts& facts) {
   const bool capped = problem.softcap != 0.0f;
   const bool ragged = problem.sequences.given;
+  const auto suits = [&](const Entry& each) {
+    const bool named = std::strcmp(problem.kernel, each.name) == 0;
+    return each.window_keys == 0 || has_window_of(problem, each.window_keys) ||
+           (named && has_keys_of_window(problem, each.window_keys));
+  };
   return find_entry(
       kEntries, problem,
       [&](const Entry& each) {
-        return each.capped == capped && each.splits_kv() == splits_kv && each.ragged == ragged;
+        return each.capped == capped && each.splits_kv() == splits_kv && each.ragged == ragged &&
+               suits(each);
       },
-      [](const Entry&) { return true; });
+      [&](const Entry& each) {
+        return (each.window_keys > 0) == saves_steps(problem, each.tile_q, facts);
+      });
 }
 
 // Refuses what no kernel of the family takes, whatever its tiles.
@@ -80,7 +111,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   const Work work = work_of(problem);
   const auto estimate = [&](bool is_asked, bool splits_kv, auto function, auto* estimated) {
     if (!is_asked) return FLASHMOE_ERROR_UNSUPPORTED;
-    const Entry* const entry = entry_of(problem, splits_kv);
+    const Entry* const entry = entry_of(problem, splits_kv, *facts);
     if (entry == nullptr) {
       return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
     }

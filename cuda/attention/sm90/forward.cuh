@@ -12,6 +12,8 @@
 // query heads of a KV head, and the steps of all tiles, laid end to end, are dealt to the blocks in
 // equal ranges (stream-K). A tile within one range is written out by its block; split_kv.cuh has
 // the others.
+//
+// Short windows have consumers of their own (window.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -647,12 +649,14 @@ struct Consumer {
     }
   }
 
-  // Of Q. Kernels of sequences count tiles alone, having a register less than others.
+  // Of Q. Kernels of sequences and of short windows count tiles alone, having a register less than
+  // others.
+  static constexpr bool kCountsTiles = Traits::kRagged || Traits::kWindowSteps > 0;
   __device__ __forceinline__ int q_stage() const {
-    return Traits::kRagged ? static_cast<int>(tile % Traits::kQStages) : q_pipe.stage;
+    return kCountsTiles ? static_cast<int>(tile % Traits::kQStages) : q_pipe.stage;
   }
   __device__ __forceinline__ uint32_t q_parity() const {
-    return Traits::kRagged ? tile / Traits::kQStages % 2 : q_pipe.parity;
+    return kCountsTiles ? tile / Traits::kQStages % 2 : q_pipe.parity;
   }
 
   // Of Q: the one that holds this group's rows.
@@ -679,19 +683,25 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Issues out += P V, or out = P V.
-  __device__ __forceinline__ void issue_values() {
-    const uint64_t v = ptx::advance(v_descriptor, v_pipe.stage * Traits::kVBytes);
+  // Issues out += P V of a stage, or out = P V.
+  __device__ __forceinline__ void issue_values(const uint32_t (&p_of_step)[kSlices][4], int stage,
+                                               bool add_up) {
+    const uint64_t v = ptx::advance(v_descriptor, stage * Traits::kVBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      ValueMma::multiply_values(out, p[slice], ptx::advance(v, slice * 2048), slice > 0 || add);
+      ValueMma::multiply_values(out, p_of_step[slice], ptx::advance(v, slice * 2048),
+                                slice > 0 || add_up);
     }
     ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void issue_values() {
+    issue_values(p, v_pipe.stage, add);
     add = true;
   }
 
-  __device__ __forceinline__ void pack() {
+  static __device__ __forceinline__ void pack(const float (&scores)[kScores],
+                                              uint32_t (&p)[kSlices][4]) {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
@@ -710,7 +720,7 @@ struct Consumer {
   }
 
   // Hides the keys of the step from `key` on that a row does not see.
-  __device__ __forceinline__ void mask(int group_row, int key) {
+  __device__ __forceinline__ void mask(int group_row, int key, float (&scores)[kScores]) const {
     static_assert(kScores / 2 <= 32, "a bit for each key of a row");
     const int lane = lane_index();
     const int first_row = warp_of_group() * 16 + lane / 4;
@@ -725,7 +735,7 @@ struct Consumer {
   // What softcap and mask make of Q K^T.
   __device__ __forceinline__ void cap_and_mask(int group_row, int key, bool masked) {
     if constexpr (Traits::kCapped) params.score.template cap<Softcap::kBrief>(scores);
-    if (masked) mask(group_row, key);
+    if (masked) mask(group_row, key, scores);
   }
 
   __device__ __forceinline__ void take_turn() const {
@@ -846,7 +856,7 @@ struct Consumer {
       wait_for_values(sums);
       end_tile(tile - 1, closing);
     }
-    pack();
+    pack(scores, p);
     open = true;
   }
 
@@ -879,7 +889,7 @@ struct Consumer {
     statistics.add(sums);
     release_k();
     if (last) release_q();
-    pack();
+    pack(scores, p);
   }
 
   // The last P V of a tile, on its own.
@@ -919,23 +929,7 @@ struct Consumer {
       ++tile;
     }
     if constexpr (!Traits::kSplit) {
-      if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
-      ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-      if (suspect) {
-        ptx::fence_proxy_async();
-        if constexpr (Traits::kRagged) {
-          group =
-              thread_index() / kThreadsPerGroup - 1;  // anew: it costs the main loop no register
-          if (params.division == nullptr) {
-            repair_all<Tiles::kDealt>();
-          } else {
-            repair_all<Tiles::kTakenBefore>();
-          }
-        } else {
-          TileScheduler<Traits> scheduler(params);
-          for (Tile written; scheduler.next(&written);) repair(written);
-        }
-      }
+      repair_whole_tiles();
     } else {
       // Without a barrier here, and one after what only some lanes store, ptxas serialises the
       // products.
@@ -945,6 +939,26 @@ struct Consumer {
         for (Tile written; scheduler.next(&written);) {
           if (written.place == kWholeTile) repair(written);
         }
+      }
+    }
+  }
+
+  // Behind the last tile: repairs what needs it, once all output has left.
+  __device__ __forceinline__ void repair_whole_tiles() {
+    if (warp_of_group() == 0 && lane_index() == 0) ptx::tma_store_wait();
+    ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+    if (suspect) {
+      ptx::fence_proxy_async();
+      if constexpr (Traits::kRagged) {
+        group = thread_index() / kThreadsPerGroup - 1;  // anew: it costs the main loop no register
+        if (params.division == nullptr) {
+          repair_all<Tiles::kDealt>();
+        } else {
+          repair_all<Tiles::kTakenBefore>();
+        }
+      } else {
+        TileScheduler<Traits> scheduler(params);
+        for (Tile written; scheduler.next(&written);) repair(written);
       }
     }
   }
@@ -1256,8 +1270,10 @@ struct Consumer {
       if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) *lse_of(tile, row) = end.lse;
       factor[half] = end.factor;
       fallback = fallback || end.rounded_away;
-      // A NaN of the sum is one of the keys that the row sees.
-      expected[half] = is_masked<Traits>(params, tile) && exists && total == total;
+      // A NaN of the sum is one of the keys that the row sees. Of short windows steps may stand for
+      // others, masked.
+      const bool masked = Traits::kWindowSteps > 0 || is_masked<Traits>(params, tile);
+      expected[half] = masked && exists && total == total;
     }
     const uint32_t tile_out = shared + Traits::kOOffset + group * Traits::kOBytesPerGroup;
     const bool leader = warp == 0 && lane == 0;
@@ -1342,6 +1358,13 @@ __device__ __forceinline__ bool runs_beside(const ParamsOf<Traits>& params) {
   }
 }
 
+template <class Traits>
+struct WindowConsumer;  // window.cuh
+
+template <class Traits>
+using ConsumerOf =
+    std::conditional_t<(Traits::kWindowSteps > 0), WindowConsumer<Traits>, Consumer<Traits>>;
+
 // What a block does.
 template <class Traits>
 __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
@@ -1395,7 +1418,7 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
   const bool consumes = Traits::kSplit ? group != 0 : thread >= kThreadsPerGroup;
   if (consumes) {
     ptx::take_registers<Traits::kConsumerRegisters>();
-    Consumer<Traits> consumer(params, barriers, shared, tiles, group - 1);
+    ConsumerOf<Traits> consumer(params, barriers, shared, tiles, group - 1);
     // Consumer 0 has the first turn.
     if (group == Traits::kConsumers) consumer.pass_turn();
     consumer.run();

@@ -31,7 +31,8 @@ struct Tuning {
   int output_boxes;     // of 64 columns of a group's output that leave at a time
   bool capped = false;  // logits have a softcap
   bool split = false;  // keys are split over blocks, rows are those of all query heads of a KV head
-  bool ragged = false;  // the batch is sequences, of which tables say where and how long they are
+  bool ragged = false;   // the batch is sequences, of which tables say where and how long they are
+  int window_steps = 0;  // that the keys of a group fit into, all of them at once (window.cuh)
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
@@ -99,6 +100,25 @@ struct CappedRaggedTuning {
   }();
 };
 
+// Short windows (window.cuh).
+template <int kDim, int kDimV>
+struct WindowTuning {
+  static constexpr Tuning value = [] {
+    Tuning window = {3, 64, 9, 2, false, 1};
+    window.window_steps = 3;
+    return window;
+  }();
+};
+
+template <int kDim, int kDimV>
+struct RaggedWindowTuning {
+  static constexpr Tuning value = [] {
+    Tuning window = WindowTuning<kDim, kDimV>::value;
+    window.ragged = true;
+    return window;
+  }();
+};
+
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
   static constexpr Tuning kTuning = TuningOf::value;
@@ -115,6 +135,11 @@ struct Traits {
   static constexpr bool kCapped = kTuning.capped;
   static constexpr bool kSplit = kTuning.split;
   static constexpr bool kRagged = kTuning.ragged;
+  static constexpr int kWindowSteps = kTuning.window_steps;
+  // Keys, beside one, that rows of a call may see: those of 64 rows are then no more than so many
+  // steps. Of kernels that take any number of steps 0.
+  static constexpr int kWindowKeys =
+      kWindowSteps > 0 ? kWindowSteps * kStepKeys - kRowsPerGroup : 0;
 
   // Keys of a narrow step: the first of a tile, where no row of a group sees more of it. Not with a
   // softcap, where products are not what takes the time, nor where it leaves too few registers.

@@ -127,7 +127,8 @@ using Instance = Traits<__nv_bfloat16, kDim, kDim>;
       0,                                                                                   \
       0,                                                                                   \
       {},                                                                                  \
-      Instance<dim>::kRagged};
+      Instance<dim>::kRagged,                                                              \
+      Instance<dim>::kWindowKeys};
 FLASHMOE_SM90(64)
 FLASHMOE_SM90(128)
 #undef FLASHMOE_SM90
@@ -146,7 +147,8 @@ using SplitInstance = Traits<__nv_bfloat16, kDim, kDim, SplitTuning<kDim, kDim>>
       SplitInstance<dim>::kConsumers,                                                       \
       SplitInstance<dim>::kPartBytes,                                                       \
       kernel_of<SplitInstance<dim>, Combine>("attention_combine_sm90_split_kv", 0),         \
-      SplitInstance<dim>::kRagged};
+      SplitInstance<dim>::kRagged,                                                          \
+      SplitInstance<dim>::kWindowKeys};
 FLASHMOE_SPLIT_KV(64)
 FLASHMOE_SPLIT_KV(128)
 #undef FLASHMOE_SPLIT_KV

@@ -193,6 +193,7 @@ const Entry entry_fp16_d64_dv64 = {
     0,
     {},
     false,
+    0,
 };
 static LoadedKernel loaded_ragged[kMaxDevices];
 extern const Entry entry_fp16_d64_dv64_ragged;
@@ -213,6 +214,7 @@ const Entry entry_fp16_d64_dv64_ragged = {
     0,
     {},
     true,
+    0,
 };
 static LoadedKernel loaded_split[kMaxDevices];
 static LoadedKernel loaded_combine[kMaxDevices];
@@ -235,6 +237,49 @@ const Entry entry_split_kv_fp16_d64_dv64 = {
     {"attention_combine_sm90_split_kv_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0,
      loaded_combine},
     false,
+    0,
+};
+static LoadedKernel loaded_window[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_window;
+const Entry entry_fp16_d64_dv64_window = {
+    {{"attention_forward_sm90_fp16_d64_dv64_window", reinterpret_cast<const void*>(0x94), 221000,
+      loaded_window},
+     Dtype::kFloat16,
+     64,
+     64,
+     192,
+     64,
+     9,
+     512},
+    false,
+    48,
+    32,
+    0,
+    0,
+    {},
+    false,
+    128,
+};
+static LoadedKernel loaded_ragged_window[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_ragged_window;
+const Entry entry_fp16_d64_dv64_ragged_window = {
+    {{"attention_forward_sm90_fp16_d64_dv64_ragged_window", reinterpret_cast<const void*>(0x95),
+      222000, loaded_ragged_window},
+     Dtype::kFloat16,
+     64,
+     64,
+     192,
+     64,
+     9,
+     512},
+    false,
+    48,
+    32,
+    0,
+    0,
+    {},
+    true,
+    128,
 };
 }  // namespace flashmoe::sm90
 
@@ -1899,6 +1944,63 @@ void kernels_and_schedules_are_served_by_name() {
                     "sm90, sm90_whole_tiles, sm90_split_kv, sm89, cpu") != nullptr);
 }
 
+// With both ends, no further apart than the kernel's.
+void short_windows_have_kernels_of_their_own() {
+  Call call("sm90_whole_tiles", 2, 700, 1000, 6, 2);
+  const auto kernel = [&] { return std::string(plan_of(call).launches[0].kernel); };
+  const std::string usual = "attention_forward_sm90_fp16_d64_dv64";
+  const auto set = [&](int32_t causal, uint32_t window, int64_t left, int64_t right) {
+    call.params.causal = causal;
+    call.params.window = window;
+    call.params.window_left = left;
+    call.params.window_right = right;
+  };
+  constexpr uint32_t kBoth = FLASHMOE_WINDOW_LEFT | FLASHMOE_WINDOW_RIGHT;
+  for (const int32_t causal :
+       {int32_t{FLASHMOE_CAUSAL_BOTTOM_RIGHT}, int32_t{FLASHMOE_CAUSAL_TOP_LEFT}}) {
+    set(causal, FLASHMOE_WINDOW_LEFT, 128, 0);
+    CHECK(kernel() == usual + "_window");
+    set(causal, FLASHMOE_WINDOW_LEFT, 129, 0);
+    CHECK(kernel() == usual);
+    set(causal, 0, 0, 0);
+    CHECK(kernel() == usual);
+  }
+  set(FLASHMOE_CAUSAL_NONE, kBoth, 60, 68);
+  CHECK(kernel() == usual + "_window");
+  set(FLASHMOE_CAUSAL_NONE, kBoth, 60, 69);
+  CHECK(kernel() == usual);
+  set(FLASHMOE_CAUSAL_NONE, FLASHMOE_WINDOW_LEFT, 20, 0);
+  CHECK(kernel() == usual);
+  set(FLASHMOE_CAUSAL_NONE, FLASHMOE_WINDOW_RIGHT, 0, 20);
+  CHECK(kernel() == usual);
+
+  // Boxes of K and V have the keys of its steps, and the usual kernel is served by its name.
+  set(FLASHMOE_CAUSAL_BOTTOM_RIGHT, FLASHMOE_WINDOW_LEFT, 127, 0);
+  fake::on_launch = [](const void* params) { std::memcpy(&seen90, params, sizeof seen90); };
+  fake::maps.clear();
+  CHECK(call.run() == FLASHMOE_OK && fake::maps.size() == 4);
+  fake::on_launch = nullptr;
+  CHECK(fake::maps[1].box[1] == 64 && fake::maps[2].box[1] == 64);
+  CHECK(fake::maps[0].box[1] == 48 && fake::last.grid.x == 48);
+  CHECK(seen90.score.left_offset == 173 && seen90.score.right_offset == 300);
+  CHECK(seen90.kv_block_alignment == (64 - (192 + 300) % 64) % 64);
+  call.params.kernel = usual.c_str();
+  CHECK(kernel() == usual);
+  const std::string window = usual + "_window";
+  call.params.kernel = window.c_str();
+  CHECK(kernel() == window);
+
+  // No others by this name, but those of as few keys.
+  flashmoe_plan plan = flashmoe_plan_init();
+  set(FLASHMOE_CAUSAL_BOTTOM_RIGHT, 0, 0, 0);
+  CHECK(flashmoe_attention_forward_plan(&call.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
+  CHECK(std::strstr(flashmoe_last_error(), "serves this call, not") != nullptr);
+  for (const int64_t keys : {129, 130}) {
+    const Call few(window.c_str(), 1, 700, keys, 2, 2);
+    CHECK((flashmoe_attention_forward_plan(&few.params, &plan) == FLASHMOE_OK) == (keys == 129));
+  }
+}
+
 std::atomic<int> after_loading{0};
 
 void a_kernel_is_loaded_once_whoever_comes_first() {
@@ -2000,6 +2102,7 @@ int main(int argc, char** argv) {
   calls_go_where_they_are_fastest();
   the_least_time_wins();
   kernels_and_schedules_are_served_by_name();
+  short_windows_have_kernels_of_their_own();
   a_device_may_be_reset();
   contexts_of_one_device_take_turns();
   models_are_planned_for_and_run_nothing();
