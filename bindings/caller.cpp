@@ -27,7 +27,8 @@ Caller::Caller(const OperationWords& words, const TensorType& type, const char* 
       name_(name),
       first_(first),
       records_gradients_(records_gradients(type)),
-      may_have_tangents_(type.is_torch && (records_gradients_ || !torch_is_in_inference_mode())) {}
+      in_inference_mode_(type.is_torch && !records_gradients_ && torch_is_in_inference_mode()),
+      may_have_tangents_(type.is_torch && !in_inference_mode_) {}
 
 const TensorType& Caller::same_framework(const char* name, nb::handle tensor) const {
   if (tensor.type().ptr() == type_.type.ptr()) return type_;
@@ -70,7 +71,7 @@ void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Acces
   } catch (const nb::python_error&) {
     if (type.is_torch) {
       nb::module_::import_("flashmoe_science._dispatch")
-          .attr("refuse_transformed")(name, tensor, words_.name);
+          .attr("refuse_without_memory")(name, tensor, words_.name);
     }
     throw;
   }
@@ -82,7 +83,7 @@ void Caller::borrow(const char* name, nb::handle tensor, TensorView* view, Acces
   }
   if (tensor.is(first_)) like_view_ = view;
   if (access == Access::kWrite && type.is_torch) {
-    if (refuses_writes(tensor)) {
+    if (!in_inference_mode_ && refuses_writes(tensor)) {
       raise_value_error(std::string(name) +
                         ": it is an inference tensor, accepted outside of torch.inference_mode() "
                         "are others, such as its clone()");

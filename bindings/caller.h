@@ -85,6 +85,7 @@ class Caller {
   const char* name_;
   nb::handle first_;
   bool records_gradients_;
+  bool in_inference_mode_;  // of torch
   bool may_have_tangents_;
   bool is_recorded_ = false;
   nb::object made_;                        // the first new tensor, if there is one

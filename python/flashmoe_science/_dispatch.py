@@ -208,8 +208,17 @@ def is_transformed(tensor: Any) -> bool:
     )
 
 
-def refuse_transformed(name: str, tensor: Any, operation: str) -> None:
-    """Raises of a tensor of a transform of torch.func."""
+def refuse_nested(name: str, tensor: Any) -> None:
+    if tensor.is_nested:
+        raise ArgumentTypeError(
+            f"{name}: got a nested tensor, accepted is a dense one; of a jagged one values() are "
+            "all rows, and scaled_dot_product_attention of flashmoe_science.torch takes it as it is"
+        )
+
+
+def refuse_without_memory(name: str, tensor: Any, operation: str) -> None:
+    """Raises of a nested tensor, and of one of a transform of torch.func."""
+    refuse_nested(name, tensor)
     if is_transformed(tensor):
         raise _TransformedError(
             f"{name}: got a tensor of a transform of torch.func, accepted is one with memory: "
@@ -227,7 +236,7 @@ def _has_memory(tensor: Any) -> bool:
 
 class Torch(Framework):
     def check(self, name: str, tensor: Any, words: Words) -> None:
-        refuse_transformed(name, tensor, words.name)
+        refuse_without_memory(name, tensor, words.name)
         if not words.has_gradients:
             refuse_gradient(name, tensor, words)
         refuse_tangent(name, tensor, words)

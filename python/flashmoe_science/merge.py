@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from flashmoe_science import _core
 from flashmoe_science._dtypes import parse_dtype, parse_flag
 from flashmoe_science._tracing import is_traced
-from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
+from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError, _naming
 from flashmoe_science.plan import Plan
 
 _T = TypeVar("_T")
@@ -24,26 +24,69 @@ class Partials(NamedTuple):
     prior_lse: Any
 
 
-def parse_partials(outs: Any, lses: Any) -> Partials:
-    """Of one tensor of partials, or two tensors of one partial each."""
-    two = isinstance(outs, (tuple, list))
-    if two != isinstance(lses, (tuple, list)):
+def parse_partials(outs: Any, lses: Any) -> tuple[Partials, list[tuple[Any, Any]]]:
+    """Of one tensor of partials, or tensors of one partial each: the first call's, and the pairs of
+    out and lse that come behind it."""
+    several = isinstance(outs, (tuple, list))
+    if several != isinstance(lses, (tuple, list)):
         raise ArgumentTypeError(
-            f"lses: got {type(lses).__name__}, accepted are two tensors where outs is two, and one "
-            "where outs is one"
+            f"lses: got {type(lses).__name__}, accepted are as many tensors as outs has where outs "
+            "is a sequence, and one where outs is one"
         )
-    if not two:
-        return Partials(outs, lses, None, None)
+    if not several:
+        return Partials(outs, lses, None, None), []
+    if len(outs) == 0:
+        raise InvalidArgumentError(
+            "outs: got a sequence of no tensors, accepted are one and more, or one tensor with an "
+            "axis of partials in front; attention can write to its slices"
+        )
+    if len(lses) != len(outs):
+        raise InvalidArgumentError(
+            f"lses: got a sequence of {len(lses)} tensors, accepted are as many as outs has, "
+            f"{len(outs)}"
+        )
     for name, given in (("outs", outs), ("lses", lses)):
-        if len(given) != 2:
-            raise InvalidArgumentError(
-                f"{name}: got a sequence of {len(given)} tensors, accepted are two, or one tensor "
-                "with an axis of partials in front; attention can write to its slices"
-            )
         for i, tensor in enumerate(given):
             if tensor is None:
                 raise ArgumentTypeError(f"{name}[{i}]: got None, accepted is a tensor")
-    return Partials(outs[1], lses[1], outs[0], lses[0])
+    if len(outs) == 1:
+        return Partials(outs[0], lses[0], None, None), []
+    return Partials(outs[1], lses[1], outs[0], lses[0]), list(zip(outs[2:], lses[2:], strict=True))
+
+
+def one_after_another(
+    merge: Callable[[int, Partials, str | None, bool, Any, Any], Any],
+    partials: Partials,
+    behind: list[tuple[Any, Any]],
+    dtype: str | None,
+    return_lse: bool,
+    out: Any,
+    lse: Any,
+) -> Any:
+    """merge(number of the last partial, partials, dtype, return_lse, out, lse), once for each of
+    `behind` and once before, with a state of fp32 (of fp64 fp64) in between."""
+    if not behind:
+        return merge(1, partials, dtype, return_lse, out, lse)
+    of_first = name_of_dtype(partials.prior_out)
+    if dtype is None and out is None:
+        dtype = of_first
+        if dtype is None:
+            raise ArgumentTypeError(
+                "dtype: got None, but outs[0] does not say its own, accepted is a name, as 'fp16'"
+            )
+    of_state = "float64" if of_first == "float64" else "float32"
+    state = merge(1, partials, of_state, True, None, None)
+    for number, (last_out, last_lse) in enumerate(behind[:-1], 2):
+        partials = Partials(last_out, last_lse, *state)
+        state = merge(number, partials, of_state, True, None, None)
+    partials = Partials(*behind[-1], *state)
+    return merge(1 + len(behind), partials, dtype, return_lse, out, lse)
+
+
+def name_of_dtype(tensor: Any) -> str | None:
+    """None where the tensor does not say."""
+    dtype = getattr(tensor, "dtype", None)
+    return None if dtype is None else parse_name(dtype)
 
 
 def parse_name(dtype: object) -> str | None:
@@ -52,6 +95,19 @@ def parse_name(dtype: object) -> str | None:
         return None
     code, bits = parse_dtype(getattr(dtype, "__name__", dtype))  # of numpy.float32 and jnp.float32
     return f"{'bfloat' if code == _BFLOAT else 'float'}{bits}"
+
+
+def _numbered(merge: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with errors that call each partial by its number."""
+
+    def numbered(number: int, *arguments: Any) -> Any:
+        names = {
+            "outs": f"outs[{number}]", "lses": f"lses[{number}]",
+            "prior_out": "outs[0]", "prior_lse": "lses[0]",
+        }  # fmt: skip
+        return _naming(names)(merge)(number, *arguments)
+
+    return numbered
 
 
 @overload
@@ -109,18 +165,20 @@ def merge_states(
     Args:
         outs: [partials, batch, seq, heads, dim] in layout "bshd", [partials, batch, heads, seq,
             dim] in "bhsd", of any number of partials; of rank 4 one. Slices of it can be the `out`
-            of flash_attention. Or two tensors (first, second) of rank 4, each of a dtype of its
-            own. fp16, bf16, fp32, on the CPU also fp64. dim is a multiple of 8. Here and below the
-            last dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
-        lses: [partials, batch, heads, seq], or two of [batch, heads, seq]: the natural log-sum-exp
-            of each partial, fp32, with outs of fp64 fp64; any strides.
+            of flash_attention. Or a sequence of tensors of rank 4, each of a dtype of its own: two
+            are one call, and more are merged one after another, a call each, with a state of fp32
+            (of fp64 fp64) in between. fp16, bf16, fp32, on the CPU also fp64. dim is a multiple of
+            8. Here and below the last dimension is contiguous and rows begin on 16-byte
+            boundaries; nothing is copied.
+        lses: [partials, batch, heads, seq], or as many of [batch, heads, seq] as outs has: the
+            natural log-sum-exp of each partial, fp32, with outs of fp64 fp64; any strides.
         layout: "bshd" or "bhsd".
         dtype: Of a new out: fp16, bf16 or fp32. None is that of the first partial.
         return_lse: Also return the log-sum-exp over all partials, to be merged again.
-        out: Where to write the result, [batch, seq, heads, dim]. It may be the first of two
+        out: Where to write the result, [batch, seq, heads, dim]. It may be the first of several
             tensors, which is then updated in place, and overlaps no other. Not for JAX.
-        lse: Where to write the log-sum-exp, [batch, heads, seq]; it may be the first of two. Not
-            for JAX.
+        lse: Where to write the log-sum-exp, [batch, heads, seq]; it may be the first of several.
+            Not for JAX.
         kernel, stream: As of flash_attention.
 
     Returns:
@@ -131,7 +189,8 @@ def merge_states(
         Sinks are to be counted once: give them to the call of one partial alone.
 
     Raises: What flash_attention raises. A message names the argument; of two tensors it calls the
-        first prior_out and prior_lse, as the C ABI does, and the second outs and lses.
+        first prior_out and prior_lse, as the C ABI does, and the second outs and lses, and each of
+        more than two by its number, as outs[2].
     """
     if is_traced():
         from flashmoe_science.torch import merge
@@ -140,9 +199,17 @@ def merge_states(
             outs, lses, layout=layout, dtype=dtype, return_lse=return_lse, out=out, lse=lse,
             kernel=kernel, stream=stream,
         )  # fmt: skip
-    partials = parse_partials(outs, lses)
-    name = parse_name(dtype)
-    return _core.merge_states(*partials, layout, name, return_lse, out, lse, kernel, stream)
+    partials, behind = parse_partials(outs, lses)
+
+    def call(
+        number: int, partials: Partials, dtype: str | None, return_lse: bool, out: Any, lse: Any
+    ) -> Any:
+        return _core.merge_states(*partials, layout, dtype, return_lse, out, lse, kernel, stream)
+
+    return one_after_another(
+        _numbered(call) if behind else call, partials, behind, parse_name(dtype), return_lse,
+        out, lse,
+    )  # fmt: skip
 
 
 def merge_states_plan(
@@ -162,7 +229,13 @@ def merge_states_plan(
     """
     from flashmoe_science import _dispatch
 
-    tensors = {**parse_partials(outs, lses)._asdict(), "out": out, "lse": lse}
+    partials, behind = parse_partials(outs, lses)
+    if behind:
+        raise InvalidArgumentError(
+            f"outs: got a sequence of {2 + len(behind)} tensors, accepted in a plan are at most "
+            "two: more are merged one after another, by a plan of two each"
+        )
+    tensors = {**partials._asdict(), "out": out, "lse": lse}
     options = {
         "layout": layout, "kernel": kernel, "dtype": parse_name(dtype),
         "return_lse": parse_flag("return_lse", return_lse),

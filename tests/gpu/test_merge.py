@@ -478,3 +478,25 @@ def test_refusals() -> None:
         fm.merge_states(outs, lses.cpu())
     with pytest.raises(ValueError, match="out: it shares memory with outs"):
         fm.merge_states(outs, lses, out=outs[0])
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_more_than_two_tensors(dtype: str) -> None:
+    """Of Python, by launches one after another: float64, and the bits of pairs with a state."""
+    outs, lses = partials(np.random.default_rng(5), (5, 2, 33, 4, 64), FP32)
+    lses[1, 0, 1] = -np.inf
+    x = [torch.from_numpy(part).to(DEVICE, TORCH[dtype]) for part in outs]
+    sums = [torch.from_numpy(part).to(DEVICE) for part in lses]
+    got = fm.merge_states(x, sums, return_lse=True)
+    assert got[0].dtype == TORCH[dtype]
+    rounded = np.stack([part.double().cpu().numpy() for part in x])
+    assert_merged(got, merged(rounded, lses, "bshd"), UNITS[dtype])
+    state = x[0], sums[0]
+    for i in range(1, 5):
+        of_state = dtype if i == 4 else "fp32"
+        state = fm.merge_states(
+            (state[0], x[i]), (state[1], sums[i]), dtype=of_state, return_lse=True
+        )
+    assert bits(*state) == bits(*got)
+    into = fm.merge_states(x, sums, out=x[0], lse=sums[0], return_lse=True)
+    assert into[0] is x[0] and bits(*into) == bits(*got)

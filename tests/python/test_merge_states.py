@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,91 @@ def test_a_ring_adds_in_place(producer: Producer) -> None:
     assert_merged((state, sums), producers.cast(outs, dtype), lses, 2e-6)
 
 
+def by_pairs(outs: Any, lses: Any, dtype: str, **options: Any) -> tuple[Any, Any]:
+    """What merging one partial after another gives, with a state of fp32 in between."""
+    state = outs[0], lses[0]
+    for i in range(1, len(outs)):
+        of_state = dtype if i + 1 == len(outs) else "fp32"
+        state = fm.merge_states(
+            (state[0], outs[i]), (state[1], lses[i]), dtype=of_state, return_lse=True, **options
+        )
+    return state
+
+
+@pytest.mark.parametrize(
+    ("producer", "dtype"), [(p, dtype) for p in ON_CPU for dtype in p.dtypes], ids=str
+)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_more_than_two_tensors(producer: Producer, dtype: str, layout: str) -> None:
+    """The bits are those of one after another, and of any first ones that were merged before."""
+    outs, lses = (
+        np.concatenate([x, y]) for x, y in zip(values(layout), values(layout, 1), strict=True)
+    )
+    parts = [made(producer, *part, dtype) for part in zip(outs, lses, strict=True)]
+    x, sums = [part[0] for part in parts], tuple(part[1] for part in parts)
+    asked = {"layout": layout, "return_lse": True, "dtype": dtype}
+    out, lse = fm.merge_states(x, sums, **asked)
+    assert isinstance(out, producer.kind) and isinstance(lse, producer.kind)
+    if hasattr(x[0], "dtype"):
+        assert dtype_of(out) == dtype_of(x[0]) == dtype_of(fm.merge_states(x, sums, layout=layout))
+    else:
+        with pytest.raises(
+            TypeError, match=r"^dtype: got None, but outs\[0\] does not say its own"
+        ):
+            fm.merge_states(x, sums, layout=layout)
+    assert_merged((out, lse), producers.cast(outs, dtype), lses, UNITS[dtype], layout)
+    for got in (
+        by_pairs(x, sums, dtype, layout=layout),
+        fm.merge_states(  # the first four are a state of fp32 and are merged no other way
+            [(state := fm.merge_states(x[:4], sums[:4], **asked | {"dtype": "fp32"}))[0], *x[4:]],
+            [state[1], *sums[4:]],
+            **asked,
+        ),
+    ):
+        np.testing.assert_array_equal(host(got[0]), host(out))
+        np.testing.assert_array_equal(host(got[1]), host(lse))
+    one = fm.merge_states(x[:1], sums[:1], layout=layout)
+    np.testing.assert_array_equal(host(one), host(fm.merge_states(x[0], sums[0], layout=layout)))
+
+
+def test_more_than_two_tensors_of_any_strides() -> None:
+    """Of dtypes of their own, and with what is not read: NaN in the out of parts without a key."""
+    outs, lses = values()
+    lses[2, 0, 0, 0] = np.nan
+    empty = np.isneginf(lses).swapaxes(2, 3)
+    poisoned = np.where(empty[..., None], np.nan, outs).astype(np.float32)
+    backwards = [x[::-1].copy()[::-1] for x in poisoned]
+    backwards[1] = backwards[1].astype(np.float16)
+    turned = [np.ascontiguousarray(x.T).T for x in lses]
+    out, lse = fm.merge_states(backwards, turned, return_lse=True)
+    assert out.dtype == np.float32
+    held = outs.copy()
+    held[1] = held[1].astype(np.float16)
+    assert_merged((out, lse), held, lses, 1e-6)
+    assert np.isnan(out[0, 0, 0]).all() and np.isneginf(lse[1, 2, 3]) and (out[1, 3, 2] == 0).all()
+
+
+def test_more_than_two_tensors_in_place() -> None:
+    outs, lses = values()
+    want = fm.merge_states(list(outs), list(lses), return_lse=True)
+    kept = outs[1:].copy()
+    got = fm.merge_states(list(outs), list(lses), out=outs[0], lse=lses[0], return_lse=True)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(outs[0], want[0])
+    np.testing.assert_array_equal(outs[1:], kept)
+
+
+def test_more_than_two_tensors_of_fp64() -> None:
+    rng = np.random.default_rng(2)
+    outs, lses = rng.standard_normal((4, 1, 3, 2, 8)), rng.standard_normal((4, 1, 2, 3))
+    out, lse = fm.merge_states(list(outs), list(lses), return_lse=True)
+    assert out.dtype == lse.dtype == np.float64
+    want = merged(outs, lses, "bshd")
+    np.testing.assert_allclose(out, want[0], rtol=1e-14, atol=1e-14)
+    np.testing.assert_allclose(lse, want[1], rtol=1e-14, atol=1e-14)
+
+
 def test_new_outputs_are_of_the_first_partials_dtype() -> None:
     outs, lses = values()
     half = outs.astype(np.float16)
@@ -149,12 +235,12 @@ def test_plan() -> None:
 
 ERRORS: list[tuple[type, str, Any]] = [
     (TypeError, r"outs: got int, accepted is a tensor", lambda o, s: fm.merge_states(3, s)),
-    (TypeError, r"lses: got ndarray, accepted are two tensors where outs is two",
+    (TypeError, r"lses: got ndarray, accepted are as many tensors as outs has where outs is a seq",
      lambda o, s: fm.merge_states((o[0], o[1]), s)),
     (TypeError, r"lses: got tuple", lambda o, s: fm.merge_states(o, (s[0], s[1]))),
-    (ValueError, r"outs: got a sequence of 3 tensors, accepted are two, or one tensor with an axis",
-     lambda o, s: fm.merge_states(list(o), list(s))),
-    (ValueError, r"lses: got a sequence of 1 tensors",
+    (ValueError, r"outs: got a sequence of no tensors, accepted are one and more, or one tensor",
+     lambda o, s: fm.merge_states([], [])),
+    (ValueError, r"lses: got a sequence of 1 tensors, accepted are as many as outs has, 2",
      lambda o, s: fm.merge_states(list(o[:2]), [s])),
     (TypeError, r"outs\[1\]: got None, accepted is a tensor",
      lambda o, s: fm.merge_states([o[0], None], list(s[:2]))),
@@ -182,6 +268,18 @@ ERRORS: list[tuple[type, str, Any]] = [
      lambda o, s: fm.merge_states((o[0], o[1]), (s[0], s[1]), out=o[1])),
     (ValueError, r"out: it shares memory with prior_out",
      lambda o, s: fm.merge_states((o[0], o[1]), (s[0], s[1]), out=o[0][::-1])),
+    (ValueError, r"outs\[0\]: its sequence length is 7, but outs\[2\] has 6",
+     lambda o, s: fm.merge_states([o[0], o[1], o[2][:, :6]], [s[0], s[1], s[2][..., :6]])),
+    (ValueError, r"outs\[0\]: its head dimension is 8, but outs\[1\] has 16",
+     lambda o, s: fm.merge_states([o[0][..., :8].copy(), o[1], o[2]], list(s))),
+    (ValueError, r"lses\[0\]: its number of heads is 3, but outs\[1\] has 4",
+     lambda o, s: fm.merge_states(list(o), [s[0][:, :3], s[1], s[2]])),
+    (TypeError, r"lses\[2\]: got dtype fp16, accepted is fp32",
+     lambda o, s: fm.merge_states(list(o), [s[0], s[1], s[2].astype(np.float16)])),
+    (ValueError, r"out: it shares memory with outs\[2\]",
+     lambda o, s: fm.merge_states(list(o), list(s), out=o[2])),
+    (ValueError, r"outs: got a sequence of 3 tensors, accepted in a plan are at most two",
+     lambda o, s: fm.merge_states_plan(list(o), list(s))),
     (ValueError, r"out: its sequence length is 6, but outs has 7",
      lambda o, s: fm.merge_states(o, s, out=np.empty_like(o[0][:, :6]))),
 ]  # fmt: skip
@@ -241,6 +339,20 @@ def test_log() -> None:
     ]
 
 
+@pytest.mark.parametrize("module", ["flashmoe_science", "flashmoe_science.torch"])
+def test_more_than_two_tensors_in_one_graph(module: str) -> None:
+    torch = pytest.importorskip("torch")
+    merge = importlib.import_module(module).merge_states
+    outs, lses = (torch.from_numpy(x) for x in values())
+
+    def program(outs: Any, lses: Any) -> Any:
+        return merge(outs.bfloat16().unbind(), lses.unbind(), return_lse=True)
+
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(compiled(outs, lses), program(outs, lses), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
 # ---- JAX ----------------------------------------------------------------------------------------
 
 
@@ -263,6 +375,11 @@ def test_jax_compiled_and_mapped() -> None:
         np.asarray(pair(turned[0].astype(jnp.float32), turned[1], sums[0], sums[1])),
         np.asarray(fm.merge_states(x[:2], sums[:2], dtype="fp32").swapaxes(1, 2)),
     )
+    several = jax.jit(lambda x, sums: fm.merge_states(list(x), list(sums), return_lse=True))
+    eager = fm.merge_states(list(x), list(sums), return_lse=True)
+    for ours, theirs in zip(several(x, sums), eager, strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     mapped = jax.vmap(program, in_axes=(None, 0))(x, jnp.stack([sums, sums[::-1]]))
     assert_merged([y[0] for y in mapped], rounded, lses, 1e-6)
     assert_merged([y[1] for y in mapped], rounded, lses[::-1], 1e-6)

@@ -371,6 +371,40 @@ def test_jagged_tensors_with_holes_elsewhere() -> None:
         compiled(*tensors)
 
 
+def test_errors_of_nested_tensors_say_what_to_pass() -> None:
+    """And what they say is taken."""
+    parts = [normal(n, 2, 16, seed=n) for n in LENGTHS_Q]
+    rows: Any = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    q = rows.transpose(1, 2)
+    want = fmt.scaled_dot_product_attention(q, q, q)
+    attend = fmt.scaled_dot_product_attention
+    with pytest.raises(ValueError, match=r"^key: .*dimension 1 is.*; pass key.transpose\(1, 2\)$"):
+        attend(q, rows, q)
+    with pytest.raises(ValueError, match=r"^query: got a nested tensor of layout torch.strided, "):
+        attend(torch.nested.nested_tensor(parts), q, q)
+    one: Any = torch.nested.nested_tensor([part[:, 0] for part in parts], layout=torch.jagged)
+    with pytest.raises(
+        ValueError, match=r"^query: .*; pass query.unsqueeze\(2\).transpose\(1, 2\)$"
+    ):
+        attend(one, one, one)
+    turned = one.unsqueeze(2).transpose(1, 2)
+    got, all_heads = (x.transpose(1, 2).values() for x in (attend(turned, turned, turned), want))
+    torch.testing.assert_close(got, all_heads[:, :1])
+    deep: Any = torch.nested.nested_tensor([part[None] for part in parts], layout=torch.jagged)
+    with pytest.raises(
+        ValueError, match=r"^query: got a nested tensor of 5 dimensions, .* and seq$"
+    ):
+        attend(deep, deep, deep)
+    sentence = r"^{}: got a nested tensor, accepted is a dense one; of a jagged one values\(\) are"
+    dense = normal(1, 9, 2, 16, seed=1)
+    for module in (fm, fmt):
+        for name, tensors in (("q", (rows, dense, dense)), ("k", (dense, rows, dense))):
+            with pytest.raises(TypeError, match=sentence.format(name)):
+                module.flash_attention(*tensors)
+        with pytest.raises(TypeError, match=sentence.format("logits")):
+            module.moe_route(torch.nested.nested_tensor([x[:, 0] for x in parts]), 2)
+
+
 def test_nested_tensors_that_are_not_ours(caplog: pytest.LogCaptureFixture) -> None:
     q = jagged(normal(15, 2, 16, seed=1), LENGTHS_Q)
     other = jagged(normal(15, 2, 16, seed=2), LENGTHS_Q[::-1])
@@ -380,6 +414,8 @@ def test_nested_tensors_that_are_not_ours(caplog: pytest.LogCaptureFixture) -> N
         fmt.scaled_dot_product_attention(q.transpose(1, 2), q, q)
     with pytest.raises(ValueError, match=r"^value: its sequences have other lengths"):
         fmt.scaled_dot_product_attention(q, q, other)
+    with pytest.raises(ValueError, match=r"^value: it has 2 sequences, but query has 4"):
+        fmt.scaled_dot_product_attention(q, q, jagged(normal(4, 2, 16, seed=1), (1, 3)))
     _warn_once.forget()
     odd = jagged(normal(15, 2, 12, seed=1), LENGTHS_Q)
     with caplog.at_level(logging.WARNING), fmt.sdpa_kernel():

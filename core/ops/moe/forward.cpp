@@ -139,8 +139,30 @@ flashmoe_status read_routing(const flashmoe_moe_forward_params& params, const ch
   return FLASHMOE_OK;
 }
 
-flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const char* x_name,
-                             MoeForwardProblem* p) {
+// Rows of the pairs, as workspaces hold them.
+flashmoe_status check_all_pair_rows(const MoeForwardProblem& p, const char* x_name) {
+  FLASHMOE_TRY(check_pair_rows(x_name, p.tokens * p.top_k, p.hidden));
+  return check_pair_rows("w_gate_up", p.tokens * p.top_k, p.inner);
+}
+
+}  // namespace
+
+flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem,
+                                         const char* x_name) {
+  FLASHMOE_TRY(read_layer(params, problem, x_name));
+  FLASHMOE_TRY(read_routing(params, x_name, problem));
+  return read_outputs(params, problem, x_name);
+}
+
+flashmoe_status MoeForward::read_inputs(const Params& params, Problem* problem,
+                                        const char* x_name) {
+  FLASHMOE_TRY(read_layer(params, problem, x_name));
+  FLASHMOE_TRY(read_routing(params, x_name, problem));
+  return check_all_pair_rows(*problem, x_name);
+}
+
+flashmoe_status MoeForward::read_outputs(const Params& params, Problem* p, const char* x_name) {
+  FLASHMOE_TRY(check_all_pair_rows(*p, x_name));
   const int64_t bytes = dtype_bytes(p->x.dtype);
   View out;
   FLASHMOE_TRY(check_view("out", params.out, 2, &out));
@@ -171,16 +193,7 @@ flashmoe_status read_outputs(const flashmoe_moe_forward_params& params, const ch
   return FLASHMOE_OK;
 }
 
-}  // namespace
-
-flashmoe_status MoeForward::make_problem(const Params& params, Problem* problem,
-                                         const char* x_name) {
-  FLASHMOE_TRY(read_inputs(params, problem, x_name));
-  return read_outputs(params, x_name, problem);
-}
-
-flashmoe_status MoeForward::read_inputs(const Params& params, Problem* problem,
-                                        const char* x_name) {
+flashmoe_status MoeForward::read_layer(const Params& params, Problem* problem, const char* x_name) {
   Problem& p = *problem;
   FLASHMOE_TRY(check_options(kLayerOptions<Params>, params));
   FLASHMOE_TRY(check_together(params));
@@ -208,9 +221,6 @@ flashmoe_status MoeForward::read_inputs(const Params& params, Problem* problem,
   p.up = rows_of(up, p.x.dtype, order.up, order.step);
   p.down = rows_of(m.down, p.x.dtype, 0, 1);
   FLASHMOE_TRY(read_biases(params, x_name, order, m, &p));
-  FLASHMOE_TRY(read_routing(params, x_name, &p));
-  FLASHMOE_TRY(check_pair_rows(x_name, p.tokens * p.top_k, p.hidden));
-  FLASHMOE_TRY(check_pair_rows("w_gate_up", p.tokens * p.top_k, p.inner));
 
   p.activation = static_cast<flashmoe_activation>(params.activation);
   p.alpha = params.alpha != 0.0f ? params.alpha : 1.0f;

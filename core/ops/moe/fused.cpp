@@ -15,9 +15,6 @@ namespace {
 constexpr int64_t kRegionAlignment = 256;
 constexpr int32_t kAllRows[2] = {
     0, INT32_MAX};  // of a product of one expert: cut to the rows there are
-constexpr flashmoe_dtype kInt32 = {FLASHMOE_DTYPE_INT, 32, 1};
-constexpr flashmoe_dtype kFloat32 = {FLASHMOE_DTYPE_FLOAT, 32, 1};
-constexpr flashmoe_dtype kFloat64 = {FLASHMOE_DTYPE_FLOAT, 64, 1};
 
 struct FusedMoe {
   using Params = flashmoe_fused_moe_params;
@@ -42,57 +39,23 @@ struct FusedMoe {
   static constexpr size_t kGpuAlignment = 256;
 };
 
-// A tensor and what it points to.
-struct OwnTensor {
-  flashmoe_tensor tensor;
-  int64_t shape[3];
-  int64_t strides[3];
-
-  const flashmoe_tensor* get() const { return &tensor; }
+// Where in the workspace lies what is between the operations.
+struct Between {
+  int64_t logits, ids, weights, offsets, pairs, slots;
+  int64_t bytes;  // of all
 };
-
-void describe(OwnTensor* own, void* data, flashmoe_device device, flashmoe_dtype dtype,
-              std::initializer_list<int64_t> shape) {
-  own->tensor = {};
-  own->tensor.data = data;
-  own->tensor.device = device;
-  own->tensor.dtype = dtype;
-  own->tensor.ndim = static_cast<int32_t>(shape.size());
-  std::copy(shape.begin(), shape.end(), own->shape);
-  own->tensor.shape = own->shape;
-}
-
-// A checked tensor of one or two dimensions, as the only one along a new first axis.
-void add_axis(const flashmoe_tensor& given, OwnTensor* own) {
-  own->tensor = given;
-  own->tensor.ndim = given.ndim + 1;
-  own->shape[0] = 1;
-  own->strides[0] = 0;
-  int64_t packed = 1;
-  for (int32_t axis = given.ndim - 1; axis >= 0; --axis) {
-    own->shape[axis + 1] = given.shape[axis];
-    own->strides[axis + 1] = given.strides != nullptr ? given.strides[axis] : packed;
-    packed *= given.shape[axis];
-  }
-  own->tensor.shape = own->shape;
-  own->tensor.strides = own->strides;
-}
 
 // One call: its three operations, and what is between them.
 struct Call {
   FusedMoe::Params params;
-  flashmoe_device device;  // as it was given
-  flashmoe_device where;   // as problems have it
+  flashmoe_device where;  // as problems have it
   bool with_product;
   bool wide_weights;
-  int64_t bytes;  // of the workspace, for what is between the operations
-
-  OwnTensor router_weights, router_bias, all_rows;
-  OwnTensor logits, ids, weights, offsets, pairs, slots;  // see lay_out()
+  Between between;
   GroupedProductProblem product;
   MoeRouteProblem route;
   MoeForwardProblem forward;
-  flashmoe_moe_route_params route_params;
+  flashmoe_moe_route_params route_params;  // what the caller gave of them
   flashmoe_moe_forward_params forward_params;
 };
 
@@ -113,29 +76,39 @@ flashmoe_status check_sources(const FusedMoe::Params& params) {
   return check_absent("router_bias", params.router_bias, "with logits");
 }
 
-// What the grouped product would say of tensors that the caller did not give: its weights have an
-// axis more than a router's.
-flashmoe_status check_router(const Call& call, const View& tokens, Dtype dtype, int64_t* experts) {
-  const FusedMoe::Params& params = call.params;
+// The router's product is one of a single expert, whose rows are all.
+flashmoe_status read_router(const View& tokens, Dtype dtype, Call* call) {
+  const FusedMoe::Params& params = call->params;
   constexpr char kName[] = "router_weights";
   View weights;
   FLASHMOE_TRY(check_view(kName, params.router_weights, 2, &weights));
-  FLASHMOE_TRY(check_same_device(kName, *params.router_weights, "tokens", call.where));
+  FLASHMOE_TRY(check_same_device(kName, *params.router_weights, "tokens", call->where));
   FLASHMOE_TRY(check_same_dtype(kName, *params.router_weights, "tokens", dtype));
-  *experts = weights.shape[0];
-  FLASHMOE_TRY(check_experts(kName, *experts));
-  if (*experts % kExtentMultiple != 0) {
+  const int64_t experts = weights.shape[0];
+  FLASHMOE_TRY(check_experts(kName, experts));
+  if (experts % kExtentMultiple != 0) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
                 "%s: got %lld experts, accepted are multiples of %lld, or logits in its place",
-                kName, static_cast<long long>(*experts), static_cast<long long>(kExtentMultiple));
+                kName, static_cast<long long>(experts), static_cast<long long>(kExtentMultiple));
   }
   FLASHMOE_TRY(
       check_extent(kName, "number of columns", weights.shape[1], "tokens", tokens.shape[1]));
   FLASHMOE_TRY(check_matrix_layout(kName, weights, 2, dtype_bytes(dtype)));
+  GroupedProductProblem& p = call->product;
+  clear(&p);
+  p.device = call->where;
+  p.experts = 1;
+  p.rows = tokens.shape[0];
+  p.columns = tokens.shape[1];
+  p.out_columns = experts;
+  p.x = {tokens.data, p.rows > 1 ? tokens.strides[0] : p.columns, 0, dtype, 0};
+  p.w = {weights.data, 0, weights.strides[0], weights.strides[1], dtype, 0};
+  p.out = {nullptr, p.out_columns, 0, dtype, 0};
+  p.offsets = kAllRows;
   if (params.router_bias == nullptr) return FLASHMOE_OK;
   View bias;
   FLASHMOE_TRY(check_view("router_bias", params.router_bias, 1, &bias));
-  return check_extent("router_bias", "number of experts", bias.shape[0], kName, *experts);
+  return check_extent("router_bias", "number of experts", bias.shape[0], kName, experts);
 }
 
 flashmoe_status check_logits(const Call& call, const View& tokens, Dtype dtype, int64_t* experts) {
@@ -154,96 +127,109 @@ flashmoe_status check_logits(const Call& call, const View& tokens, Dtype dtype, 
 }
 
 // The number of experts, which a router's weights or logits tell, and the layer's weights too.
-flashmoe_status read_experts(const Call& call, const View& tokens, Dtype dtype, int64_t* experts) {
-  FLASHMOE_TRY(call.with_product ? check_router(call, tokens, dtype, experts)
-                                 : check_logits(call, tokens, dtype, experts));
-  const flashmoe_tensor* const held = call.params.w_gate_up;
+flashmoe_status read_experts(const View& tokens, Dtype dtype, Call* call, int64_t* experts) {
+  if (call->with_product) {
+    FLASHMOE_TRY(read_router(tokens, dtype, call));
+    *experts = call->product.out_columns;
+  } else {
+    FLASHMOE_TRY(check_logits(*call, tokens, dtype, experts));
+  }
+  const flashmoe_tensor* const held = call->params.w_gate_up;
   if (held == nullptr || held->ndim != 3 || held->shape == nullptr) {
     return FLASHMOE_OK;  // the layer's checks tell
   }
-  return check_extent(call.with_product ? "router_weights" : "logits", "number of experts",
+  return check_extent(call->with_product ? "router_weights" : "logits", "number of experts",
                       *experts, "w_gate_up", held->shape[0]);
 }
 
-// Lays out what is between the operations. Validation and plans come before the call's workspace,
-// so that addresses count from kNowhere: place() gives those of a launch.
+void lay_out(int64_t tokens, int64_t experts, Call* call) {
+  const int64_t pairs = tokens * call->params.top_k;
+  const flashmoe_tensor& scored = call->with_product ? *call->params.tokens : *call->params.logits;
+  call->wide_weights = scored.dtype.bits == 8 * sizeof(double);
+  int64_t used = 0;
+  const auto add = [&used](int64_t count, int64_t bytes) {
+    const int64_t begin = used;
+    used += (count * bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+    return begin;
+  };
+  constexpr int64_t kIndexBytes = sizeof(int32_t);
+  Between& between = call->between;
+  if (call->with_product) between.logits = add(tokens * experts, scored.dtype.bits / 8);
+  between.ids = add(pairs, kIndexBytes);
+  between.weights = add(pairs, call->wide_weights ? sizeof(double) : sizeof(float));
+  between.offsets = add(experts + 1, kIndexBytes);
+  between.pairs = add(pairs, kIndexBytes);
+  between.slots = add(pairs, kIndexBytes);
+  between.bytes = used;
+}
+
+// Validation and plans come before the call's workspace, of which they take this address.
 char* const kNowhere = reinterpret_cast<char*>(uintptr_t{kRegionAlignment});
 
-void lay_out(int64_t tokens, int64_t experts, Call* call) {
-  const int64_t top_k = call->params.top_k;
-  const flashmoe_tensor& scored = call->with_product ? *call->params.tokens : *call->params.logits;
-  call->wide_weights = scored.dtype.bits == kFloat64.bits;
-  int64_t used = 0;
-  const auto add = [&](OwnTensor* own, flashmoe_dtype dtype, std::initializer_list<int64_t> shape) {
-    describe(own, kNowhere + used, call->device, dtype, shape);
-    int64_t bytes = dtype.bits / 8;
-    for (const int64_t extent : shape) bytes *= extent;
-    used += (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
-  };
-  if (call->with_product) add(&call->logits, call->params.tokens->dtype, {tokens, experts});
-  add(&call->ids, kInt32, {tokens, top_k});
-  add(&call->weights, call->wide_weights ? kFloat64 : kFloat32, {tokens, top_k});
-  add(&call->offsets, kInt32, {experts + 1});
-  add(&call->pairs, kInt32, {tokens * top_k});
-  add(&call->slots, kInt32, {tokens, top_k});
-  call->bytes = used;
-}
-
-void place(void* workspace, Call* call) {
-  const auto at = [workspace](const OwnTensor& own) -> void* {
-    return static_cast<char*>(workspace) + (static_cast<char*>(own.tensor.data) - kNowhere);
-  };
+// Says in the problems where is what is between the operations.
+void place(char* workspace, Call* call) {
+  const Between& between = call->between;
   MoeRouteProblem& route = call->route;
   MoeForwardProblem& forward = call->forward;
-  if (call->with_product) route.logits = call->product.out.data = at(call->logits);
-  route.ids = static_cast<int32_t*>(at(call->ids));
+  const auto indices = [workspace](int64_t at) {
+    return reinterpret_cast<int32_t*>(workspace + at);
+  };
+  if (call->with_product) route.logits = call->product.out.data = workspace + between.logits;
+  route.ids = indices(between.ids);
   if (call->wide_weights) {
-    forward.wide_weights = route.wide_weights = static_cast<double*>(at(call->weights));
+    route.wide_weights = reinterpret_cast<double*>(workspace + between.weights);
+    forward.wide_weights = route.wide_weights;
   } else {
-    forward.weights = route.weights = static_cast<float*>(at(call->weights));
+    route.weights = reinterpret_cast<float*>(workspace + between.weights);
+    forward.weights = route.weights;
   }
-  forward.offsets = route.offsets = static_cast<int32_t*>(at(call->offsets));
-  forward.pairs = route.pairs = static_cast<int32_t*>(at(call->pairs));
-  forward.slots = route.slots = static_cast<int32_t*>(at(call->slots));
+  forward.offsets = route.offsets = indices(between.offsets);
+  forward.pairs = route.pairs = indices(between.pairs);
+  forward.slots = route.slots = indices(between.slots);
 }
 
-flashmoe_status make_product(Call* call) {
-  const FusedMoe::Params& given = call->params;
-  describe(&call->all_rows, const_cast<int32_t*>(kAllRows), call->device, kInt32, {2});
-  add_axis(*given.router_weights, &call->router_weights);
-  flashmoe_grouped_product_params product = flashmoe_grouped_product_params_init();
-  product.x = given.tokens;
-  product.w = call->router_weights.get();
-  if (given.router_bias != nullptr) {
-    add_axis(*given.router_bias, &call->router_bias);
-    product.bias = call->router_bias.get();
-  }
-  product.offsets = call->all_rows.get();
-  product.out = call->logits.get();
-  clear(&call->product);
-  return GroupedProduct::make_problem(product, &call->product,
-                                      {"tokens", "router_weights", "router_bias"});
+// What a product takes beyond what a layer and a router do.
+flashmoe_status check_product(const View& tokens, Dtype dtype, Call* call) {
+  FLASHMOE_TRY(check_rows("tokens", tokens, 2, dtype_bytes(dtype)));
+  const flashmoe_tensor* const bias = call->params.router_bias;
+  if (bias == nullptr) return FLASHMOE_OK;
+  View view;
+  Dtype bias_dtype;
+  FLASHMOE_TRY(check_view("router_bias", bias, 1, &view));
+  FLASHMOE_TRY(check_same_device("router_bias", *bias, "tokens", call->where));
+  FLASHMOE_TRY(check_same_dtype_or_fp32("router_bias", *bias, "tokens", dtype, &bias_dtype));
+  FLASHMOE_TRY(check_last_stride("router_bias", view, 1));
+  FLASHMOE_TRY(check_alignment("router_bias", view, static_cast<size_t>(dtype_bytes(bias_dtype))));
+  call->product.bias = {view.data, 0, 1, bias_dtype, 0};
+  return FLASHMOE_OK;
 }
 
-flashmoe_status make_route(Call* call) {
+flashmoe_status make_route(int64_t experts, Call* call) {
   const FusedMoe::Params& given = call->params;
   flashmoe_moe_route_params& route = call->route_params;
   route = flashmoe_moe_route_params_init();
-  route.logits = call->with_product ? call->logits.get() : given.logits;
   route.selection_bias = given.selection_bias;
-  route.ids = call->ids.get();
-  route.weights = call->weights.get();
-  route.offsets = call->offsets.get();
-  route.pairs = call->pairs.get();
-  route.slots = call->slots.get();
   route.scoring = given.scoring;
   route.renormalize = given.renormalize;
   route.num_groups = given.num_groups;
   route.top_groups = given.top_groups;
   route.scale = given.scale;
   clear(&call->route);
-  return MoeRoute::make_problem(route, &call->route,
-                                call->with_product ? "router_weights" : "logits");
+  call->route.top_k = given.top_k;
+  if (!call->with_product) {
+    route.logits = given.logits;
+    return MoeRoute::read_inputs(route, &call->route, "logits");
+  }
+  const int64_t shape[] = {call->product.rows, experts};
+  flashmoe_tensor logits = *given.tokens;
+  logits.data = kNowhere;
+  logits.byte_offset = 0;
+  logits.shape = shape;
+  logits.strides = nullptr;
+  route.logits = &logits;
+  const flashmoe_status status = MoeRoute::read_inputs(route, &call->route, "router_weights");
+  route.logits = nullptr;
+  return status;
 }
 
 flashmoe_status make_forward(Call* call) {
@@ -257,10 +243,6 @@ flashmoe_status make_forward(Call* call) {
   forward.b_gate_up = given.b_gate_up;
   forward.b_up = given.b_up;
   forward.b_down = given.b_down;
-  forward.weights = call->weights.get();
-  forward.offsets = call->offsets.get();
-  forward.pairs = call->pairs.get();
-  forward.slots = call->slots.get();
   forward.out = given.out;
   forward.gate = given.gate;
   forward.activation = given.activation;
@@ -270,7 +252,9 @@ flashmoe_status make_forward(Call* call) {
   forward.weight_on_input = given.weight_on_input;
   forward.kernel = given.kernel;
   clear(&call->forward);
-  return MoeForward::make_problem(forward, &call->forward, "tokens");
+  call->forward.top_k = given.top_k;
+  FLASHMOE_TRY(MoeForward::read_layer(forward, &call->forward, "tokens"));
+  return MoeForward::read_outputs(forward, &call->forward, "tokens");
 }
 
 flashmoe_status make_call(const FusedMoe::Params* given, Call* call) {
@@ -284,15 +268,16 @@ flashmoe_status make_call(const FusedMoe::Params* given, Call* call) {
   FLASHMOE_TRY(check_device("tokens", *params.tokens, &call->where));
   FLASHMOE_TRY(check_first_dtype("tokens", *params.tokens, call->where, &dtype));
   FLASHMOE_TRY(check_multiple("tokens", "hidden size", tokens.shape[1]));
-  call->device = params.tokens->device;
   int64_t experts = 0;
-  FLASHMOE_TRY(read_experts(*call, tokens, dtype, &experts));
+  FLASHMOE_TRY(read_experts(tokens, dtype, call, &experts));
   FLASHMOE_TRY(check_top_k_of(params.top_k, experts));
   FLASHMOE_TRY(check_pairs("tokens", tokens.shape[0], params.top_k));
   lay_out(tokens.shape[0], experts, call);
-  if (call->with_product) FLASHMOE_TRY(make_product(call));
-  FLASHMOE_TRY(make_route(call));
-  return make_forward(call);
+  if (call->with_product) FLASHMOE_TRY(check_product(tokens, dtype, call));
+  FLASHMOE_TRY(make_route(experts, call));
+  FLASHMOE_TRY(make_forward(call));
+  place(kNowhere, call);
+  return FLASHMOE_OK;
 }
 
 // ---- plans and launches
@@ -343,8 +328,8 @@ Needs needs_of(const Call& call, const Step<GroupedProduct>& product, const Step
   needs.add(product);
   needs.add(route);
   needs.add(forward);
-  needs.planned += static_cast<uint64_t>(call.bytes);
-  needs.least += static_cast<uint64_t>(call.bytes);
+  needs.planned += static_cast<uint64_t>(call.between.bytes);
+  needs.least += static_cast<uint64_t>(call.between.bytes);
   return needs;
 }
 
@@ -418,9 +403,9 @@ flashmoe_status launch(Call* call, const Step<GroupedProduct>& product, const St
     FLASHMOE_TRY(cuda_all_rows(call->where.device_id, &call->product.offsets));
   }
 #endif
-  place(workspace, call);
+  place(static_cast<char*>(workspace), call);
   begin_launches();
-  void* const rest = static_cast<char*>(workspace) + call->bytes;
+  void* const rest = static_cast<char*>(workspace) + call->between.bytes;
   if (call->with_product) {
     FLASHMOE_TRY(product.family->launch(call->product, *product.plan, rest, stream));
   }
@@ -438,7 +423,7 @@ flashmoe_status run(Call* call, void* workspace, size_t workspace_size, void* st
         FLASHMOE_TRY(
             check_memory<FusedMoe>(call->params, call->where, used, workspace, workspace_size));
         Plan fitted[3];
-        const uint64_t rest = used - static_cast<uint64_t>(call->bytes);
+        const uint64_t rest = used - static_cast<uint64_t>(call->between.bytes);
         fit(rest, &product, &fitted[0]);
         fit(rest, &route, &fitted[1]);
         fit(rest, &forward, &fitted[2]);

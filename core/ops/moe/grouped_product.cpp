@@ -22,8 +22,7 @@ flashmoe_status read_rows(const flashmoe_grouped_product_params& params, int* ra
 
 }  // namespace
 
-flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* problem,
-                                             const GroupedProductNames& names) {
+flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* problem) {
   Problem& p = *problem;
   int rank = 0;
   FLASHMOE_TRY(check_no_scale("x_scale", params.x_scale));
@@ -31,51 +30,51 @@ flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* prob
   FLASHMOE_TRY(read_rows(params, &rank));
   const int row_axis = rank - 2;
   View x, w, out, rows;
-  FLASHMOE_TRY(check_view(names.x, params.x, rank, &x));
-  FLASHMOE_TRY(check_device(names.x, *params.x, &p.device));
-  FLASHMOE_TRY(check_first_dtype(names.x, *params.x, p.device, &p.x.dtype));
+  FLASHMOE_TRY(check_view("x", params.x, rank, &x));
+  FLASHMOE_TRY(check_device("x", *params.x, &p.device));
+  FLASHMOE_TRY(check_first_dtype("x", *params.x, p.device, &p.x.dtype));
   const int64_t bytes = dtype_bytes(p.x.dtype);
-  FLASHMOE_TRY(check_rows(names.x, x, rank, bytes));
+  FLASHMOE_TRY(check_rows("x", x, rank, bytes));
   p.rows = x.shape[row_axis];
   p.columns = x.shape[rank - 1];
-  FLASHMOE_TRY(check_multiple(names.x, "number of columns", p.columns));
+  FLASHMOE_TRY(check_multiple("x", "number of columns", p.columns));
   if (p.rows > kMostPairs) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "%s: got %lld rows, accepted are at most 2^31 - 2^16", names.x,
+                "%s: got %lld rows, accepted are at most 2^31 - 2^16", "x",
                 static_cast<long long>(p.rows));
   }
-  FLASHMOE_TRY(check_matrix(names.w, params.w, names.x, p.x.dtype, p.device, &w));
+  FLASHMOE_TRY(check_matrix("w", params.w, "x", p.x.dtype, p.device, &w));
   p.experts = static_cast<int32_t>(w.shape[0]);
   p.out_columns = w.shape[1];
-  FLASHMOE_TRY(check_extent(names.w, "number of columns", w.shape[2], names.x, p.columns));
+  FLASHMOE_TRY(check_extent("w", "number of columns", w.shape[2], "x", p.columns));
   if (rank == 3) {
-    FLASHMOE_TRY(check_extent(names.x, "number of experts", x.shape[0], names.w, p.experts));
+    FLASHMOE_TRY(check_extent("x", "number of experts", x.shape[0], "w", p.experts));
   }
   if (params.bias != nullptr) {
     View bias;
     Dtype dtype;
-    FLASHMOE_TRY(check_bias(names.bias, params.bias, names.x, p.x.dtype, p.device, p.experts,
-                            p.out_columns, names.w, &bias, &dtype));
+    FLASHMOE_TRY(check_bias("bias", params.bias, "x", p.x.dtype, p.device, p.experts, p.out_columns,
+                            "w", &bias, &dtype));
     p.bias = rows_of_bias(bias, dtype, 0, 1);
   }
   if (rank == 2) {
-    FLASHMOE_TRY(check_int32_tensor("offsets", params.offsets, 1, names.x, p.device, &rows));
-    FLASHMOE_TRY(check_extent("offsets", "number of experts and one more", rows.shape[0], names.w,
+    FLASHMOE_TRY(check_int32_tensor("offsets", params.offsets, 1, "x", p.device, &rows));
+    FLASHMOE_TRY(check_extent("offsets", "number of experts and one more", rows.shape[0], "w",
                               int64_t{p.experts} + 1));
     p.offsets = static_cast<const int32_t*>(rows.data);
   } else {
-    FLASHMOE_TRY(check_int32_tensor("counts", params.counts, 1, names.x, p.device, &rows));
-    FLASHMOE_TRY(check_extent("counts", "number of experts", rows.shape[0], names.w, p.experts));
+    FLASHMOE_TRY(check_int32_tensor("counts", params.counts, 1, "x", p.device, &rows));
+    FLASHMOE_TRY(check_extent("counts", "number of experts", rows.shape[0], "w", p.experts));
     p.counts = static_cast<const int32_t*>(rows.data);
   }
   FLASHMOE_TRY(check_view("out", params.out, rank, &out));
-  FLASHMOE_TRY(check_same_device("out", *params.out, names.x, p.device));
-  FLASHMOE_TRY(check_same_dtype("out", *params.out, names.x, p.x.dtype));
+  FLASHMOE_TRY(check_same_device("out", *params.out, "x", p.device));
+  FLASHMOE_TRY(check_same_dtype("out", *params.out, "x", p.x.dtype));
   FLASHMOE_TRY(check_rows("out", out, rank, bytes));
   if (rank == 3) {
-    FLASHMOE_TRY(check_extent("out", "number of experts", out.shape[0], names.w, p.experts));
+    FLASHMOE_TRY(check_extent("out", "number of experts", out.shape[0], "w", p.experts));
   }
-  FLASHMOE_TRY(check_extent("out", "number of rows", out.shape[row_axis], names.x, p.rows));
+  FLASHMOE_TRY(check_extent("out", "number of rows", out.shape[row_axis], "x", p.rows));
   FLASHMOE_TRY(
       check_extent("out", "number of columns", out.shape[rank - 1], "w's rows", p.out_columns));
   FLASHMOE_TRY(check_no_overlap("out", out, rank));

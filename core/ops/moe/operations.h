@@ -43,6 +43,8 @@ struct MoeRoute {
 
   static flashmoe_status make_problem(const Params& params, Problem* problem,
                                       const char* logits = "logits");
+  // The same less the outputs, which are not looked at: what they tell, top_k, the problem has.
+  static flashmoe_status read_inputs(const Params& params, Problem* problem, const char* logits);
   static double flops(const Problem&) { return 0.0; }
   static bool is_empty(const Problem&) { return false; }  // offsets are written without tokens too
   static void print(const Params& params, const Problem& p, char* text, size_t size);
@@ -90,16 +92,13 @@ struct MoeForward {
   static flashmoe_status make_problem(const Params& params, Problem* problem, const char* x = "x");
   // The same less the outputs, which neither are looked at.
   static flashmoe_status read_inputs(const Params& params, Problem* problem, const char* x);
+  // And less the routing.
+  static flashmoe_status read_layer(const Params& params, Problem* problem, const char* x);
+  // The outputs, behind the others. What a routing tells, top_k, the problem has.
+  static flashmoe_status read_outputs(const Params& params, Problem* problem, const char* x);
   static double flops(const Problem& p);
   static bool is_empty(const Problem& p) { return p.tokens == 0; }
   static void print(const Params& params, const Problem& p, char* text, size_t size);
-};
-
-// Names of the arguments, for messages.
-struct GroupedProductNames {
-  const char* x;
-  const char* w;
-  const char* bias;
 };
 
 struct GroupedProduct {
@@ -131,8 +130,7 @@ struct GroupedProduct {
       &kCpuGroupedProduct,
   };
 
-  static flashmoe_status make_problem(const Params& params, Problem* problem,
-                                      const GroupedProductNames& names = {"x", "w", "bias"});
+  static flashmoe_status make_problem(const Params& params, Problem* problem);
   static double flops(const Problem& p);
   static bool is_empty(const Problem& p) { return p.rows == 0; }
   static void print(const Params& params, const Problem& p, char* text, size_t size);

@@ -110,6 +110,13 @@ flashmoe_status read_given(const flashmoe_moe_route_params& params, MoeRouteProb
   return FLASHMOE_OK;
 }
 
+flashmoe_status read_sources(const flashmoe_moe_route_params& params, const char* logits,
+                             MoeRouteProblem* p) {
+  FLASHMOE_TRY(check_scoring(params));
+  FLASHMOE_TRY(check_sources(params));
+  return params.logits != nullptr ? read_logits(params, logits, p) : read_given(params, p);
+}
+
 flashmoe_status read_outputs(const flashmoe_moe_route_params& params, const char* logits,
                              MoeRouteProblem* p) {
   const bool from_logits = params.logits != nullptr;  // which of no tokens may have no data
@@ -195,19 +202,26 @@ flashmoe_status read_groups(const flashmoe_moe_route_params& params, MoeRoutePro
   return FLASHMOE_OK;
 }
 
+// How experts are chosen and weighed, behind how many of a token.
+flashmoe_status read_choice(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
+  FLASHMOE_TRY(read_groups(params, p));
+  p->scoring = static_cast<flashmoe_moe_scoring>(params.scoring);
+  p->renormalize = params.renormalize != 0;
+  p->scale = params.scale != 0.0f ? params.scale : 1.0f;
+  return FLASHMOE_OK;
+}
+
 }  // namespace
 
 flashmoe_status MoeRoute::make_problem(const Params& params, Problem* problem, const char* logits) {
-  FLASHMOE_TRY(check_scoring(params));
-  FLASHMOE_TRY(check_sources(params));
-  FLASHMOE_TRY(params.logits != nullptr ? read_logits(params, logits, problem)
-                                        : read_given(params, problem));
+  FLASHMOE_TRY(read_sources(params, logits, problem));
   FLASHMOE_TRY(read_outputs(params, logits, problem));
-  FLASHMOE_TRY(read_groups(params, problem));
-  problem->scoring = static_cast<flashmoe_moe_scoring>(params.scoring);
-  problem->renormalize = params.renormalize != 0;
-  problem->scale = params.scale != 0.0f ? params.scale : 1.0f;
-  return FLASHMOE_OK;
+  return read_choice(params, problem);
+}
+
+flashmoe_status MoeRoute::read_inputs(const Params& params, Problem* problem, const char* logits) {
+  FLASHMOE_TRY(read_sources(params, logits, problem));
+  return read_choice(params, problem);
 }
 
 void MoeRoute::print(const Params& params, const Problem& p, char* text, size_t size) {

@@ -342,8 +342,7 @@ flashmoe_status launch(const MoeForwardProblem& p, const Plan& plan, void* works
   up.alpha = p.alpha;
   up.limit = p.limit;
   up.up_offset = p.up_offset;
-  // Early beside routing, the others are up to 17 % slower (docs/kernels/moe.md).
-  FLASHMOE_TRY(launch_planned(plan, 0, &up, stream, /*early=*/entry.bulk));
+  FLASHMOE_TRY(launch_planned(plan, 0, &up, stream));
 
   DownParams down = {};
   down.routing = routing;

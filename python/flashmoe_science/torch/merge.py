@@ -10,7 +10,7 @@ import torch
 from flashmoe_science import _core
 from flashmoe_science._merge import WORDS
 from flashmoe_science.errors import _TransformedError
-from flashmoe_science.merge import parse_name, parse_partials
+from flashmoe_science.merge import Partials, one_after_another, parse_name, parse_partials
 from flashmoe_science.torch.operators import (
     _check_rank,
     _define,
@@ -97,12 +97,21 @@ def merge_states(
     stream: object = None,
 ) -> Any:
     """As flashmoe_science.merge_states. In a graph, out, lse and stream are None."""
-    partials = parse_partials(outs, lses)
-    name = parse_name(dtype)
-    if _is_plain(partials.outs) or _leaves_graph(partials.outs, out=out, lse=lse, stream=stream):
-        try:
-            return _core.merge_states(*partials, layout, name, return_lse, out, lse, kernel, stream)
-        except _TransformedError:
-            _refuse_outputs(out=out, lse=lse, stream=stream)
-    call = _merge_states_with_lse if return_lse else _merge_states
-    return call(*partials, layout, name, kernel)
+    partials, behind = parse_partials(outs, lses)
+
+    def merge(
+        number: int, partials: Partials, dtype: str | None, return_lse: bool, out: Any, lse: Any
+    ) -> Any:
+        if _is_plain(partials.outs) or _leaves_graph(
+            partials.outs, out=out, lse=lse, stream=stream
+        ):
+            try:
+                return _core.merge_states(
+                    *partials, layout, dtype, return_lse, out, lse, kernel, stream
+                )
+            except _TransformedError:
+                _refuse_outputs(out=out, lse=lse, stream=stream)
+        call = _merge_states_with_lse if return_lse else _merge_states
+        return call(*partials, layout, dtype, kernel)
+
+    return one_after_another(merge, partials, behind, parse_name(dtype), return_lse, out, lse)

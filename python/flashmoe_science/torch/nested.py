@@ -19,17 +19,11 @@ def is_nested(*tensors: torch.Tensor) -> bool:
 def mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
     """Why nested tensors are not ours, "" where they are."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not tensor.is_nested or tensor.layout != torch.jagged:
-            kind = "a nested tensor of another layout" if tensor.is_nested else "a dense tensor"
-            return f"{name}: got {kind} beside nested ones, accepted are jagged ones"
-        ragged: Any = tensor
-        if tensor.dim() != _SEQ_AXIS + 2 or ragged._ragged_idx != _SEQ_AXIS:
-            return (
-                f"{name}: got a nested tensor of {tensor.dim()} dimensions, of which dimension "
-                f"{ragged._ragged_idx} is jagged, accepted are [batch, heads, seq, dim] and seq"
-            )
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
-        return "key: it has another number of sequences than query"
+        if reason := _is_no_sequences(name, tensor):
+            return reason
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[0] != query.shape[0]:
+            return f"{name}: it has {tensor.shape[0]} sequences, but query has {query.shape[0]}"
     if apart := _apart(key, value):
         return apart
     if key.shape[-1] != query.shape[-1]:
@@ -45,6 +39,31 @@ def mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable
     return ""
 
 
+def _is_no_sequences(name: str, tensor: Any) -> str:
+    """Why it is not jagged along seq of [batch, heads, seq, dim], "" where it is."""
+    if not tensor.is_nested:
+        return (
+            f"{name}: got a dense tensor beside nested ones, accepted are jagged ones; "
+            "torch.nested.as_nested_tensor(..., layout=torch.jagged) makes them"
+        )
+    if tensor.layout != torch.jagged:
+        return (
+            f"{name}: got a nested tensor of layout {tensor.layout}, accepted is torch.jagged; "
+            "torch.nested.nested_tensor(..., layout=torch.jagged) makes such"
+        )
+    dims, jagged_axis = tensor.dim(), tensor._ragged_idx
+    if dims == _SEQ_AXIS + 2 and jagged_axis == _SEQ_AXIS:
+        return ""
+    pass_instead = ""
+    if jagged_axis == 1 and dims in (3, 4):
+        one_head = ".unsqueeze(2)" if dims == 3 else ""
+        pass_instead = f"; pass {name}{one_head}.transpose(1, 2)"
+    return (
+        f"{name}: got a nested tensor of {dims} dimensions, of which dimension {jagged_axis} is "
+        f"jagged, accepted are [batch, heads, seq, dim] and seq{pass_instead}"
+    )
+
+
 def _apart(key: Any, value: Any) -> str:
     """Why the sequences of value are not at the rows of those of key, "" where they are."""
     starts, starts_v, used, used_v = key.offsets(), value.offsets(), key.lengths(), value.lengths()
@@ -57,7 +76,10 @@ def _apart(key: Any, value: Any) -> str:
         return f"value: it is on {value.device}, but key is on {key.device}"
     captured = key.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or captured:  # there are no numbers to compare
-        return "value: its offsets or lengths are not key's, accepted in a graph are the very same"
+        return (
+            "value: its offsets or lengths are not key's, accepted in a graph are the very same; "
+            "pass torch.nested.nested_tensor_from_jagged(values, key.offsets(), key.lengths())"
+        )
     counts, counts_v = (
         (starts.diff() if used is None else used).long()
         for starts, used in ((starts, used), (starts_v, used_v))

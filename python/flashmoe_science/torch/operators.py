@@ -26,6 +26,7 @@ from flashmoe_science._dispatch import (
     Words,
     is_transformed,
     refuse_gradient,
+    refuse_nested,
     refuse_tangent,
 )
 from flashmoe_science.attention import (
@@ -109,6 +110,7 @@ def _define(
         tensors = []
         for argument, value in zip(names, arguments, strict=True):
             if isinstance(value, torch.Tensor):
+                refuse_nested(argument, value)
                 refuse_tangent(argument, value, words)
                 if record is None:
                     refuse_gradient(argument, value, words)

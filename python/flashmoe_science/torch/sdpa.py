@@ -148,7 +148,10 @@ def _attend_plainly(
     return out
 
 
-_MASK_OF_JAGGED = "attn_mask: got one, accepted is None beside jagged tensors"
+_MASK_OF_JAGGED = (
+    "attn_mask: got one, accepted is None beside jagged tensors; is_causal goes with them, and a "
+    "mask with what to_padded_tensor() makes of them"
+)
 
 
 def _lacking(attn_mask: Any, dropout_p: float) -> str:
