@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import parallel
@@ -137,11 +138,24 @@ def pytest_name_causes(call: pytest.CallInfo[None]) -> None:
         error = error.__cause__
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU one test of a file skips for all that need one: thirteen thousand that say the
+    same take a minute. They have been collected, so that a parameter that is none is an error
+    everywhere. Behind what options choose, so that none is left out of a choice."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: parallel.first(item.nodeid))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if gpu_items else None
-    if reason is not None:
-        for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    if reason is None:
+        return
+    of_files: dict[Path, list[pytest.Item]] = {}
+    for item in gpu_items:
+        of_files.setdefault(item.path, []).append(item)
+    others: set[pytest.Item] = set()
+    for one, *more in of_files.values():
+        said = reason.replace("GPU", f"GPU for {len(more) + 1} tests of this file", 1)
+        one.add_marker(pytest.mark.skip(reason=said), append=False)
+        others.update(more)
+    items[:] = [item for item in items if item not in others]
+    config.hook.pytest_deselected(items=list(others))

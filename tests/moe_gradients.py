@@ -12,7 +12,7 @@ from typing import Any
 import moe_oracle
 import numpy as np
 import torch
-from reference import to_numpy
+from reference import remembering, to_numpy
 
 ORDERS = {"float32": 8, "float16": 1, "bfloat16": 1}
 """In how many orders of its sums the ordinary computation is made, of which the error is the
@@ -146,6 +146,7 @@ def furthest(ref: dict[str, Any], made: dict[str, Any], other: dict[str, Any]) -
     return {name: pick(name) for name in made}
 
 
+@remembering
 def both(x: Any, *arguments: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The reference, and the ordinary computation in x's dtype: in several orders as far off, of
     each number, as it is at most."""

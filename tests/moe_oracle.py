@@ -21,7 +21,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from reference import dtype_of, to_numpy, ulp
+from reference import dtype_of, remembering, to_numpy, ulp
 
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 GATES = ("gate_up", "up_gate", "interleaved", "separate", "none")
@@ -505,11 +505,13 @@ def _forward(
     return Layer(round_(out), pre)
 
 
+@remembering
 def forward_float64(x: Any, w_gate_up: Any, w_down: Any, routing: Any, **options: Any) -> Layer:
     """moe_forward in float64, for the routing given; options by moe_forward's names."""
     return _forward(exact(_library_of(x)), x, w_gate_up, w_down, routing, **options)
 
 
+@remembering
 def forward_plain(
     x: Any, w_gate_up: Any, w_down: Any, routing: Any, *, dtype: np.dtype[Any], **options: Any
 ) -> Layer:

@@ -12,11 +12,12 @@ Tensors may be of any framework: `to_numpy` takes their values without rounding.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -108,36 +109,64 @@ def _weighted_sum(weights: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.nd
 
 
 _REMEMBERED_BYTES = 2**26
+_Answer = TypeVar("_Answer")
 
 
-def _remembering(compute: Callable[..., Attention]) -> Callable[..., Attention]:
-    """Of late answers those that fit into _REMEMBERED_BYTES, by what they are made from: a case is
-    asked about once for every instruction set. Nobody may write to them."""
-    answers: OrderedDict[bytes, Attention] = OrderedDict()
+def _digested(digest: Any, value: Any) -> bool:
+    """Whether a value is of the kinds that a digest can tell apart, and that is done."""
+    if isinstance(value, np.ndarray):
+        digest.update(repr((value.dtype.name, value.shape, value.strides)).encode())
+        digest.update(value.tobytes())
+        return True
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, (tuple, list)):
+        digest.update(repr((type(value).__name__, len(value))).encode())
+        return all(_digested(digest, item) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str, np.generic, np.dtype)):
+        digest.update(repr((type(value).__name__, value)).encode())
+        return True
+    return False
+
+
+def _arrays(answer: Any) -> list[np.ndarray]:
+    if isinstance(answer, np.ndarray):
+        return [answer]
+    items = answer.values() if isinstance(answer, dict) else answer
+    return [] if answer is None else [array for item in items for array in _arrays(item)]
+
+
+def remembering(compute: Callable[..., _Answer]) -> Callable[..., _Answer]:
+    """Of late answers, arrays in tuples or dicts, those that fit into _REMEMBERED_BYTES, by what
+    they are made from: a case is asked about once for every instruction set. Nobody may write to
+    them. What is made from other tensors than NumPy's is not remembered."""
+    answers: OrderedDict[bytes, _Answer] = OrderedDict()
     kept = 0
 
     @functools.wraps(compute)
-    def remembered(q: np.ndarray, k: np.ndarray, v: np.ndarray, *options: Any) -> Attention:
+    def remembered(*arguments: Any, **options: Any) -> _Answer:
         nonlocal kept
-        digest = hashlib.blake2b(repr((q.shape, k.shape, v.shape, options)).encode())
-        for x in (q, k, v):
-            digest.update(np.ascontiguousarray(x).data)
+        digest = hashlib.blake2b()
+        if not _digested(digest, (arguments, options)):
+            return compute(*arguments, **options)
         key = digest.digest()
         if key in answers:
             return answers[key]
-        answer = answers[key] = compute(q, k, v, *options)
-        for array in answer:
+        answer = answers[key] = compute(*arguments, **options)
+        for array in _arrays(answer):
             array.flags.writeable = False
             kept += array.nbytes
         while kept > _REMEMBERED_BYTES:
             _, oldest = answers.popitem(last=False)
-            kept -= sum(array.nbytes for array in oldest)
+            kept -= sum(array.nbytes for array in _arrays(oldest))
         return answer
 
     return remembered
 
 
-@_remembering
+@remembering
 def _attention(
     q: np.ndarray,
     k: np.ndarray,
@@ -207,9 +236,7 @@ def attention_float64(
     double = np.dtype(np.float64)
     q, k, v = (to_numpy(x) for x in (q, k, v))
     options = (causal, window, scale, softcap, _numbers(sinks), layout, double, double)
-    if attn_bias is None and attn_mask is None:
-        return _attention(q, k, v, *options)
-    return _attention.__wrapped__(q, k, v, *options, *_pairs(attn_bias, attn_mask))
+    return _attention(q, k, v, *options, *_pairs(attn_bias, attn_mask))
 
 
 def plain(
@@ -231,9 +258,7 @@ def plain(
     q, k, v = (to_numpy(x) for x in (q, k, v))
     single = np.dtype(np.float32)
     options = (causal, window, scale, softcap, _numbers(sinks), layout, single, dtype)
-    if attn_bias is None and attn_mask is None:
-        return _attention(q, k, v, *options)
-    return _attention.__wrapped__(q, k, v, *options, *_pairs(attn_bias, attn_mask))
+    return _attention(q, k, v, *options, *_pairs(attn_bias, attn_mask))
 
 
 def ulp(dtype: np.dtype[Any], magnitude: float) -> float:

@@ -23,6 +23,7 @@ from reference import (
     _products_in_order,
     attention_float64,
     dtype_of,
+    remembering,
     seen_by,
     to_numpy,
     ulp,
@@ -44,6 +45,7 @@ class Gradients(NamedTuple):
     dsinks: np.ndarray | None = None
 
 
+@remembering
 def _gradients(
     dout: np.ndarray,
     q: np.ndarray,

@@ -648,6 +648,10 @@ class TC_Softmax_Topk_Router_Function:
 def TC_topk_router_metadata_triton(ids, E, counts, offsets, gather, scatter, reverse):
     state["ids"] = ids.long()
 
+def of_experts(pairs, ids, count):  # [T, K, n] as [T, count, n], elsewhere 0
+    made = pairs.new_zeros(len(ids), count, pairs.shape[-1])
+    return made.index_put((torch.arange(len(ids))[:, None], ids), pairs)
+
 class _UpProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, b1, offsets, total, K, gather, scatter, reverse, counts, variable,
@@ -655,17 +659,17 @@ class _UpProjection(torch.autograd.Function):
         assert not inference and concat_layout, "a backward reads h, of gate rows before up rows"
         assert activation is ActivationType.SWIGLU and w1.stride(1) == 1
         ids = state["ids"]
-        h = torch.einsum("th,tkih->tki", x.float(), w1.permute(2, 0, 1)[ids].float())
+        h = torch.einsum("th,ihe->tei", x.float(), w1.float())
+        h = h[torch.arange(len(ids))[:, None], ids]
         ctx.save_for_backward(x, w1, ids)
         return x.new_empty(total, w1.shape[0] // 2), h.to(x.dtype).flatten(0, 1)
 
     @staticmethod
     def backward(ctx, _, dh):
         x, w1, ids = ctx.saved_tensors
-        dh = dh.view(*ids.shape, -1).float()
-        dx = torch.einsum("tki,tkih->th", dh, w1.permute(2, 0, 1)[ids].float())
-        dw = torch.zeros(w1.shape[2], w1.shape[0], w1.shape[1])
-        dw.index_add_(0, ids.flatten(), torch.einsum("tki,th->tkih", dh, x.float()).flatten(0, 1))
+        dh = of_experts(dh.view(*ids.shape, -1).float(), ids, w1.shape[2])
+        dx = torch.einsum("tei,ihe->th", dh, w1.float())
+        dw = torch.einsum("tei,th->eih", dh, x.float())
         return dx.to(x.dtype), dw.to(x.dtype).permute(1, 2, 0), *[None] * 12
 
 class _DownProjection:
@@ -675,8 +679,8 @@ class _DownProjection:
         assert h is not None and scores.shape == (T, K) and w2.stride(1) == 1
         gate, up = h.view(T, K, -1).float().chunk(2, -1)
         inner = torch.nn.functional.silu(gate) * up
-        y = torch.einsum("tki,tkhi->tkh", inner, w2.permute(2, 0, 1)[state["ids"]].float())
-        return (y * scores[..., None]).sum(1).to(h.dtype)
+        inner = of_experts(inner * scores[..., None], state["ids"], w2.shape[2])
+        return torch.einsum("tei,hie->th", inner, w2.float()).to(h.dtype)
 """
 
 

@@ -8,6 +8,7 @@ import platform
 
 import capi
 import numpy as np
+import parallel
 import pytest
 from capi import normal
 
@@ -109,6 +110,17 @@ def test_unknown_isa_is_an_error() -> None:
     info = capi.DeviceInfo(struct_size=ctypes.sizeof(capi.DeviceInfo))
     status = lib.flashmoe_get_device_info(capi.Device(capi.CPU, 0), info)
     assert status == capi.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("isa", parallel.ISAS)
+def test_isa_that_is_asked_for(isa: str) -> None:
+    """Skips where this processor lacks it, for all tests of isa_library."""
+    lib = capi.load_fresh(FLASHMOE_CPU_ISA=isa)
+    info = capi.DeviceInfo(struct_size=ctypes.sizeof(capi.DeviceInfo))
+    if lib.flashmoe_get_device_info(capi.Device(capi.CPU, 0), info) == capi.UNSUPPORTED:
+        pytest.skip(lib.flashmoe_last_error().decode())
+    base = "avx512" if isa in ("avx512bf16", "amx") else isa
+    assert info.isa.decode() == base
 
 
 @pytest.mark.skipif(platform.machine() == "x86_64", reason="x86-64 knows these")
