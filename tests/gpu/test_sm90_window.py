@@ -65,7 +65,8 @@ def test_every_kind_of_values(kernel: Kernel, values: str) -> None:
         for sinks in (None, *cases.SINKS):
             case = Case(dtype=kernel.dtype, batch=2, seq_q=700, seq_k=700 + 37 * i, heads_q=6,
                         heads_kv=2, dim=dim, dim_v=dim_v, causal="bottom_right",
-                        window=(100, None), values=values, sinks=sinks, seed=i)  # fmt: skip
+                        window=(100, None), values=values, sinks=sinks,
+                        kernel=kernel.table_name, seed=i)  # fmt: skip
             _check(case, kernel.table_name)
 
 
@@ -77,7 +78,7 @@ def test_more_tiles_than_blocks(kernel: Kernel) -> None:
         ((4099, 4099, (127, 0)), (3000, 2000, (50, 0)), (2000, 2777, (20, 108)))
     ):
         case = Case(dtype=kernel.dtype, batch=2, seq_q=seq_q, seq_k=seq_k, heads_q=16, heads_kv=2,
-                    window=window, seed=seed)  # fmt: skip
+                    window=window, kernel=kernel.table_name, seed=seed)  # fmt: skip
         _check(case, kernel.table_name)
 
 
@@ -92,13 +93,14 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(kernel: Kernel) -> None
                 for _ in range(3)
             )
             v[:, key] = bad
-            out = fm.flash_attention(q, k, v, causal=True, window=(127, None))
+            options = {"causal": True, "window": (127, None), "kernel": kernel.table_name}
+            out = fm.flash_attention(q, k, v, **options)
             assert fm.last_launches()[0].kernel == kernel.table_name
             rows = torch.arange(450, device=DEVICE)
             seen = (rows >= key) & (rows <= key + 127)
             assert not out[:, seen].isfinite().any()
             assert out[:, ~seen].isfinite().all()
-            good = fm.flash_attention(q, k, v.nan_to_num(0, 0, 0), causal=True, window=(127, None))
+            good = fm.flash_attention(q, k, v.nan_to_num(0, 0, 0), **options)
             torch.testing.assert_close(out[:, ~seen], good[:, ~seen])
 
 
@@ -141,6 +143,7 @@ def test_the_plan_takes_it_for_short_windows_alone(kernel: Kernel) -> None:
         {"causal": True, "window": (127, None), "softcap": 20.0},
         {"dim": 128, "causal": True, "window": (127, None)},
         {"seq": 100, "causal": True, "window": (127, None)},
+        {"seq": 200, "causal": True, "window": (127, None)},  # one wave of tiles of two steps
     ):
         assert "window" not in _plan(kernel.dtype, **options).launches[0].kernel
 

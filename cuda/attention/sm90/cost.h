@@ -34,12 +34,13 @@ inline double share_of_clock(double tiles, const DeviceFacts& facts) {
 }
 
 // Whether tiles of a kernel for short windows take less time than others of as many rows: but for
-// one wave of tiles of two steps at most, whose loads and products then have begun sooner
+// few waves of tiles of two steps at most, whose products begin sooner
 // (docs/lab/attention_sm90.md).
 inline bool saves_steps(const AttentionProblem& p, int64_t rows, const DeviceFacts& facts) {
   constexpr int64_t kTwoSteps = 256;  // of the other kernels, in keys
-  const int64_t tiles = (p.seq_q + rows - 1) / rows;
-  return p.seq_k > kTwoSteps || tiles * p.batch * p.heads_q > facts.multiprocessors;
+  constexpr int64_t kFewWaves = 2;
+  const int64_t tiles = (p.seq_q + rows - 1) / rows * p.batch * p.heads_q;
+  return p.seq_k > kTwoSteps || tiles > kFewWaves * facts.multiprocessors;
 }
 
 inline double tile_microseconds(const Work& work, const TileSpeed& speed,
