@@ -21,6 +21,8 @@
 //   issue S, dQ of the step before | wait S | P = exp2 [dQ] | wait dQ | store it to a slot |
 //   issue dP | hand the slot over | wait dP | by 16 queries: issue dV, make dS, issue dK | wait
 //
+// With 128 queries half of the exponentials come behind the issue of dP, and run under that.
+//
 // Head dimensions above 128 have consumers of their own (panels.cuh, by_products.cuh).
 // dQ of a step comes in the next one, so a consumer waits for the other's dS when that is mostly
 // there. What keeps the writers and readers of each buffer apart is in
@@ -1125,32 +1127,35 @@ struct Consumer : Counters<Traits::kInPanels> {
   }
 
   // Sets the probabilities of keys to 0 that a query does not see, and of those that do not exist,
-  // or to -inf their powers.
+  // or to -inf their powers: of scores from kBegin to before kEnd.
+  template <int kBegin = 0, int kEnd = kScores>
   __device__ __forceinline__ void mask(int first_key, float hidden = 0.0f) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t seen = seen_by(first_key, half);
 #pragma unroll
-      for (int i = 0; i < kScores / 2; ++i) {
+      for (int i = kBegin / 2; i < kEnd / 2; ++i) {
         float& score = scores[i / 2 * 4 + 2 * half + i % 2];
         if ((seen & (1u << i)) == 0) score = hidden;
       }
     }
   }
 
-  // Of this thread's queries of the step.
+  // Of this thread's queries of the step, those of these scores.
+  template <int kBegin = 0, int kEnd = kScores>
   __device__ __forceinline__ void load_lse(float2 (&lse)[kScores / 4]) const {
     const uint32_t rows =
         shared + Traits::kLseOffset + stage() * Traits::kRowBytes + lane_index() % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) lse[i] = ptx::load_shared_float2(rows + 32 * i);
+    for (int i = kBegin / 4; i < kEnd / 4; ++i) lse[i] = ptx::load_shared_float2(rows + 32 * i);
   }
 
-  // P = exp2(S scale_log2 - lse).
+  // P = exp2(S scale_log2 - lse) of these scores.
+  template <int kBegin, int kEnd>
   __device__ __forceinline__ void exponentiate(const float2 (&lse)[kScores / 4]) {
     const float scale_log2 = params.score.scale_log2;
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
       const float2& of_rows = lse[i / 4];
       scores[i] =
           numeric::exp2_approx(fmaf(scores[i], scale_log2, -(i % 2 == 0 ? of_rows.x : of_rows.y)));
@@ -1207,6 +1212,13 @@ struct Consumer : Counters<Traits::kInPanels> {
     delta[1] = ptx::load_shared_float2(rows + 32);
   }
 
+  static __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    using Pair = typename Numeric::Pair;
+    const Pair product =
+        __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+    return *reinterpret_cast<const uint32_t*>(&product);
+  }
+
   // dS = P (dP - delta) of 16 queries, to registers and to shared memory. Where a query does not
   // see a key P is 0, but dP - delta may be NaN.
   __device__ __forceinline__ void make_ds(int slice, const float (&dp)[kScores],
@@ -1218,9 +1230,15 @@ struct Consumer : Counters<Traits::kInPanels> {
       for (int half = 0; half < 2; ++half) {
         const int pair = 4 * slice + 2 * i + half;
         const uint32_t packed = p[2 * i + half];
-        const float2 factor = factors(packed, pair);
-        ds[slice][2 * i + half] = Numeric::pack(factor.x * (dp[2 * pair] - delta[i].x),
-                                                factor.y * (dp[2 * pair + 1] - delta[i].y));
+        const float2 difference =
+            make_float2(dp[2 * pair] - delta[i].x, dp[2 * pair + 1] - delta[i].y);
+        if constexpr (Traits::kMultipliesPairs) {
+          ds[slice][2 * i + half] =
+              multiply_pairs(packed, Numeric::pack(difference.x, difference.y));
+        } else {
+          const float2 factor = factors(packed, pair);
+          ds[slice][2 * i + half] = Numeric::pack(factor.x * difference.x, factor.y * difference.y);
+        }
       }
     }
     if (masked) {
@@ -1459,7 +1477,9 @@ struct Consumer : Counters<Traits::kInPanels> {
     float dq[Traits::kDqRegisters];
     uint32_t p[kSlices][4];
     float2 lse[kScores / 4];
-    load_lse(lse);
+    constexpr int kEarly = Traits::kEarlyPowers;
+    constexpr int kHeld = kEarly < kScores ? kEarly / 2 : kScores;
+    load_lse<0, kEarly>(lse);
     issue_scores();
     if (!kFirst) issue_dq_before(dq);
     const bool masked = Traits::kCapped || is_masked(first_key);  // no register for the answer
@@ -1468,9 +1488,9 @@ struct Consumer : Counters<Traits::kInPanels> {
     if constexpr (Traits::kCapped) {
       exponentiate_capped(p, lse, first_key);
     } else {
-      exponentiate(lse);
-      if (masked) mask(first_key);
-      pack(p, scores);
+      exponentiate<0, kEarly>(lse);
+      if (masked) mask<0, kHeld>(first_key);
+      if (kEarly == kScores) pack(p, scores);
     }
     if (!kFirst) {
       ptx::wgmma_wait<0>();  // dQ
@@ -1479,7 +1499,16 @@ struct Consumer : Counters<Traits::kInPanels> {
     }
     ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     issue_dp(dp);
+    if (kEarly < kScores) load_lse<kEarly, kScores>(lse);
     if (!kFirst) hand_over_dq();
+    if constexpr (kEarly < kScores) {
+      // Some masks are put off to here: without a branch ptxas would put exponentials between the
+      // products of dP.
+      if (masked) mask<kHeld, kEarly>(first_key);
+      exponentiate<kEarly, kScores>(lse);
+      if (masked) mask<kEarly, kScores>(first_key);
+      pack(p, scores);
+    }
     ptx::wgmma_wait<0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());

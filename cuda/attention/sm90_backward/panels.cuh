@@ -2,8 +2,11 @@
 // of a step: it is made and leaves in panels of 64 columns, by a slot of 16 KiB for each consumer.
 // In PanelConsumer, that of 192/128, S, dP and dQ take turns in one array:
 //
-//   issue S | wait | P = exp2 | issue dV, dP | wait | dS | issue a panel of dQ of the step before,
-//   dK | wait for the panel | slot [dK] | wait | of every second step the other panel | slot
+//   issue S | wait | P = exp2 | issue dV of 32 queries, dP, dV of the others | wait for dP | dS of
+//   32 queries [dV] | wait | dS of the others | issue a panel of dQ of the step before, dK | wait
+//   for the panel | slot [dK] | wait | of every second step the other panel | slot
+//
+// dS takes the place of P, so it is made of queries whose dV is there.
 #pragma once
 
 #include "cuda/attention/sm90_backward/backward.cuh"
@@ -66,17 +69,21 @@ struct PanelConsumer : Consumer<Traits> {
     row = static_cast<int>(ptx::load_shared_uint(barriers.stage_row(stage())));
   }
 
-  // dV += P^T dO.
+  // Slices of 16 queries whose dV is issued ahead of dP. With a softcap dS comes from factors that
+  // take the place of P, all at once.
+  static constexpr int kEarlySlices = Traits::kCapped ? kSlices : kSlices / 2;
+
+  // dV += P^T dO, of slices from kBegin to before kEnd. dO is there.
+  template <int kBegin, int kEnd>
   __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
     const uint64_t dout = ptx::swizzled_descriptor(
         shared + Traits::kDoOffset + dout_stage() * Traits::kDoBytes, Traits::kQueryBoxBytes);
-    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
     ptx::pin(dv);
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) ptx::pin(p[slice]);
+    for (int slice = kBegin; slice < kEnd; ++slice) ptx::pin(p[slice]);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
+    for (int slice = kBegin; slice < kEnd; ++slice) {
       ValueMma::multiply_values(dv, p[slice], ptx::advance(dout, slice * 2048),
                                 slice > 0 || adds());
     }
@@ -172,20 +179,18 @@ struct PanelConsumer : Consumer<Traits> {
     return shared + Traits::kDeltaOffset + of_delta * Traits::kRowBytes + lane_index() % 4 * 8;
   }
 
-  // dS of all slices.
-  __device__ __forceinline__ void make_all_ds(const float (&dp)[kScores],
-                                              const uint32_t (&p)[kSlices][4], int first_key) {
-    read_row();
-    const bool masked = Traits::kCapped || Base::is_masked(first_key);
+  // dS of slices from kBegin to before kEnd.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void make_ds_of(const float (&dp)[kScores],
+                                             const uint32_t (&p)[kSlices][4], bool masked) {
     const uint32_t rows = delta_rows();
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
+    for (int slice = kBegin; slice < kEnd; ++slice) {
       float2 delta[2];
       Base::load_delta(delta, rows + 64 * slice);
       const uint32_t of_slice[4] = {p[slice][0], p[slice][1], p[slice][2], p[slice][3]};
       Base::make_ds(slice, dp, of_slice, delta, masked);
     }
-    ptx::fence_proxy_async_shared();
   }
 
   __device__ __forceinline__ uint32_t own_slot() const {
@@ -219,14 +224,26 @@ struct PanelConsumer : Consumer<Traits> {
     make_p(p, lse, first_key);
     ptx::mbarrier_wait(barriers.ds_empty(buffer()), (index >> 1 & 1) ^ 1);
     if constexpr (Traits::kCapped) leave_factors();
-    issue_dv(p);
+    ptx::mbarrier_wait(barriers.do_full(dout_stage()), dout_parity());
+    issue_dv<0, kEarlySlices>(p);
     Base::issue_dp(dp);
-    ptx::wgmma_wait<0>();  // dV, dP
-    ptx::pin(dv);
+    if constexpr (kEarlySlices < kSlices) issue_dv<kEarlySlices, kSlices>(p);
+    read_row();
+    const bool masked = Traits::kCapped || Base::is_masked(first_key);
+    ptx::wgmma_wait<(kEarlySlices < kSlices) ? 1 : 0>();  // dP
     ptx::pin(dp);
     if (last) release(barriers.v_empty());
-    if constexpr (Traits::kCapped) take_factors();
-    make_all_ds(dp, p, first_key);
+    if constexpr (Traits::kCapped) {
+      ptx::pin(dv);
+      take_factors();
+    }
+    make_ds_of<0, kEarlySlices>(dp, p, masked);
+    if constexpr (kEarlySlices < kSlices) {
+      ptx::wgmma_wait<0>();
+      ptx::pin(dv);
+      make_ds_of<kEarlySlices, kSlices>(dp, p, masked);
+    }
+    ptx::fence_proxy_async_shared();
     release(barriers.ds_full(buffer()));
     release(barriers.do_empty(dout_stage()));  // delta came with dO
     const int panel = first_panel(index - 1, group);

@@ -98,6 +98,11 @@ struct Traits {
   // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.
   // With a softcap, of P times what the cap leaves, rounded likewise.
   static constexpr bool kUnpacksP = kTileQ == 128 || kInPanels;
+  // Its pairs are multiplied as they are by dP - delta, rounded, where that has the range of fp32.
+  static constexpr bool kMultipliesPairs =
+      kUnpacksP && numeric::ElementTraits<Element>::kDtype == Dtype::kBFloat16;
+  // Scores of a thread whose exponentials are under dQ of the step before; the others are under dP.
+  static constexpr int kEarlyPowers = kTileQ == 128 ? kTileQ / 4 : kTileQ / 2;
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kTileQ == 128 && (kInPanels || kCapped)), "there are no registers for it");
   static_assert(!(kRagged && kInPanels), "kernels of panels read no sequences");
