@@ -36,6 +36,8 @@ def _served() -> None:
 KINDS = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 0, 300, 33)
 """Tokens of experts: steps of 64 rows, four of which are loaded ahead."""
+LARGE_SIZES = (0, 1, 15, 16, 17, 31, 33, 127, 0, 128, 129, 300, 6400)
+"""So many on average that blocks share rows that are gathered."""
 
 
 def generator(seed: int) -> torch.Generator:
@@ -260,6 +262,7 @@ class LayerCase:
     saved: bool = True  # what the activation is applied to
     missing: float = 0.0  # share of ids that are -1
     skew: float = 0.0
+    sizes: tuple[int, ...] = ()  # tokens of each expert, which then have one expert each
     seed: int = 0
 
     @property
@@ -297,9 +300,12 @@ LAYERS = {
     "many-experts": LayerCase(tokens=900, hidden=264, inner=256, experts=96, top_k=4, skew=3.0),
     # Pairs of tiles of which the last is beyond.
     "odd-tiles": LayerCase(tokens=300, hidden=72, inner=1048, experts=4),
+    # Rows that blocks share, of experts that end anywhere in a step.
+    "sizes": LayerCase(tokens=sum(LARGE_SIZES), hidden=392, inner=520, experts=len(LARGE_SIZES),
+                       top_k=1, sizes=LARGE_SIZES),
 }  # fmt: skip
 FUSED = ("plain", "computed-again", "turned", "skewed", "wide", "up-gate-alone", "separate-alone",
-         "many-tiles", "many-experts", "odd-tiles")  # fmt: skip
+         "many-tiles", "many-experts", "odd-tiles", "sizes")  # fmt: skip
 """Whose da goes through the activation in the product that gives it."""
 
 
@@ -311,6 +317,10 @@ class Layer:
         noise = torch.rand(case.tokens, case.experts, generator=g, device=DEVICE)
         place = torch.arange(case.experts, device=DEVICE) / case.experts
         ids = (noise + case.skew * place).argsort(1)[:, : case.top_k].int()
+        if case.sizes:
+            each = torch.tensor(case.sizes, device=DEVICE)
+            ids = torch.arange(case.experts, device=DEVICE, dtype=torch.int32)
+            ids = ids.repeat_interleave(each)[noise[:, 0].argsort()][:, None]
         lost = torch.rand(ids.shape, generator=g, device=DEVICE) < case.missing
         ids = torch.where(lost, -1, ids).contiguous()
         weights = torch.rand(ids.shape, generator=g, device=DEVICE) + 0.1
@@ -474,7 +484,26 @@ def test_layer_is_added_to(name: str, wide: bool) -> None:
         assert torch.equal(placed.view.float(), 2 * once[n]), n
 
 
-@pytest.mark.parametrize("name", ["plain", "wide", "on-input"])
+def test_rows_that_repeat() -> None:
+    """Rows of x and of dout that are one in memory: the bits of rows that are as many."""
+    layer = Layer(LAYERS["sizes"], "bf16")
+    repeated = {"x": layer.placed["x"].view, "dout": layer.dout.view}
+    for name, rows in repeated.items():
+        rows.copy_(rows[:1].clone())
+        repeated[name] = rows[:1].expand_as(rows)
+    layer.run()
+    names = ("dx", "dw_gate_up", "dw_down", "dweights")
+    made = fm.moe_backward(
+        **(layer.values | repeated), routing=layer.routing, **layer.case.options,
+        pre_activation=layer.saved, wanted=(True, True, False, True, False, False, False, True),
+        kernel="sm90",
+    )  # fmt: skip
+    got = [one for one in made if one is not None]
+    for name, one in zip(names, got, strict=True):
+        assert torch.equal(memory.bits(one), memory.bits(layer.outputs[name].view)), name
+
+
+@pytest.mark.parametrize("name", ["plain", "wide", "on-input", "sizes"])
 def test_nan_of_a_token(name: str) -> None:
     layer = Layer(LAYERS[name], "bf16")
     token = 11
@@ -493,8 +522,9 @@ def test_nan_of_a_token(name: str) -> None:
             assert not finite[~others].flatten(1).all(1).any(), n
 
 
-def test_hostile_routing() -> None:
-    layer = Layer(LAYERS["wide"], "bf16")
+@pytest.mark.parametrize("name", ["wide", "sizes"])
+def test_hostile_routing(name: str) -> None:
+    layer = Layer(LAYERS[name], "bf16")
     g = torch.Generator().manual_seed(5)
     for i in range(12):
         for t in (layer.routing.offsets, layer.routing.pairs, layer.routing.slots):

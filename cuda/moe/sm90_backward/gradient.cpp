@@ -24,6 +24,9 @@ const Entry* const kEntries[] = {
 
 constexpr int64_t kMaxItems = int64_t{1} << 30;
 constexpr int64_t kMaxColumns = int64_t{1} << 30;  // column + tile fits in int32
+// Rows of an expert, on average, from which on blocks share those that are gathered: in tiles of
+// few steps that is slower (docs/lab/moe_backward_sm90.md).
+constexpr int64_t kLeastSharedRows = 512;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
@@ -44,16 +47,22 @@ bool left_first(const Gradient& g) {
 struct Extents {
   int64_t m;
   int64_t n;
-  int64_t m_tiles;
-  int64_t tiles;  // of an expert
+  int64_t m_tiles;  // of blocks
+  int64_t shared_n_tiles;
+  int64_t tiles;  // of an expert: of clusters
 };
 
 Extents extents_of(const Gradient& g, const Entry& entry) {
   Extents extents;
   extents.m = left_first(g) ? g.m : g.n;
   extents.n = left_first(g) ? g.n : g.m;
-  extents.m_tiles = ceil_div(extents.m, kCluster * entry.tile_m);
-  extents.tiles = extents.m_tiles * ceil_div(extents.n, entry.tile_n);
+  extents.m_tiles = ceil_div(extents.m, entry.tile_m);
+  const int64_t n_tiles = ceil_div(extents.n, entry.tile_n);
+  const bool gathers = g.left.by_token || g.right.by_token;
+  const bool shares = gathers && g.rows >= kLeastSharedRows * g.experts;
+  extents.shared_n_tiles = shares ? n_tiles / kCluster * kCluster : 0;
+  extents.tiles = extents.m_tiles * (extents.shared_n_tiles / kCluster) +
+                  ceil_div(extents.m_tiles, kCluster) * (n_tiles - extents.shared_n_tiles);
   return extents;
 }
 
@@ -74,6 +83,13 @@ bool encode(const Gradient& g, const Operand& operand, int64_t columns, int step
                      {columns, g.rows, batches, 1},
                      {1, operand.rows.row_stride, operand.rows.expert_stride, 0},
                      {kBoxColumns, step, 1, 1}});
+}
+
+// The same of rows that are gathered, one by one.
+bool encode_rows(const Gradient& g, const Operand& operand, int64_t columns, CUtensorMap* map) {
+  const void* const data = g.rows > 0 ? operand.rows.data : g.out.data;
+  return encode_map(map, operand.rows.dtype, data,
+                    {2, {columns, g.tokens}, {1, operand.rows.row_stride}, {kBoxColumns, 1}});
 }
 
 // Whether the copy engine may write the gradient: 16 bits, not added to, of strides that it walks.
@@ -103,19 +119,19 @@ bool fill_job(const Gradient& g, const Entry& entry, Job* job) {
   const Operand& first = swaps ? g.right : g.left;
   const Operand& second = swaps ? g.left : g.right;
   if (!encode(g, second, extents.n, entry.step, &job->second) ||
-      (!first.by_token && !encode(g, first, extents.m, entry.step, &job->first)) ||
+      !(first.by_token ? encode_rows(g, first, extents.m, &job->first)
+                       : encode(g, first, extents.m, entry.step, &job->first)) ||
       (leaves_in_boxes(g) && !encode_boxes(g, &job->boxes))) {
     return false;
   }
   if (first.by_token) {
-    // The kernel fetches both maps' descriptions.
-    job->first = job->second;
     job->x = static_cast<const uint16_t*>(first.rows.data);
     job->x_row_chunks = static_cast<uint32_t>(first.rows.row_stride / 8);
   }
   job->m = static_cast<int32_t>(extents.m);
   job->n = static_cast<int32_t>(extents.n);
   job->m_tiles = static_cast<int32_t>(extents.m_tiles);
+  job->shared_n_tiles = static_cast<int32_t>(extents.shared_n_tiles);
   job->tiles = static_cast<int32_t>(extents.tiles);
   job->out = g.out.data;
   job->expert_stride = g.out.expert_stride;

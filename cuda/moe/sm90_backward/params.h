@@ -27,14 +27,18 @@ struct Job {
   // first, in boxes of 64 by 64.
   CUtensorMap boxes;
 
-  // Instead of `first`: row r is that of token row_tokens[r] of x, or zeros.
+  // Rows of x to be gathered, of which `first` is then a map of rank 2, [m, tokens], in boxes of 64
+  // columns of a row: row r is that of token row_tokens[r], or zeros.
   const uint16_t* x;
   uint32_t x_row_chunks;  // from row to row, chunks of 16 bytes
 
   int32_t m;
   int32_t n;
-  int32_t m_tiles;  // along m: of clusters
-  int32_t tiles;    // of an expert: of clusters
+  int32_t m_tiles;  // along m: of blocks
+  // Along n: of these, from the first on, the blocks of a cluster have neighbouring ones, of the
+  // same rows of m. Of the others they have the same ones, of neighbouring rows.
+  int32_t shared_n_tiles;
+  int32_t tiles;  // of an expert: of clusters
 
   void* out;
   int64_t expert_stride;  // elements

@@ -10,7 +10,10 @@
 //
 // Blocks come in clusters of two with neighbouring rows of the gradient and the same columns: each
 // copies one half of the second operand for both, by TMA, and the first one's for itself, by TMA
-// too, or row by row, where rows of tokens are gathered, by three warps with cp.async.
+// too, or row by row, where rows of tokens are gathered, by three warps with cp.async. Or, where
+// rows are gathered and an expert has enough of them, with the same rows of the gradient and
+// neighbouring columns, if there are: each gathers half of the tokens for both, by TMA, and copies
+// its own columns of the second operand.
 //
 // An expert's rows end within a step, where the next expert's follow: those are made zeros in
 // shared memory, in both operands, since what they hold may be no number. An expert without rows
@@ -39,6 +42,7 @@
 #include "cuda/ptx/registers.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/tma_rows.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/pipeline.cuh"
 #include "cuda/tile/thread.cuh"
@@ -71,6 +75,7 @@ struct Tile {
   int rows;
   int m;  // the first of this block
   int n;
+  bool shares_first;  // rows of m with the other block of the cluster; or columns of n
 
   __device__ __forceinline__ bool is_none() const { return rows < 0; }
   template <class Traits>
@@ -95,10 +100,15 @@ __device__ __forceinline__ Tile tile_of(const Params& params, const Item& item, 
     tile.job = job + 1;
   }
   const Job& job = params.jobs[tile.job];
-  const int n_tile = index / job.m_tiles;
-  const int m_tile = index - n_tile * job.m_tiles;
-  tile.m = (m_tile * kCluster + rank) * Traits::kTileM;
-  tile.n = n_tile * Traits::kTileN;
+  const int shared_tiles = job.shared_n_tiles / kCluster * job.m_tiles;
+  tile.shares_first = index < shared_tiles;
+  if (!tile.shares_first) index -= shared_tiles;
+  const int m_tiles = tile.shares_first ? job.m_tiles : ceil_div<kCluster>(job.m_tiles);
+  const int n_tile = index / m_tiles;
+  const int m_tile = index - n_tile * m_tiles;
+  tile.m = (tile.shares_first ? m_tile : m_tile * kCluster + rank) * Traits::kTileM;
+  tile.n =
+      (tile.shares_first ? n_tile * kCluster + rank : job.shared_n_tiles + n_tile) * Traits::kTileN;
   return tile;
 }
 
@@ -244,14 +254,15 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
                                         int rank) {
   const bool leader = threadIdx.x == 0;
   const bool gathers = params.gathers != 0;
-  const int expected = Traits::kSecondBytes + (gathers ? 0 : Traits::kFirstBytes);
-  const int own = rank * Traits::kHalfBoxes;  // boxes of the second operand
   PipelineState<Traits::kStages> pipe;
   Deal<Traits> deal(params, shared, rank);
   Tiles<Traits> tiles{params, shared, rank};
   deal.tell();
   for (Tile tile = tiles.next(); !tile.is_none(); tile = tiles.next()) {
     const Job& job = params.jobs[tile.job];
+    const int expected =
+        Traits::kSecondBytes + (gathers && !tile.shares_first ? 0 : Traits::kFirstBytes);
+    const int own = rank * Traits::kHalfBoxes;  // of the second operand, where both have it
     const int steps = tile.template steps<Traits>();
     int step = 0;
     const auto load_until = [&](int end) {
@@ -269,11 +280,19 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
                             ptx::kEvictNormal, tile.m + i * kBoxColumns, row, tile.batch, 0);
             }
           }
+          if (tile.shares_first) {
 #pragma unroll
-          for (int i = 0; i < Traits::kHalfBoxes; ++i) {
-            ptx::tma_load_multicast(shared.second(pipe.stage) + (own + i) * Traits::kBoxBytes,
-                                    &job.second, full, ptx::kEvictNormal, kWholeCluster,
-                                    tile.n + (own + i) * kBoxColumns, row, tile.batch, 0);
+            for (int i = 0; i < Traits::kTileN / kBoxColumns; ++i) {
+              ptx::tma_load(shared.second(pipe.stage) + i * Traits::kBoxBytes, &job.second, full,
+                            ptx::kEvictNormal, tile.n + i * kBoxColumns, row, tile.batch, 0);
+            }
+          } else {
+#pragma unroll
+            for (int i = 0; i < Traits::kHalfBoxes; ++i) {
+              ptx::tma_load_multicast(shared.second(pipe.stage) + (own + i) * Traits::kBoxBytes,
+                                      &job.second, full, ptx::kEvictNormal, kWholeCluster,
+                                      tile.n + (own + i) * kBoxColumns, row, tile.batch, 0);
+            }
           }
         }
         __syncwarp();
@@ -331,7 +350,9 @@ struct Steps {
   }
 };
 
-// Gathers rows of x, a warp its steps: eight lanes copy 128 bytes of one, and then the next 128.
+// Gathers rows of x, a warp its steps. Where blocks share them each has the copy engine copy half
+// of a step's for both, 64 columns of a row at a time: all of them it would copy slower than
+// products are computed. Else threads copy: eight lanes 128 bytes of a row, and then the next 128.
 // Whose the rows of a step are is looked up, a row a lane, while the step before is on its way. Not
 // sooner: the warp may wait for the next tile, and those who tell of it for what it copies.
 template <class Traits>
@@ -341,6 +362,7 @@ struct Gather {
   static constexpr int kRowsApart = kThreadsPerWarp / kLanesPerRow;
   static constexpr int kRows = Traits::kStep / kRowsApart;  // of a lane
   static constexpr int kBoxes = Traits::kTileM / kBoxColumns;
+  static constexpr uint32_t kRowBytes = kBoxColumns * 2;
   static_assert(kRowsApart == 4, "every second row of a lane has the same swizzle");
 
   const Params& params;
@@ -353,39 +375,66 @@ struct Gather {
     return token < params.tokens ? token : -1;
   }
 
+  // Columns from m on of this block's half of a step's rows, to both blocks.
+  __device__ __forceinline__ void copy_half(const Job& job, uint32_t to, uint32_t full, int m,
+                                            int token, int rank) const {
+    constexpr int kHalf = Traits::kStep / kCluster;
+    // In the map, in which rows that repeat are one; what lies behind its rows is zeros.
+    const int repeated = job.x_row_chunks == 0 ? 0 : token;
+    const int row_of_lane = token < 0 ? params.tokens : repeated;
+    const int first = rank * kHalf;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const int row = __shfl_sync(kFullWarp, row_of_lane, first + i);
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box) {
+          ptx::tma_load_multicast(to + (first + i) * kRowBytes + box * Traits::kBoxBytes,
+                                  &job.first, full, kWholeCluster, m + box * kBoxColumns, row);
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ void run(const Shared<Traits>& shared, int rank, int warp) const {
     const int lane = lane_index();
     const int chunk = lane % kLanesPerRow;
     const int first_row = lane / kLanesPerRow;
     const uint32_t places[2] = {
-        static_cast<uint32_t>(first_row * (kBoxColumns * 2) + (chunk ^ first_row) * 16),
-        static_cast<uint32_t>(first_row * (kBoxColumns * 2) + (chunk ^ (first_row + 4)) * 16)};
+        static_cast<uint32_t>(first_row * kRowBytes + (chunk ^ first_row) * 16),
+        static_cast<uint32_t>(first_row * kRowBytes + (chunk ^ (first_row + 4)) * 16)};
     PipelineState<Traits::kStages> pipe;
     pipe.advance(warp);
     Steps<Traits> steps(params, shared, rank, warp);
     int token_of_lane = look_up(steps);
     while (steps.more()) {
       const Job& job = params.jobs[steps.tile.job];
-      const int column = steps.tile.m + chunk * kChunk;
-      const uint16_t* const source = job.x + column;
+      const uint32_t full = shared.full(pipe.stage);
       ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
       const uint32_t to = shared.first(pipe.stage);
-      const uint32_t x_row_chunks = job.x_row_chunks;
-      const int m = job.m;
+      if (steps.tile.shares_first) {
+        copy_half(job, to, full, steps.tile.m, token_of_lane, rank);
+      } else {
+        const int column = steps.tile.m + chunk * kChunk;
+        const uint16_t* const source = job.x + column;
+        const uint32_t x_row_chunks = job.x_row_chunks;
+        const int m = job.m;
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int token = __shfl_sync(kFullWarp, token_of_lane, first_row + i * kRowsApart);
-        const bool valid = token >= 0;
-        const uint32_t chunks = static_cast<uint32_t>(max(token, 0)) * x_row_chunks;
-        const uint16_t* const from = source + uint64_t{chunks} * kChunk;
+        for (int i = 0; i < kRows; ++i) {
+          const int token = __shfl_sync(kFullWarp, token_of_lane, first_row + i * kRowsApart);
+          const bool valid = token >= 0;
+          const uint32_t chunks = static_cast<uint32_t>(max(token, 0)) * x_row_chunks;
+          const uint16_t* const from = source + uint64_t{chunks} * kChunk;
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          ptx::cp_async_16_or_zero(
-              to + places[i % 2] + i * kRowsApart * (kBoxColumns * 2) + box * Traits::kBoxBytes,
-              from + box * kBoxColumns, valid && column + box * kBoxColumns < m);
+          for (int box = 0; box < kBoxes; ++box) {
+            ptx::cp_async_16_or_zero(
+                to + places[i % 2] + i * kRowsApart * kRowBytes + box * Traits::kBoxBytes,
+                from + box * kBoxColumns, valid && column + box * kBoxColumns < m);
+          }
         }
       }
-      ptx::cp_async_arrive(shared.full(pipe.stage));
+      // Of what threads have copied; of the rest the TMA warp says what there is to wait for.
+      ptx::cp_async_arrive(full);
       pipe.advance(Traits::kGatherWarps);
       steps.advance();
       token_of_lane = look_up(steps);
