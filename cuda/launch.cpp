@@ -289,8 +289,7 @@ flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* su
   return launch;
 }
 
-flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream,
-                               bool early) {
+flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream) {
   const Kernel& kernel = *static_cast<const Kernel*>(plan.entries[index]);
   const flashmoe_launch& planned = plan.info.launches[index];
   const int device_id = planned.device.device_id;
@@ -303,7 +302,7 @@ flashmoe_status launch_planned(const Plan& plan, int index, const void* params, 
       planned.shared_bytes -
           static_cast<uint64_t>(loaded.static_shared_bytes.load(std::memory_order_relaxed)),
       planned.cluster,
-      early && has_clusters(kernel, device_id)};
+      has_clusters(kernel, device_id)};
   void* arguments[] = {const_cast<void*>(params)};
   const void* handle = loaded.handle.load(std::memory_order_relaxed);
   // What the driver refuses, the runtime gets to launch, or to refuse in its own words.

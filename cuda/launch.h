@@ -72,9 +72,8 @@ flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* su
 // Launches launch `index` of a plan with its kernel's one argument, which is copied, on the plan's
 // device, which is current, and records it. In a context that the kernel was not loaded in it is
 // before. Where the code has programmatic launches it may begin before what is ahead of it has
-// ended, if it is `early`: every kernel here waits (cuda/ptx/pdl.cuh).
-flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream,
-                               bool early = true);
+// ended: every kernel here waits (cuda/ptx/pdl.cuh).
+flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream);
 
 // Launches all launches of a plan, in order, each with the same argument.
 flashmoe_status launch_all(const Plan& plan, const void* params, void* stream);
