@@ -239,48 +239,36 @@ const Entry entry_split_kv_fp16_d64_dv64 = {
     false,
     0,
 };
+// A kernel for short windows.
+static Entry entry_of_windows(const char* name, uintptr_t handle, int shared_bytes,
+                              LoadedKernel* of_devices, bool ragged) {
+  return {
+      {{name, reinterpret_cast<const void*>(handle), shared_bytes, of_devices},
+       Dtype::kFloat16,
+       64,
+       64,
+       192,
+       64,
+       9,
+       512},
+      false,
+      48,
+      32,
+      0,
+      0,
+      {},
+      ragged,
+      128,
+  };
+}
 static LoadedKernel loaded_window[kMaxDevices];
-extern const Entry entry_fp16_d64_dv64_window;
-const Entry entry_fp16_d64_dv64_window = {
-    {{"attention_forward_sm90_fp16_d64_dv64_window", reinterpret_cast<const void*>(0x94), 221000,
-      loaded_window},
-     Dtype::kFloat16,
-     64,
-     64,
-     192,
-     64,
-     9,
-     512},
-    false,
-    48,
-    32,
-    0,
-    0,
-    {},
-    false,
-    128,
-};
 static LoadedKernel loaded_ragged_window[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_window;
 extern const Entry entry_fp16_d64_dv64_ragged_window;
-const Entry entry_fp16_d64_dv64_ragged_window = {
-    {{"attention_forward_sm90_fp16_d64_dv64_ragged_window", reinterpret_cast<const void*>(0x95),
-      222000, loaded_ragged_window},
-     Dtype::kFloat16,
-     64,
-     64,
-     192,
-     64,
-     9,
-     512},
-    false,
-    48,
-    32,
-    0,
-    0,
-    {},
-    true,
-    128,
-};
+const Entry entry_fp16_d64_dv64_window = entry_of_windows(
+    "attention_forward_sm90_fp16_d64_dv64_window", 0x94, 221000, loaded_window, false);
+const Entry entry_fp16_d64_dv64_ragged_window = entry_of_windows(
+    "attention_forward_sm90_fp16_d64_dv64_ragged_window", 0x95, 222000, loaded_ragged_window, true);
 }  // namespace flashmoe::sm90
 
 namespace flashmoe {
