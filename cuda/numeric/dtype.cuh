@@ -1,12 +1,15 @@
-// The 16-bit element types: names, packing and bit patterns.
+// The 16-bit element types: names, packing, bit patterns, and arithmetic on two of them in a word.
+//
+// The compiler estimates how long a piece of assembly is by its line breaks, and by that what it
+// unrolls: those here are as in cuda_fp16.h and cuda_bf16.h.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <vector_types.h>
 
 #include <cstdint>
 
-#include "core/ops/attention/problem.h"
+#include "core/dtype.h"
+#include "cuda/numeric/element.h"
 
 namespace flashmoe::numeric {
 
@@ -20,16 +23,34 @@ struct ElementTraits<__half> {
   static constexpr uint32_t kExponentMask = 0x7c00;
 
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+    uint32_t pair;
+    asm("{ cvt.rn.f16x2.f32 %0, %2, %1; }\n" : "=r"(pair) : "f"(low), "f"(high));
+    return pair;
+  }
+  static __device__ __forceinline__ uint16_t from_float(float value) {
+    uint16_t bits;
+    asm("{  cvt.rn.f16.f32 %0, %1;}\n" : "=h"(bits) : "f"(value));
+    return bits;
   }
   static __device__ __forceinline__ float to_float(uint16_t bits) {
-    return __half2float(__ushort_as_half(bits));
+    float value;
+    asm("{  cvt.f32.f16 %0, %1;}\n" : "=f"(value) : "h"(bits));
+    return value;
   }
   static __device__ __forceinline__ float2 unpack(uint32_t pair) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+    float2 values;
+    asm("{.reg .f16 low,high;\n"
+        "  mov.b32 {low,high},%1;\n"
+        "  cvt.f32.f16 %0, low;}\n"
+        : "=f"(values.x)
+        : "r"(pair));
+    asm("{.reg .f16 low,high;\n"
+        "  mov.b32 {low,high},%1;\n"
+        "  cvt.f32.f16 %0, high;}\n"
+        : "=f"(values.y)
+        : "r"(pair));
+    return values;
   }
-  using Pair = __half2;
 };
 
 template <>
@@ -39,35 +60,82 @@ struct ElementTraits<__nv_bfloat16> {
   static constexpr uint32_t kExponentMask = 0x7f80;
 
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+    uint32_t pair;
+    asm("{ cvt.rn.bf16x2.f32 %0, %2, %1;}\n" : "=r"(pair) : "f"(low), "f"(high));
+    return pair;
+  }
+  static __device__ __forceinline__ uint16_t from_float(float value) {
+    uint16_t bits;
+    asm("{  cvt.rn.bf16.f32 %0, %1;}\n" : "=h"(bits) : "f"(value));
+    return bits;
   }
   static __device__ __forceinline__ float to_float(uint16_t bits) {
-    return __bfloat162float(__ushort_as_bfloat16(bits));
+    float value;
+#if __CUDA_ARCH__ >= 900
+    asm("{ cvt.f32.bf16 %0, %1;}\n" : "=f"(value) : "h"(bits));
+#else
+    asm("{ mov.b32 %0, {0,%1};}\n" : "=f"(value) : "h"(bits));
+#endif
+    return value;
   }
   // An fp32 number begins with the bits of a bf16 one.
   static __device__ __forceinline__ float2 unpack(uint32_t pair) {
     const uint32_t bits[2] = {pair << 16, pair & 0xffff0000u};
     return *reinterpret_cast<const float2*>(bits);
   }
-  using Pair = __nv_bfloat162;
 };
 
 // The larger magnitudes of two pairs of elements; NaN if one is.
 template <class Element>
 __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
-  using Pair = typename ElementTraits<Element>::Pair;
-  const Pair larger = __hmax2_nan(__habs2(*reinterpret_cast<const Pair*>(&a)),
-                                  __habs2(*reinterpret_cast<const Pair*>(&b)));
-  return *reinterpret_cast<const uint32_t*>(&larger);
+  uint32_t larger;
+  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) {
+    asm("{abs.f16x2 %0,%1;\n}" : "=r"(a) : "r"(a));
+    asm("{abs.f16x2 %0,%1;\n}" : "=r"(b) : "r"(b));
+    asm("{max.NaN.f16x2 %0,%1,%2;\n}" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    asm("{abs.bf16x2 %0,%1;\n}" : "=r"(a) : "r"(a));
+    asm("{abs.bf16x2 %0,%1;\n}" : "=r"(b) : "r"(b));
+    asm("{ max.NaN.bf16x2 %0,%1,%2;\n}" : "=r"(larger) : "r"(a), "r"(b));
+  }
+  return larger;
 }
 
-// All ones in the halves that are not zero.
+// All ones in the halves that are not zero. On bf16 PTX has it for sm_90 and newer.
 template <class Element>
 __device__ __forceinline__ uint32_t mask_of_nonzero(uint32_t pair) {
-  using Pair = typename ElementTraits<Element>::Pair;
   const uint32_t zero = 0;
-  return __hneu2_mask(*reinterpret_cast<const Pair*>(&pair), *reinterpret_cast<const Pair*>(&zero));
+  uint32_t mask;
+  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) {
+    asm("{ set.neu.u32.f16x2 %0,%1,%2;\n}" : "=r"(mask) : "r"(pair), "r"(zero));
+  } else {
+    asm("{ set.neu.u32.bf16x2 %0,%1,%2;\n}" : "=r"(mask) : "r"(pair), "r"(zero));
+  }
+  return mask;
+}
+
+// Of pairs. On bf16 PTX has it for sm_90 and newer.
+template <class Element>
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t product;
+  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) {
+    asm("{mul.f16x2 %0,%1,%2;\n}" : "=r"(product) : "r"(a), "r"(b));
+  } else {
+    asm("{ mul.bf16x2 %0,%1,%2; }\n" : "=r"(product) : "r"(a), "r"(b));
+  }
+  return product;
+}
+
+// a b + c of pairs, rounded once.
+template <class Element>
+__device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) {
+    asm("{fma.rn.f16x2 %0,%1,%2,%3;\n}" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("{fma.rn.bf16x2 %0,%1,%2,%3;\n}" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  }
+  return sum;
 }
 
 // Remembers whether one of many pairs of elements was not finite: each half of what is gathered is
@@ -75,12 +143,7 @@ __device__ __forceinline__ uint32_t mask_of_nonzero(uint32_t pair) {
 // max_magnitude is slower.
 template <class Element>
 __device__ __forceinline__ uint32_t gather_nonfinite(uint32_t gathered, uint32_t pair) {
-  using Pair = typename ElementTraits<Element>::Pair;
-  const uint32_t zero = 0;
-  const Pair sum =
-      __hfma2(*reinterpret_cast<const Pair*>(&pair), *reinterpret_cast<const Pair*>(&zero),
-              *reinterpret_cast<const Pair*>(&gathered));
-  return *reinterpret_cast<const uint32_t*>(&sum);
+  return fma<Element>(pair, 0, gathered);
 }
 
 // Whether one of a pair of elements is an infinity or a NaN: its exponent bits are all ones.

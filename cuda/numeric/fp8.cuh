@@ -1,9 +1,6 @@
 // fp8 (e4m3) to the 16-bit types, each of which holds every number of it.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "cuda/numeric/dtype.cuh"

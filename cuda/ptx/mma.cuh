@@ -6,10 +6,9 @@
 //   d[0..1] D[g, 2t..2t+1]                    d[2..3] D[g+8, 2t..2t+1]
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
+
+#include "cuda/numeric/element.h"
 
 namespace flashmoe::ptx {
 

@@ -9,10 +9,9 @@
 // or the A registers: `pin` holds the compiler to that.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
+
+#include "cuda/numeric/element.h"
 
 namespace flashmoe::ptx {
 

@@ -16,9 +16,6 @@
 // Short windows have consumers of their own (window.cuh).
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/attention/masked_row_fallback.cuh"
 #include "cuda/attention/sm90/tile.cuh"
 #include "cuda/numeric/dtype.cuh"

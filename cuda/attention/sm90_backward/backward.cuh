@@ -1212,13 +1212,6 @@ struct Consumer : Counters<Traits::kInPanels> {
     delta[1] = ptx::load_shared_float2(rows + 32);
   }
 
-  static __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-    using Pair = typename Numeric::Pair;
-    const Pair product =
-        __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
-    return *reinterpret_cast<const uint32_t*>(&product);
-  }
-
   // dS = P (dP - delta) of 16 queries, to registers and to shared memory. Where a query does not
   // see a key P is 0, but dP - delta may be NaN.
   __device__ __forceinline__ void make_ds(int slice, const float (&dp)[kScores],
@@ -1234,7 +1227,7 @@ struct Consumer : Counters<Traits::kInPanels> {
             make_float2(dp[2 * pair] - delta[i].x, dp[2 * pair + 1] - delta[i].y);
         if constexpr (Traits::kMultipliesPairs) {
           ds[slice][2 * i + half] =
-              multiply_pairs(packed, Numeric::pack(difference.x, difference.y));
+              numeric::multiply<Element>(packed, Numeric::pack(difference.x, difference.y));
         } else {
           const float2 factor = factors(packed, pair);
           ds[slice][2 * i + half] = Numeric::pack(factor.x * difference.x, factor.y * difference.y);

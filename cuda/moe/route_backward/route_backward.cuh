@@ -42,8 +42,10 @@ __device__ __forceinline__ void store(const Rows& rows, int64_t row, int column,
   const int64_t index = row * rows.stride + column;
   auto* halves = static_cast<uint16_t*>(rows.data);
   switch (static_cast<Dtype>(rows.dtype)) {
-    case Dtype::kFloat16: halves[index] = __half_as_ushort(__float2half_rn(value)); break;
-    case Dtype::kBFloat16: halves[index] = __bfloat16_as_ushort(__float2bfloat16_rn(value)); break;
+    case Dtype::kFloat16: halves[index] = numeric::ElementTraits<__half>::from_float(value); break;
+    case Dtype::kBFloat16:
+      halves[index] = numeric::ElementTraits<__nv_bfloat16>::from_float(value);
+      break;
     default: static_cast<float*>(rows.data)[index] = value;
   }
 }
