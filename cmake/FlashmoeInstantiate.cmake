@@ -1,7 +1,6 @@
 # Renders the explicit instantiations of kernels into the build folder, so that they compile in
 # parallel and a kernel is found by its name. Kernels share files, as many as compile in about 25 s:
-# what each would include costs the compiler as much as a kernel of sm90. Most products of experts
-# take longer, and have a file each.
+# what each would include costs the compiler as much as a kernel of sm90.
 
 # Kernels of the attention families: head dimension of q and k, of v, and optionally a tuning other
 # than the table's with its suffix. Other head dimensions are padded to the next.
@@ -168,12 +167,9 @@ set(FLASHMOE_MOE_SM90_KERNELS
   "kGatedUp,kRowsInterleaved,_gated_up_turns"
   "kUpGradient,kColumns,_up_gradient" "kUpGradient,kRows,_up_gradient_trans")
 
-# Those that compile so fast, by family and suffix, that both dtypes share a file. Beside another kernel the
-# compiler makes other code of those of sm90_down_short, and of routing.
-set(FLASHMOE_MOE_SHORT_KERNELS
-  sm89_few_tokens_r16_n8 sm89_few_tokens_r32_n8 sm89_few_tokens_r32_n16 sm90_few_tokens_bulk
-  sm90_backward_weight_gradient
-  sm90_swiglu_up_narrow sm90_down_middle sm90_down_wide)
+# Those of a file for each dtype, by family and suffix: of sm89, which take long, and one of which the
+# compiler makes other code beside another kernel, as it does of those of routing.
+set(FLASHMOE_MOE_KERNELS_ALONE sm89 sm89_trans sm89_gated sm89_gated_trans sm90_down_short)
 
 # The names of the template's variables follow the family's.
 function(flashmoe_instantiate_moe target family)
@@ -202,10 +198,10 @@ function(flashmoe_instantiate_moe target family)
       set(NAME "${dtype}${suffix}")
       string(APPEND ENTRIES "FLASHMOE_ENTRY(${NAME})\n")
       string(CONFIGURE "${template}" instance @ONLY)
-      if("${family}${suffix}" IN_LIST FLASHMOE_MOE_SHORT_KERNELS)
-        string(APPEND both "${instance}")
-      else()
+      if("${family}${suffix}" IN_LIST FLASHMOE_MOE_KERNELS_ALONE)
         flashmoe_render(${target} "${binary_dir}/${NAME}.cu" "${instance}")
+      else()
+        string(APPEND both "${instance}")
       endif()
     endforeach()
     if(both)
