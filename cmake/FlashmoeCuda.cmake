@@ -43,10 +43,15 @@ if(CMAKE_CUDA_ARCHITECTURES MATCHES "90a")
 endif()
 
 # Of kernels that take more shared memory than Ada has: where others are built for too, no machine code for it.
+# Nor do they use what only sm_90a has: Hopper's machine code, and PTX for what is newer, come of one compilation.
 set(FLASHMOE_LARGE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
 list(REMOVE_ITEM FLASHMOE_LARGE_CUDA_ARCHITECTURES "89-real")
 if(NOT FLASHMOE_LARGE_CUDA_ARCHITECTURES)
   set(FLASHMOE_LARGE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
+endif()
+list(TRANSFORM FLASHMOE_LARGE_CUDA_ARCHITECTURES REPLACE "^90a" "90")
+if("90-real" IN_LIST FLASHMOE_LARGE_CUDA_ARCHITECTURES)
+  list(TRANSFORM FLASHMOE_LARGE_CUDA_ARCHITECTURES REPLACE "^89-virtual$" "90-virtual")
 endif()
 
 # For people: "89-real 90a-real 89-virtual".
