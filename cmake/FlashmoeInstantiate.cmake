@@ -164,7 +164,7 @@ set(FLASHMOE_MOE_SM90_KERNELS
   "kWideDown,kColumns,_down_wide"
   "kGatedUp,kRows,_gated_up_trans" "kUp,kRows,_up_trans" "kDown,kRows,_down_trans"
   "kWideDown,kRows,_down_wide_trans"
-  "kGatedUp,kRowsInterleaved,_gated_up_turns"
+  "kGatedUp,kRowsInterleaved,_gated_up_interleaved"
   "kUpGradient,kColumns,_up_gradient" "kUpGradient,kRows,_up_gradient_trans")
 
 # Those of a file for each dtype, by family and suffix: of sm89, which take long, and one of which the

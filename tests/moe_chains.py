@@ -252,12 +252,12 @@ def _sm90_chains() -> list[LayerChain]:
               "gated_up_trans"),
         sm90("down transposed", _with(_SHORT, tokens=70, down_transposed=True),
               "swiglu_up_narrow", "down_trans"),
-        sm90("transposed with rows in turns",
+        sm90("transposed with interleaved rows",
               _with(_SHORT, tokens=70, transposed=True, gate="interleaved", bias="x", limit=0.8),
-              "gated_up_turns", "down_trans", pre_activation=True),
-        sm90("transposed with rows in turns, 200 tokens of one expert",
+              "gated_up_interleaved", "down_trans", pre_activation=True),
+        sm90("transposed with interleaved rows, 200 tokens of one expert",
               _with(_SHORT, tokens=200, transposed=True, gate="interleaved", top_k=1,
-                    down_transposed=False), "gated_up_turns", crowded=True),
+                    down_transposed=False), "gated_up_interleaved", crowded=True),
         # Weights that are kept in registers; then more token tiles than pass by them in one run.
         sm90("192 tokens an expert", _KEPT, "swiglu_up", "down_short"),
         sm90("fewer tokens an expert", _with(_KEPT, tokens=383), "swiglu_up"),
@@ -291,7 +291,7 @@ def _sm89_chains() -> list[LayerChain]:
         sm89("no gate", _with(_SHORT, tokens=70, gate="none", activation="relu2"),
               pre_activation=True),
         sm89("transposed", _with(_SHORT, tokens=70, transposed=True), pre_activation=True),
-        sm89("transposed with rows in turns",
+        sm89("transposed with interleaved rows",
               _with(_SHORT, tokens=70, transposed=True, gate="interleaved", bias="fp32")),
         sm89("no gate, transposed", _with(_SHORT, tokens=70, gate="none", transposed=True)),
         sm89("up transposed",
@@ -313,7 +313,7 @@ def _sm89_chains() -> list[LayerChain]:
 def _unnamed_chains() -> list[LayerChain]:
     """Who serves a call that names no kernel: the family whose estimate is least. Of one token, and
     of few with long rows, that is sm89_few_tokens, else sm90, where it can."""
-    in_turns = {"gate": "interleaved", "transposed": True}
+    interleaved = {"gate": "interleaved", "transposed": True}
     made = [
         sm90("4 tokens of short rows", _with(_SHORT, tokens=4), "swiglu_up_narrow"),
         sm90("9 tokens", _with(_LONG, tokens=9, experts=64), "swiglu_up_narrow"),
@@ -321,8 +321,8 @@ def _unnamed_chains() -> list[LayerChain]:
         sm90("128 tokens", _with(_SHORT, tokens=128), "swiglu_up_narrow"),
         sm90("1 token of transposed weights", _with(_LONG, tokens=1, transposed=True),
               "gated_up_trans", "down_trans"),
-        sm90("1 token of rows in turns", _with(_SHORT, tokens=1, **in_turns), "gated_up_turns",
-              "down_trans"),
+        sm90("1 token of interleaved rows", _with(_SHORT, tokens=1, **interleaved),
+              "gated_up_interleaved", "down_trans"),
         few_tokens("1 token of short rows", _with(_SHORT, tokens=1), "r16_n8"),
         few_tokens("16 tokens that sm90 cannot walk",
                    _with(_SHORT, tokens=16, experts=32, top_k=4), "r32_n16", shared=True),

@@ -64,12 +64,13 @@ SMALL = (
     sm90("transposed", _changed(_SM90, transposed=True, bias="x"), "gated_up_trans", "down_trans"),
     sm90("no gate, transposed", _changed(_SM90, gate="none", transposed=True), "up_trans",
          "down_trans"),
-    sm90("transposed rows in turns", _changed(_SM90, gate="interleaved", transposed=True, bias="x"),
-         "gated_up_turns", "down_trans", pre_activation=True),
+    sm90("transposed interleaved rows",
+         _changed(_SM90, gate="interleaved", transposed=True, bias="x"),
+         "gated_up_interleaved", "down_trans", pre_activation=True),
     sm89("gated", _SM89, pre_activation=True),
     sm89("tiles of one step", Case(tokens=24, hidden=24, inner=32, experts=24, top_k=2)),
     sm89("no gate", _changed(_SM89, gate="none", bias="x", top_k=3)),
-    sm89("rows in turns", _changed(_SM89, gate="interleaved", transposed=True, top_k=5)),
+    sm89("interleaved rows", _changed(_SM89, gate="interleaved", transposed=True, top_k=5)),
     sm89("no gate, transposed", _changed(_SM89, gate="none", transposed=True, experts=2)),
 )  # fmt: skip
 

@@ -16,8 +16,9 @@ inline constexpr int kSumWarps = kSumThreads / kThreadsPerWarp;
 inline constexpr int kSumBatch = 8;  // parts that a lane loads at a time
 
 // Parts of a row from `begin` on, one in `step`; all lanes of a warp, of each its unit.
-__device__ __forceinline__ Sum sum_parts(const Params& params, const attention_decode::CutTile& cut,
-                                         int row, int unit, int begin, int step) {
+__device__ __forceinline__ Sum combine_parts(const Params& params,
+                                             const attention_decode::CutTile& cut, int row,
+                                             int unit, int begin, int step) {
   const auto place_of = [&](int part) {
     const int place = part == 0 ? cut.first : cut.second + part;
     return static_cast<uint32_t>(place * kRows + row);  // of at most two blocks a multiprocessor
@@ -151,8 +152,8 @@ __device__ __forceinline__ bool combine_quarters(const Params& params,
   const bool exists = quarter.exists(cut);
   Sum total = Sum::none();
   if (exists) {
-    total = sum_parts(params, cut, quarter.row, quarter.unit(), quarter.worker,
-                      1 << quarter.workers_log2);
+    total = combine_parts(params, cut, quarter.row, quarter.unit(), quarter.worker,
+                          1 << quarter.workers_log2);
   }
   const int warp = reread::warp_index();
   if (quarter.workers_log2 > 0) {
