@@ -1,7 +1,8 @@
 // The 16-bit element types: names, packing, bit patterns, and arithmetic on two of them in a word.
 //
-// The compiler estimates how long a piece of assembly is by its line breaks, and by that what it
-// unrolls: those here are as in cuda_fp16.h and cuda_bf16.h.
+// The compiler estimates how long a piece of assembly is by the parts that braces, semicolons and
+// line breaks make of it, and by that what it unrolls. Those of one instruction are all of the same
+// form.
 #pragma once
 
 #include <vector_types.h>
@@ -29,24 +30,24 @@ struct ElementTraits<__half> {
   }
   static __device__ __forceinline__ uint16_t from_float(float value) {
     uint16_t bits;
-    asm("{  cvt.rn.f16.f32 %0, %1;}\n" : "=h"(bits) : "f"(value));
+    asm("{ cvt.rn.f16.f32 %0, %1; }\n" : "=h"(bits) : "f"(value));
     return bits;
   }
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     float value;
-    asm("{  cvt.f32.f16 %0, %1;}\n" : "=f"(value) : "h"(bits));
+    asm("{ cvt.f32.f16 %0, %1; }\n" : "=f"(value) : "h"(bits));
     return value;
   }
   static __device__ __forceinline__ float2 unpack(uint32_t pair) {
     float2 values;
-    asm("{.reg .f16 low,high;\n"
-        "  mov.b32 {low,high},%1;\n"
-        "  cvt.f32.f16 %0, low;}\n"
+    asm("{ .reg .f16 low, high;\n"
+        "mov.b32 {low, high}, %1;\n"
+        "cvt.f32.f16 %0, low; }\n"
         : "=f"(values.x)
         : "r"(pair));
-    asm("{.reg .f16 low,high;\n"
-        "  mov.b32 {low,high},%1;\n"
-        "  cvt.f32.f16 %0, high;}\n"
+    asm("{ .reg .f16 low, high;\n"
+        "mov.b32 {low, high}, %1;\n"
+        "cvt.f32.f16 %0, high; }\n"
         : "=f"(values.y)
         : "r"(pair));
     return values;
@@ -61,20 +62,20 @@ struct ElementTraits<__nv_bfloat16> {
 
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t pair;
-    asm("{ cvt.rn.bf16x2.f32 %0, %2, %1;}\n" : "=r"(pair) : "f"(low), "f"(high));
+    asm("{ cvt.rn.bf16x2.f32 %0, %2, %1; }\n" : "=r"(pair) : "f"(low), "f"(high));
     return pair;
   }
   static __device__ __forceinline__ uint16_t from_float(float value) {
     uint16_t bits;
-    asm("{  cvt.rn.bf16.f32 %0, %1;}\n" : "=h"(bits) : "f"(value));
+    asm("{ cvt.rn.bf16.f32 %0, %1; }\n" : "=h"(bits) : "f"(value));
     return bits;
   }
   static __device__ __forceinline__ float to_float(uint16_t bits) {
     float value;
 #if __CUDA_ARCH__ >= 900
-    asm("{ cvt.f32.bf16 %0, %1;}\n" : "=f"(value) : "h"(bits));
+    asm("{ cvt.f32.bf16 %0, %1; }\n" : "=f"(value) : "h"(bits));
 #else
-    asm("{ mov.b32 %0, {0,%1};}\n" : "=f"(value) : "h"(bits));
+    asm("{ mov.b32 %0, {0, %1}; }\n" : "=f"(value) : "h"(bits));
 #endif
     return value;
   }
@@ -85,44 +86,37 @@ struct ElementTraits<__nv_bfloat16> {
   }
 };
 
+// One instruction on pairs of Element: its name, its operands, and those as `asm` takes them.
+#define FLASHMOE_PAIR_ASM(name, operands, ...)                       \
+  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) { \
+    asm("{ " name ".f16x2 " operands "; }\n" : __VA_ARGS__);         \
+  } else {                                                           \
+    asm("{ " name ".bf16x2 " operands "; }\n" : __VA_ARGS__);        \
+  }
+
 // The larger magnitudes of two pairs of elements; NaN if one is.
 template <class Element>
 __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
   uint32_t larger;
-  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) {
-    asm("{abs.f16x2 %0,%1;\n}" : "=r"(a) : "r"(a));
-    asm("{abs.f16x2 %0,%1;\n}" : "=r"(b) : "r"(b));
-    asm("{max.NaN.f16x2 %0,%1,%2;\n}" : "=r"(larger) : "r"(a), "r"(b));
-  } else {
-    asm("{abs.bf16x2 %0,%1;\n}" : "=r"(a) : "r"(a));
-    asm("{abs.bf16x2 %0,%1;\n}" : "=r"(b) : "r"(b));
-    asm("{ max.NaN.bf16x2 %0,%1,%2;\n}" : "=r"(larger) : "r"(a), "r"(b));
-  }
+  FLASHMOE_PAIR_ASM("abs", "%0, %1", "=r"(a) : "r"(a))
+  FLASHMOE_PAIR_ASM("abs", "%0, %1", "=r"(b) : "r"(b))
+  FLASHMOE_PAIR_ASM("max.NaN", "%0, %1, %2", "=r"(larger) : "r"(a), "r"(b))
   return larger;
 }
 
-// All ones in the halves that are not zero. On bf16 PTX has it for sm_90 and newer.
+// All ones in the halves that are not zero. Of bf16 PTX has it for sm_90 and newer.
 template <class Element>
 __device__ __forceinline__ uint32_t mask_of_nonzero(uint32_t pair) {
-  const uint32_t zero = 0;
   uint32_t mask;
-  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) {
-    asm("{ set.neu.u32.f16x2 %0,%1,%2;\n}" : "=r"(mask) : "r"(pair), "r"(zero));
-  } else {
-    asm("{ set.neu.u32.bf16x2 %0,%1,%2;\n}" : "=r"(mask) : "r"(pair), "r"(zero));
-  }
+  FLASHMOE_PAIR_ASM("set.neu.u32", "%0, %1, %2", "=r"(mask) : "r"(pair), "r"(0))
   return mask;
 }
 
-// Of pairs. On bf16 PTX has it for sm_90 and newer.
+// a b of pairs. Of bf16 PTX has it for sm_90 and newer.
 template <class Element>
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t product;
-  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) {
-    asm("{mul.f16x2 %0,%1,%2;\n}" : "=r"(product) : "r"(a), "r"(b));
-  } else {
-    asm("{ mul.bf16x2 %0,%1,%2; }\n" : "=r"(product) : "r"(a), "r"(b));
-  }
+  FLASHMOE_PAIR_ASM("mul", "%0, %1, %2", "=r"(product) : "r"(a), "r"(b))
   return product;
 }
 
@@ -130,13 +124,11 @@ __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
 template <class Element>
 __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t sum;
-  if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) {
-    asm("{fma.rn.f16x2 %0,%1,%2,%3;\n}" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
-  } else {
-    asm("{fma.rn.bf16x2 %0,%1,%2,%3;\n}" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
-  }
+  FLASHMOE_PAIR_ASM("fma.rn", "%0, %1, %2, %3", "=r"(sum) : "r"(a), "r"(b), "r"(c))
   return sum;
 }
+
+#undef FLASHMOE_PAIR_ASM
 
 // Remembers whether one of many pairs of elements was not finite: each half of what is gathered is
 // a zero until the first infinity or NaN in that half, and NaN from there on. One FMA a pair, where
