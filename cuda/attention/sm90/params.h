@@ -143,7 +143,10 @@ struct RaggedParams : Params {
   CUtensorMap v_pages[kPageBoxes];
   int32_t heads_kv;
   int32_t grows;       // later tiles of a sequence see more keys, as only the right is bounded
-  int32_t keys_of_l2;  // so many of one KV head, with their values, may share the L2
+  // Of a swizzle group: so many keys of one KV head, with their values, fit the L2, and it has
+  // about so many tiles.
+  int32_t keys_of_l2;
+  int32_t tiles_of_swizzle;
   // Beside decoding (cuda/attention/division.h); nullptr: alone, and blocks are dealt their tiles.
   Division* division;
   int32_t* chains;            // of the tiles that a block has taken

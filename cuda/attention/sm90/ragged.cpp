@@ -23,6 +23,9 @@ constexpr double kStartOfSequences = 1.5;
 // sequence took an H200 as long as 4.3 to 4.6 TB/s do (docs/kernels/attention_sm90_ragged.md).
 constexpr double kLoadRate = 34e3;
 
+// Of tiles that a swizzle group takes all blocks.
+constexpr int kRoundsOfSwizzle = 8;
+
 // The same of sequences of one row at most, in tiles whose rows are so many heads: no sequence ends
 // before them, so that nothing has to be taken back.
 template <class Data>
@@ -209,6 +212,7 @@ void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFact
   // Beside the traffic of queries and outputs, as of dense batches.
   params->keys_of_l2 =
       static_cast<int32_t>(std::min<int64_t>(facts.l2_bytes * 3 / 4 / key_bytes(p), INT32_MAX));
+  params->tiles_of_swizzle = kRoundsOfSwizzle * facts.multiprocessors;
 }
 
 // What a step takes by the boxes of small pages, of what its products take: the copy engine begins

@@ -109,7 +109,8 @@ class RaggedScheduler {
   __device__ __forceinline__ bool next() {
     const bool grows = params_.grows != 0;
     if constexpr (kTiles == Tiles::kDealt) {
-      while (!tiles_.next(lanes_, grows, params_.by_heads, blocks(), &found_, &head_)) {
+      const int heads_q = params_.by_heads.number();
+      while (!tiles_.next(lanes_, grows, heads_q, blocks(), &found_, &head_)) {
         if (!next_chunk()) return false;
       }
     } else {
@@ -200,13 +201,16 @@ class RaggedScheduler {
     lanes_.own = TilesOfSequence::of(own.tiles, keys_of_longest(own), Traits::kTileQ);
     const int keys =
         __reduce_add_sync(kFullWarp, own.tiles > 0 ? min(own.sequence.length_k, kMostKeys) : 0);
-    const int heads = heads_per_swizzle(params_.heads_kv, keys, params_.keys_of_l2) *
-                      params_.by_heads_per_kv.number();
-    const int tiles = __reduce_add_sync(kFullWarp, own.tiles) * params_.by_heads.number();
+    const int tiles = __reduce_add_sync(kFullWarp, own.tiles);
+    const int heads_q_per_kv = params_.by_heads_per_kv.number();
+    const int heads =
+        heads_per_swizzle(params_.heads_kv, tiles * heads_q_per_kv, params_.tiles_of_swizzle, keys,
+                          params_.keys_of_l2) *
+        heads_q_per_kv;
     if constexpr (kTiles == Tiles::kDealt) {
-      tiles_.begin_chunk(lanes_, tiles, heads, blocks());
+      tiles_.begin_chunk(lanes_, tiles, heads);
     } else {
-      tiles_.begin_chunk(tiles, heads);
+      tiles_.begin_chunk(tiles * params_.by_heads.number(), heads);
     }
     return true;
   }

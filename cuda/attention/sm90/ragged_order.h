@@ -8,9 +8,9 @@
 // After two rounds they move on among each other: where the levels end would else be to the same
 // blocks' advantage every time.
 //
-// So each block has about as much to do as any other. In which order it does it is free: all blocks
-// take the tiles of some heads first, as many as have keys and values that fit the L2 together,
-// then those of the next heads (a swizzle group of heads), and so on.
+// The heads of a chunk come in swizzle groups, one after another: so few that the blocks work on
+// few keys at a time, which the L2 holds, and so many that a group takes the blocks some rounds. A
+// group begins behind the block that had the end of the one before.
 #pragma once
 
 #include "cuda/divisor.h"
@@ -82,21 +82,14 @@ FLASHMOE_IN_KERNEL TileOfChunk tile_at(const Lanes& lanes, bool grows, int place
       above);
 }
 
-// The positions of a block among the tiles of all heads of a chunk.
+// The positions of a block among the tiles of a swizzle group.
 class RaggedRounds {
  public:
   // By so much blocks move on after two rounds. With twice the number of blocks of a GH100, 132 or
   // 114, it makes a prime: so a block does not come upon the same heads every time.
   static constexpr int kTurn = 29;
 
-  explicit FLASHMOE_IN_KERNEL RaggedRounds(int block) : own_slot_(block) {}
-
-  // Of a chunk, of which end() was not called yet.
-  FLASHMOE_IN_KERNEL void begin() {
-    round_ = 0;
-    slot_ = own_slot_;
-    backwards_ = false;
-  }
+  explicit FLASHMOE_IN_KERNEL RaggedRounds(int block) : own_slot_(block), slot_(block) {}
 
   // The next of so many positions that so many blocks are dealt, or -1.
   FLASHMOE_IN_KERNEL int next(int tiles, int blocks) {
@@ -110,24 +103,31 @@ class RaggedRounds {
     return -1;
   }
 
-  // The next chunk begins behind the block that had this one's end.
-  FLASHMOE_IN_KERNEL void end(int tiles, int blocks) {
+  // Goes on to the group that begins behind the block which had the end of this one's tiles.
+  FLASHMOE_IN_KERNEL void pass(int tiles, int blocks) {
     own_slot_ -= tiles % blocks;
     if (own_slot_ < 0) own_slot_ += blocks;
+    slot_ = own_slot_;
+    round_ = 0;
+    backwards_ = false;
   }
 
  private:
-  int own_slot_;  // of this block in the first round of the chunk
-  int slot_ = 0;  // in this round
+  int own_slot_;  // of this block in the first round of the group
+  int slot_;      // in this round
   int round_ = 0;
   bool backwards_ = false;
 };
 
-// KV heads of a swizzle group, of so many: about as many in each.
-FLASHMOE_IN_KERNEL int heads_per_swizzle(int heads_kv, int keys, int keys_of_l2) {
+// KV heads of a swizzle group, of so many with so many tiles and keys each: about as many in each
+// group, with no more tiles and keys than a group may have if one head has not.
+FLASHMOE_IN_KERNEL int heads_per_swizzle(int heads_kv, int tiles, int tiles_of_swizzle, int keys,
+                                         int keys_of_l2) {
+  const int wanted = tiles_of_swizzle / (tiles > 1 ? tiles : 1);
   const int fitting = keys_of_l2 / (keys > 1 ? keys : 1);
-  if (fitting >= heads_kv) return heads_kv;
-  const int groups = fitting > 1 ? (heads_kv + fitting - 1) / fitting : heads_kv;
+  const int most = wanted < fitting ? wanted : fitting;
+  if (most >= heads_kv) return heads_kv;
+  const int groups = most > 1 ? (heads_kv + most - 1) / most : heads_kv;
   return (heads_kv + groups - 1) / groups;
 }
 
@@ -136,47 +136,41 @@ class TilesOfChunks {
  public:
   explicit FLASHMOE_IN_KERNEL TilesOfChunks(int block) : rounds_(block) {}
 
-  // Goes on to a chunk of so many tiles of all heads. Swizzle groups are of so many heads.
+  // Goes on to a chunk of so many tiles of a head. Swizzle groups are of so many heads.
   template <class Lanes>
-  FLASHMOE_IN_KERNEL void begin_chunk(const Lanes& lanes, int tiles, int heads, int blocks) {
-    rounds_.end(tiles_, blocks);
+  FLASHMOE_IN_KERNEL void begin_chunk(const Lanes& lanes, int tiles, int heads) {
     tiles_ = tiles;
     heads_ = heads;
     first_head_ = 0;
-    begin_swizzle(lanes);
+    level_ = lanes.top();
   }
 
   // The next of the chunk. False when there are no more.
   template <class Lanes>
-  FLASHMOE_IN_KERNEL bool next(const Lanes& lanes, bool grows, const Divisor& by_heads_q,
-                               int blocks, TileOfChunk* tile, int* head) {
-    const int heads_q = static_cast<int>(by_heads_q.value);
+  FLASHMOE_IN_KERNEL bool next(const Lanes& lanes, bool grows, int heads_q, int blocks,
+                               TileOfChunk* tile, int* head) {
     while (first_head_ < heads_q && tiles_ > 0) {
-      for (int position; (position = rounds_.next(tiles_, blocks)) >= 0;) {
-        const int place = by_heads_q.quotient(position);
-        *head = position - place * heads_q;
-        if (*head < first_head_ || *head - first_head_ >= heads_) continue;
+      const int heads = heads_ < heads_q - first_head_ ? heads_ : heads_q - first_head_;
+      const int position = rounds_.next(tiles_ * heads, blocks);
+      if (position >= 0) {
+        const int place = position / heads;
+        *head = first_head_ + position - place * heads;
         *tile = tile_at(lanes, grows, place, &level_);
         return true;
       }
-      first_head_ += heads_;
-      begin_swizzle(lanes);
+      rounds_.pass(tiles_ * heads, blocks);
+      first_head_ += heads;
+      level_ = lanes.top();
     }
     return false;
   }
 
  private:
-  template <class Lanes>
-  FLASHMOE_IN_KERNEL void begin_swizzle(const Lanes& lanes) {
-    rounds_.begin();
-    level_ = lanes.top();
-  }
-
   RaggedRounds rounds_;
-  int tiles_ = 0;       // of all heads
-  int level_ = 0;       // of the last tile
+  int tiles_ = 0;       // of a head
+  int heads_ = 0;       // of a swizzle group
   int first_head_ = 0;  // of the swizzle group
-  int heads_ = 0;
+  int level_ = 0;       // of the last tile
 };
 
 // All tiles, chunk by chunk, where a block takes the next one that no other has: swizzle group by
