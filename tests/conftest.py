@@ -16,12 +16,6 @@ from typing import Any
 import parallel
 import pytest
 
-# Several processes, each with as many threads of BLAS and torch as there are processors, wait for
-# each other most of the time. What this sets is read when those are loaded, which is later.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(variable, "1")
-
 # Every run has the same examples, so that a failure is of what was changed. Profile "random" looks
 # for others: python -m pytest --hypothesis-profile=random.
 if importlib.util.find_spec("hypothesis") is not None:
@@ -30,6 +24,15 @@ if importlib.util.find_spec("hypothesis") is not None:
     hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("random", deadline=None)
     hypothesis.settings.load_profile("fixed")
+
+
+def _one_thread_each(config: pytest.Config) -> None:
+    """Several processes, each with as many threads of BLAS and torch as there are processors, wait
+    for each other most of the time. They inherit this: a plugin may load NumPy before any file of
+    ours is read in them."""
+    if getattr(config.option, "numprocesses", None):
+        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(variable, "1")
 
 
 def _spread_over_gpus() -> None:
@@ -61,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     missing = [name for name in required if not _is_here(name)]
     if missing:
         raise pytest.UsageError(f"FLASHMOE_TEST_REQUIRE: not installed: {', '.join(missing)}")
+    _one_thread_each(config)
     _spread_over_gpus()
     _compile_soon()
 
