@@ -203,10 +203,9 @@ class RaggedScheduler {
         __reduce_add_sync(kFullWarp, own.tiles > 0 ? min(own.sequence.length_k, kMostKeys) : 0);
     const int tiles = __reduce_add_sync(kFullWarp, own.tiles);
     const int heads_q_per_kv = params_.by_heads_per_kv.number();
-    const int heads =
-        heads_per_swizzle(params_.heads_kv, tiles * heads_q_per_kv, params_.tiles_of_swizzle, keys,
-                          params_.keys_of_l2) *
-        heads_q_per_kv;
+    const int heads = heads_per_swizzle(params_.heads_kv, tiles * heads_q_per_kv,
+                                        params_.tiles_of_swizzle, keys, params_.keys_of_l2) *
+                      heads_q_per_kv;
     if constexpr (kTiles == Tiles::kDealt) {
       tiles_.begin_chunk(lanes_, tiles, heads);
     } else {
