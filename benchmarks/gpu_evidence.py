@@ -29,11 +29,13 @@ the tables. Only the standard library is needed to run the script itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +43,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,26 @@ class Evidence:
         return passed
 
 
+@contextlib.contextmanager
+def shared_gpu(folder: Path) -> Iterator[None]:
+    """What is run inside shares the GPU by NVIDIA's MPS, where that is installed: kernels of
+    several processes run side by side, in place of one process's after another's. By a daemon of
+    its own, whose files are in `folder`."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        yield
+        return
+    variables = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+    os.environ.update(dict.fromkeys(variables, str(folder)))
+    try:
+        subprocess.run([control, "-d"], check=False)
+        yield
+    finally:
+        subprocess.run([control], input="quit\n", text=True, check=False)
+        for variable in variables:
+            del os.environ[variable]
+
+
 def run_tests(evidence: Evidence, files: list[str], scratch: Path) -> None:
     """The GPU tests, of these files or all: with pytest-xdist several at a time, and what measures
     the machine by itself."""
@@ -285,7 +307,8 @@ def run_tests(evidence: Evidence, files: list[str], scratch: Path) -> None:
         report = scratch / "tests.xml"
         report.unlink(missing_ok=True)
         pytest = [sys.executable, "-m", "pytest", "-m", marks, "-q", *options, *files]
-        step = evidence.run(f"{name}{of}", [*pytest, f"--junitxml={report}"])
+        with shared_gpu(scratch) if options else contextlib.nullcontext():
+            step = evidence.run(f"{name}{of}", [*pytest, f"--junitxml={report}"])
         if step:
             step["tests"] = test_counts(report)
             step["failed"] = failed_tests(report)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -777,10 +781,13 @@ class Steps:
 
 
 def gather(
-    steps: Steps, monkeypatch: pytest.MonkeyPatch, out: Path, *options: str
+    steps: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, out: Path, *options: str
 ) -> tuple[int, dict[str, Any]]:
+    """With the daemon of MPS that `out` has, or none."""
     evidence = load("gpu_evidence")
     monkeypatch.setattr(evidence, "_gpu_names", lambda: ["NVIDIA H200", "NVIDIA H200"])
+    find = functools.partial(shutil.which, path=str(out))
+    monkeypatch.setattr(evidence.shutil, "which", find)
     monkeypatch.setattr(evidence, "run_step", steps)
     monkeypatch.setattr(evidence, "_GRACE_S", 0)
     monkeypatch.setenv("FLASHMOE_COMMIT", bench_records.COMMIT)
@@ -806,6 +813,28 @@ def test_all_the_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not any("--resume" in command for command in steps.commands.values())
     for suite in suites:  # each is one of the package's, for a GPU
         assert load_suite(suite.partition("@")[0]).device in ("cuda", "any")
+
+
+def test_processes_of_tests_share_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a daemon that is there for the tests that run several at a time, and no longer."""
+    said = tmp_path / "said"
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(f'#!/bin/sh\n[ "$1" = -d ] && echo begin >>{said} || cat >>{said}\n')
+    control.chmod(0o755)
+    steps = Steps()
+    folders: dict[str, str | None] = {}
+
+    def watched(name: str, command: list[str], limit_s: float) -> dict[str, Any]:
+        folders[name] = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+        with said.open("a") as file:
+            file.write(f"{name}\n")
+        return steps(name, command, limit_s)
+
+    gather(watched, monkeypatch, tmp_path, "--tests", "--check")
+    assert said.read_text().split("\n")[:-1] == [
+        "begin", "tests", "quit", "tests by themselves", "check"
+    ]  # fmt: skip
+    assert folders["tests"] and folders["tests by themselves"] is folders["check"] is None
 
 
 def test_every_suite_of_a_gpu_is_in_the_evidence_and_in_the_documents() -> None:

@@ -8,6 +8,7 @@ on a small one.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -108,11 +109,13 @@ def test_the_programs_pass_on_their_own(program: Path, part: str) -> None:
 
 
 def _watch(command: list[str], shares: int) -> list[subprocess.CompletedProcess[str]]:
-    """Runs the command, or one for each share of the kernels side by side."""
+    """Runs the command, or one for each share of the kernels side by side. Not by way of MPS, with
+    which the tool has not been tried."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")}
 
     def run(share: int) -> subprocess.CompletedProcess[str]:
         of_share = [] if shares == 1 else [f"--share={share}/{shares}"]
-        return subprocess.run([*command, *of_share], capture_output=True, text=True,
+        return subprocess.run([*command, *of_share], capture_output=True, text=True, env=given,
                               timeout=LIMIT_S, check=False)  # fmt: skip
 
     with ThreadPoolExecutor(shares) as pool:
