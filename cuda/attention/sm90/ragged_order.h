@@ -1,16 +1,16 @@
 // Who takes which tile of a batch of sequences, without anyone having counted them before: a pure
 // function of their lengths, which every block works out for itself, and the host in tests.
 //
-// Sequences are taken in chunks of as many as a warp has lanes. A chunk's tiles are sorted by the
-// keys that they see, the longest first: by levels, of about as many keys as a tile has rows. A
-// level holds the tiles of one sequence after those of another, and of each tile those of all
-// heads. Blocks are dealt these in rounds of one tile each, every other of which runs backwards.
-// After two rounds they move on among each other: where the levels end would else be to the same
-// blocks' advantage every time.
+// Sequences are taken in chunks of as many as a warp has lanes, and the heads of a chunk in swizzle
+// groups, one after another: so few heads that blocks work on few keys at a time, which the L2
+// holds, and so many that a group is some rounds of tiles.
 //
-// The heads of a chunk come in swizzle groups, one after another: so few that the blocks work on
-// few keys at a time, which the L2 holds, and so many that a group takes the blocks some rounds. A
-// group begins behind the block that had the end of the one before.
+// The tiles of a group are sorted by the keys that they see, the longest first: by levels, of about
+// as many keys as a tile has rows. A level holds the tiles of one sequence after those of another,
+// and of each tile those of the group's heads. Blocks are dealt these in rounds of one tile each,
+// every other of which runs backwards. After two rounds they move on among each other: where the
+// levels end would else be to the same blocks' advantage every time. The next group begins behind
+// the block that had the end of this one.
 #pragma once
 
 #include "cuda/divisor.h"
@@ -120,7 +120,7 @@ class RaggedRounds {
 };
 
 // KV heads of a swizzle group, of so many with so many tiles and keys each: about as many in each
-// group, with no more tiles and keys than a group may have if one head has not.
+// group, and no more than have the tiles and the keys of one, but one at least.
 FLASHMOE_IN_KERNEL int heads_per_swizzle(int heads_kv, int tiles, int tiles_of_swizzle, int keys,
                                          int keys_of_l2) {
   const int wanted = tiles_of_swizzle / (tiles > 1 ? tiles : 1);
