@@ -131,7 +131,7 @@ SOURCES = {
     ),
 }
 OPTIONS = (
-    *("-std=c++17", "-g", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
+    *("-std=c++17", "-g1", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     *("-DFLASHMOE_WITH_CUDA=1", "-DFLASHMOE_WITH_SM90=1"),
     '-DFLASHMOE_CUDA_ARCHITECTURES="89-real 90a-real 89-virtual"',
