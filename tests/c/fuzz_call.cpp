@@ -262,10 +262,12 @@ double logit_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
   const int head = p.layout == FLASHMOE_LAYOUT_BHSD ? 1 : 2;
   const int64_t group = call.q.shape[head] / call.k.shape[head];
   const int64_t dim = call.q.shape[3];
+  const flashmoe_dtype of_q = call.q.tensor.dtype, of_k = call.k.tensor.dtype;
+  const unsigned char* q = element_at(call, call.q, b, i, h, 0);  // numbers of a row are neighbors
+  const unsigned char* k = element_at(call, call.k, b, j, h / group, 0);
   double score = 0;
-  for (int64_t d = 0; d < dim; ++d) {
-    score += load(element_at(call, call.q, b, i, h, d), call.q.tensor.dtype) *
-             load(element_at(call, call.k, b, j, h / group, d), call.k.tensor.dtype);
+  for (int64_t d = 0; d < dim; ++d, q += of_q.bits / 8, k += of_k.bits / 8) {
+    score += load(q, of_q) * load(k, of_k);
   }
   const double scale =
       p.scale != 0 ? static_cast<double>(p.scale) : 1 / std::sqrt(static_cast<double>(dim));
