@@ -76,6 +76,31 @@ def assert_rule(got: Any, plain: Any, ref: Any, dtype: str) -> None:
     assert np.abs(ref).max() > 10 * bound
 
 
+def assert_gradients(options: dict[str, Any], of_stock: dict[str, Any]) -> None:
+    """JAX's error is the largest of several orders of its sums over dimensions: in fp32 all there
+    is to an error is the order, and a row that sees few keys has few chances."""
+    tensors = arrays()
+    dout = np.cos(np.arange(np.prod(SHAPES[0]), dtype=np.float32)).reshape(SHAPES[0])
+
+    def gradients(function: Any, given: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return jax.grad(lambda *x: (function(*x, **given) * dout).sum(), (0, 1, 2))(q, k, v)
+
+    def in_order(seed: int) -> list[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        of_q, of_v = (rng.permutation(32) if seed else np.arange(32) for _ in range(2))
+        orders = (of_q, of_q, of_v)
+        turned = (x[..., order] for x, order in zip(tensors, orders, strict=True))
+        made = gradients(stock, of_stock, *turned, dout[..., of_v])
+        return [np.asarray(x)[..., np.argsort(o)] for x, o in zip(made, orders, strict=True)]
+
+    of_ours = functools.partial(gradients, dot_product_attention, options)
+    got = of_ours(*tensors, dout)
+    ref = exactly(tensors, lambda *x: gradients(stock, of_stock, *x, dout))
+    for ours, exact, *plain in zip(got, ref, *map(in_order, range(8)), strict=True):
+        assert_rule(ours, max(plain, key=lambda x: np.abs(x - exact).max()), exact, "float32")
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(of_ours)(*tensors, dout), got)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -125,18 +150,9 @@ def test_windows_to_both_sides(size: Any) -> None:
 def test_windows_stand_at_the_first_key(lengths: dict[str, Any], size: Any) -> None:
     tensors, options = arrays(), {"local_window_size": size, **lengths}
     given = options | {"mask": np.ones((1, 1, 21, 33), bool)}  # as above
-
-    def call(function: Any, options: dict[str, Any]) -> Any:
-        def loss(*tensors: Any) -> Any:
-            out = function(*tensors, **options)
-            return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))).sum()
-
-        return lambda *x: (function(*x, **options), *jax.grad(loss, (0, 1, 2))(*x))
-
-    got = jax.jit(call(dot_product_attention, options))(*tensors)
-    stocks = call(stock, given)
-    for ours, plain, ref in zip(got, stocks(*tensors), exactly(tensors, stocks), strict=True):
-        assert_rule(ours, plain, ref, "float32")
+    got = jax.jit(functools.partial(dot_product_attention, **options))(*tensors)
+    assert_rule(got, stock(*tensors, **given), exactly(tensors, stock, **given), "float32")
+    assert_gradients(options, given)
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 33), (21, 33), (33,), (1, 21, 1)], ids=str)
@@ -162,31 +178,7 @@ def test_without_a_batch() -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_gradients_as_jax(lengths: dict[str, Any], options: dict[str, Any]) -> None:
-    """JAX's error is the largest of several orders of its sums over dimensions: in fp32 all there
-    is to an error is the order, and a row that sees few keys has few chances."""
-    tensors = arrays()
-    dout = np.cos(np.arange(np.prod(SHAPES[0]), dtype=np.float32)).reshape(SHAPES[0])
-
-    def gradients(function: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
-        def loss(q: Any, k: Any, v: Any) -> Any:
-            return (function(q, k, v, **lengths, **options) * dout).sum()
-
-        return jax.grad(loss, (0, 1, 2))(q, k, v)
-
-    def in_order(seed: int) -> list[np.ndarray]:
-        rng = np.random.default_rng(seed)
-        of_q, of_v = (rng.permutation(32) if seed else np.arange(32) for _ in range(2))
-        orders = (of_q, of_q, of_v)
-        turned = (x[..., order] for x, order in zip(tensors, orders, strict=True))
-        made = gradients(stock, *turned, dout[..., of_v])
-        return [np.asarray(x)[..., np.argsort(o)] for x, o in zip(made, orders, strict=True)]
-
-    got = gradients(dot_product_attention, *tensors, dout)
-    ref = exactly(tensors, lambda *x: gradients(stock, *x, dout))
-    for of_ours, exact, *plain in zip(got, ref, *map(in_order, range(8)), strict=True):
-        assert_rule(of_ours, max(plain, key=lambda x: np.abs(x - exact).max()), exact, "float32")
-    again = jax.jit(functools.partial(gradients, dot_product_attention))(*tensors, dout)
-    jax.tree.map(np.testing.assert_array_equal, again, got)
+    assert_gradients(lengths | options, lengths | options)
 
 
 def test_one_program_has_all_lengths() -> None:
