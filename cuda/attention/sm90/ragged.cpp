@@ -204,7 +204,7 @@ void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFact
   params->rows_per_batch = rows_per_batch(p, entry);
   params->heads_per_tile = static_cast<int32_t>(heads);
   if (heads > 1) params->seq_q = params->heads_per_tile;  // rows of a tile's sequence
-  params->by_heads = Divisor::of(static_cast<uint32_t>(p.heads_q / heads));
+  params->heads_of_tiles = static_cast<int32_t>(p.heads_q / heads);
   params->by_heads_per_kv = Divisor::of(static_cast<uint32_t>(p.heads_q / p.heads_kv / heads));
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
   const ScoreOptions& score = params->score;

@@ -99,6 +99,11 @@ enum class Tiles { kDealt, kTaken, kTakenBefore };
 
 // The tiles of this block, one after another, found by a warp that has the memory of a chunk for
 // itself.
+//
+// The groups of 64 rows of a tile follow one another in a head. Where the keys of all sequences of
+// a chunk are a single step they are rather those of all query heads of a KV head, one head behind
+// the other (pack_gqa), if that makes fewer tiles: in those of one head some groups have no rows,
+// and a tile takes as long.
 template <class Traits, Tiles kTiles>
 class RaggedScheduler {
  public:
@@ -107,10 +112,8 @@ class RaggedScheduler {
 
   // False when there are no more. All lanes come to know which it is.
   __device__ __forceinline__ bool next() {
-    const bool grows = params_.grows != 0;
     if constexpr (kTiles == Tiles::kDealt) {
-      const int heads_q = params_.by_heads.number();
-      while (!tiles_.next(lanes_, grows, heads_q, blocks(), &found_, &head_)) {
+      while (!tiles_.next(lanes_, grows(), heads(), blocks(), &found_, &head_)) {
         if (!next_chunk()) return false;
       }
     } else {
@@ -119,45 +122,69 @@ class RaggedScheduler {
       while (tiles_.passes(number)) {
         if (!next_chunk()) return false;
       }
-      tiles_.at(lanes_, grows, params_.by_heads, number, &found_, &head_);
+      tiles_.at(lanes_, grows(), number, &found_, &head_);
     }
     return true;
   }
 
-  // Describes what next() found. Piece by piece: the scheduling warp has few registers.
-  __device__ __forceinline__ void describe(RaggedTile* tile) const {
+  // Describes what next() found, as the tile that a group is of. Piece by piece: the scheduling
+  // warp has few registers.
+  __device__ __forceinline__ void describe(RaggedTile* tile, int group) const {
     const ChunkSequence& of = chunk_[found_.lane];
     const Sequence& sequence = of.sequence;
     tile->batch = of.batch_q;
     tile->batch_k = of.batch_k;
     tile->misses_pages = 0;
     tile->sequence = sequence;
-    tile->head = head_;
-    tile->head_kv = params_.by_heads_per_kv.quotient(head_);
-    // As in dense batches: where later tiles are longer, rows are missing from the first.
-    const int spare = params_.grows != 0 ? of.tiles * Traits::kTileQ - sequence.length_q : 0;
-    const int first_row =
-        (of.tiles - 1 - found_.rank) * Traits::kTileQ - spare / kRowsPerGroup * kRowsPerGroup;
-    tile->first_row = first_row;
+    int head = head_;
+    int first_row = 0;
     // A single step parts no rows' ends, and begins with key 0: it may hold both ends of the keys,
-    // of which a ragged map cuts one. A bound that hides nothing is none, as in dense batches.
-    const int right_offset = params_.score.right_offset + sequence.diagonal;
-    tile->kv_block_alignment =
-        sequence.length_k <= Traits::kStepKeys
-            ? 0
-            : kv_block_alignment(Traits::kStepKeys, first_row, Traits::kTileQ,
-                                 right_offset < sequence.length_k - 1, right_offset);
-    const Steps<Traits> steps(params_.score, sequence, first_row, Traits::kTileQ,
-                              tile->kv_block_alignment);
+    // of which a ragged map cuts one.
+    int alignment = 0;
+    if (Traits::kPacksHeads && packed_) {
+      tile->head_kv = head_;
+      const int number = found_.rank * Traits::kConsumers + group;
+      const int heads = params_.by_heads_per_kv.number();
+      const int second = sequence.length_q > kRowsPerGroup ? 1 : 0;  // a head has a second group
+      const int head_of_group = number >> second;
+      const bool exists = head_of_group < heads;
+      head = head_ * heads + (exists ? head_of_group : 0);
+      const int row = exists ? (number & second) * kRowsPerGroup : Traits::kStepKeys;
+      tile->first_row = row - group * kRowsPerGroup;
+    } else {
+      tile->head_kv = params_.by_heads_per_kv.quotient(head);
+      // As in dense batches: where later tiles are longer, rows are missing from the first.
+      const int spare = params_.grows != 0 ? of.tiles * Traits::kTileQ - sequence.length_q : 0;
+      first_row =
+          (of.tiles - 1 - found_.rank) * Traits::kTileQ - spare / kRowsPerGroup * kRowsPerGroup;
+      tile->first_row = first_row;
+      // A bound that hides nothing is none, as in dense batches.
+      const int right_offset = params_.score.right_offset + sequence.diagonal;
+      if (sequence.length_k > Traits::kStepKeys) {
+        alignment = kv_block_alignment(Traits::kStepKeys, first_row, Traits::kTileQ,
+                                       right_offset < sequence.length_k - 1, right_offset);
+      }
+    }
+    tile->head = head;
+    tile->kv_block_alignment = alignment;
+    const Steps<Traits> steps(params_.score, sequence, first_row, Traits::kTileQ, alignment);
     tile->first_key = steps.first;
     tile->end_key = steps.end;
-    const float sink = sink_of<typename Traits::Element>(params_.score, head_);
+    const float sink = sink_of<typename Traits::Element>(params_.score, head);
     tile->sink = sink;
     tile->begin = state_of_sink(sink);
   }
 
  private:
   static __device__ __forceinline__ int blocks() { return static_cast<int>(gridDim.x); }
+
+  // Of the chunk: heads that have tiles of their own, and whether later tiles see more keys.
+  __device__ __forceinline__ int heads() const {
+    return Traits::kPacksHeads && packed_ ? params_.heads_kv : params_.heads_of_tiles;
+  }
+  __device__ __forceinline__ bool grows() const {
+    return params_.grows != 0 && !(Traits::kPacksHeads && packed_);
+  }
 
   using Walk = std::conditional_t<kTiles == Tiles::kDealt, TilesOfChunks, TilesInTurn>;
 
@@ -195,23 +222,41 @@ class RaggedScheduler {
     ChunkSequence own = {};
     if (first_ + lane < params_.sequences.count) own = read(first_ + lane);
     first_ += kSequencesPerChunk;
+    int heads_per_kv = params_.by_heads_per_kv.number();  // that have tiles
+    lanes_.own = TilesOfSequence::of(own.tiles, keys_of_longest(own), Traits::kTileQ);
+    const int packed_tiles =
+        ceil_div<Traits::kConsumers>(ceil_div<kRowsPerGroup>(own.sequence.length_q) * heads_per_kv);
+    packed_ = packs(own, packed_tiles);
+    if (packed_) {
+      own.tiles = packed_tiles;
+      lanes_.own = {packed_tiles, 0};
+      heads_per_kv = 1;
+    }
     __syncwarp();  // what was there was read
     chunk_[lane] = own;
     __syncwarp();
-    lanes_.own = TilesOfSequence::of(own.tiles, keys_of_longest(own), Traits::kTileQ);
     const int keys =
         __reduce_add_sync(kFullWarp, own.tiles > 0 ? min(own.sequence.length_k, kMostKeys) : 0);
     const int tiles = __reduce_add_sync(kFullWarp, own.tiles);
-    const int heads_q_per_kv = params_.by_heads_per_kv.number();
-    const int heads = heads_per_swizzle(params_.heads_kv, tiles * heads_q_per_kv,
-                                        params_.tiles_of_swizzle, keys, params_.keys_of_l2) *
-                      heads_q_per_kv;
+    const int of_swizzle = heads_per_swizzle(params_.heads_kv, tiles * heads_per_kv,
+                                             params_.tiles_of_swizzle, keys, params_.keys_of_l2) *
+                           heads_per_kv;
     if constexpr (kTiles == Tiles::kDealt) {
-      tiles_.begin_chunk(lanes_, tiles, heads);
+      tiles_.begin_chunk(lanes_, tiles, of_swizzle);
     } else {
-      tiles_.begin_chunk(tiles * params_.by_heads.number(), heads);
+      tiles_.begin_chunk(tiles, heads(), of_swizzle);
     }
     return true;
+  }
+
+  // Whether the tiles of a chunk, of which this lane has a sequence, hold groups of several heads:
+  // for each KV head so many tiles of it.
+  __device__ __forceinline__ bool packs(const ChunkSequence& own, int packed_tiles) const {
+    const Sequence& sequence = own.sequence;
+    if (!Traits::kPacksHeads) return false;
+    const bool fits = max(sequence.length_q, sequence.length_k) <= Traits::kStepKeys;
+    const int spared = own.tiles * params_.by_heads_per_kv.number() - packed_tiles;
+    return __all_sync(kFullWarp, fits) && __reduce_add_sync(kFullWarp, fits ? spared : 0) > 0;
   }
 
   __device__ __forceinline__ ChunkSequence read(int number) const {
@@ -240,7 +285,8 @@ class RaggedScheduler {
   Walk tiles_;
   WarpLanes lanes_ = {};
   TileOfChunk found_ = {};
-  int head_ = 0;
+  int head_ = 0;  // of a packed chunk the KV head
+  bool packed_ = false;
   int first_ = 0;                            // sequence of the next chunk
   int link_ = static_cast<int>(blockIdx.x);  // in the chains, where the next tile's number is
 };

@@ -13,7 +13,6 @@
 // the block that had the end of this one.
 #pragma once
 
-#include "cuda/divisor.h"
 #include "cuda/tile/extents.h"
 
 #ifdef __CUDACC__
@@ -177,25 +176,25 @@ class TilesOfChunks {
 // swizzle group, in each the longest first.
 class TilesInTurn {
  public:
-  // Goes on to a chunk of so many tiles of all heads. Swizzle groups are of so many heads.
-  FLASHMOE_IN_KERNEL void begin_chunk(int tiles, int heads) {
-    before_ += tiles_;
+  // Goes on to a chunk of so many tiles of each of so many heads. Swizzle groups are of `heads`.
+  FLASHMOE_IN_KERNEL void begin_chunk(int tiles, int heads_q, int heads) {
+    before_ += tiles_ * heads_q_;
     tiles_ = tiles;
+    heads_q_ = heads_q;
     heads_ = heads;
   }
 
   // Whether a number is behind the chunk.
-  FLASHMOE_IN_KERNEL bool passes(int number) const { return number - before_ >= tiles_; }
+  FLASHMOE_IN_KERNEL bool passes(int number) const { return number - before_ >= tiles_ * heads_q_; }
 
   // The tile with a number, of the chunk.
   template <class Lanes>
-  FLASHMOE_IN_KERNEL void at(const Lanes& lanes, bool grows, const Divisor& by_heads_q, int number,
-                             TileOfChunk* tile, int* head) const {
-    const int heads_q = static_cast<int>(by_heads_q.value);
-    const int per_swizzle = by_heads_q.quotient(tiles_) * heads_;
+  FLASHMOE_IN_KERNEL void at(const Lanes& lanes, bool grows, int number, TileOfChunk* tile,
+                             int* head) const {
+    const int per_swizzle = tiles_ * heads_;
     const int first_head = (number - before_) / per_swizzle * heads_;
     const int within = (number - before_) % per_swizzle;
-    const int heads = heads_ < heads_q - first_head ? heads_ : heads_q - first_head;
+    const int heads = heads_ < heads_q_ - first_head ? heads_ : heads_q_ - first_head;
     const int place = within / heads;
     *head = first_head + within - place * heads;
     int level = lanes.top();
@@ -204,8 +203,9 @@ class TilesInTurn {
 
  private:
   int before_ = 0;  // tiles of the chunks before
-  int tiles_ = 0;
-  int heads_ = 0;
+  int tiles_ = 0;   // of a head
+  int heads_q_ = 0;
+  int heads_ = 0;  // of a swizzle group
 };
 
 }  // namespace flashmoe::sm90

@@ -183,7 +183,11 @@ struct Traits {
   static constexpr int kTilesOffset = kOOffset + kOBytes;
   static constexpr int kTileSlots = kTilesInFlight + (kRagged ? kTilesAhead : 0);
   static constexpr int kTileSlotBytes = kRagged ? kRaggedTileBytes : kTileBytes;
-  static constexpr int kSequencesOffset = kTilesOffset + kTileSlots * kTileSlotBytes;
+  // Tiles of short sequences hold rows of several heads (RaggedScheduler). With two consumers this
+  // would serve none of more than 64 rows, and there is no room for a ring of tiles for each.
+  static constexpr bool kPacksHeads = kRagged && kConsumers > 2;
+  static constexpr int kTileRings = kPacksHeads ? kConsumers : 1;
+  static constexpr int kSequencesOffset = kTilesOffset + kTileRings * kTileSlots * kTileSlotBytes;
   static constexpr int kSequencesBytes = kRagged ? kSequencesPerChunk * kChunkSequenceBytes : 0;
   static constexpr int kBarriersOffset = kSequencesOffset + kSequencesBytes;
   // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q
@@ -197,6 +201,7 @@ struct Traits {
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
   static_assert(kQStages + (kQPortions > 1 ? 1 : 0) + 1 < kTilesInFlight);
   static_assert(!kRagged || (!kSplit && kStepKeys % kRowsPerGroup == 0));
+  static_assert(!kPacksHeads || (kStepKeys <= 2 * kRowsPerGroup && kStepKeys <= kTileQ));
   // Where a warp of a consumer that looks for its tiles again keeps a chunk (Consumer::run).
   static_assert(!kRagged || 4 * kSequencesBytes <= kOBytesPerGroup);
   static_assert(kStepKeys <= 256, "a box has at most 256 rows");

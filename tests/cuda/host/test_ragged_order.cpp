@@ -138,19 +138,18 @@ struct Batch {
     Taken taken;
     TilesInTurn tiles;
     int number = 0;
-    const Divisor by_heads_q = Divisor::of(static_cast<uint32_t>(heads_q));
     CHECK(tiles.passes(number));
     for (size_t chunk = 0; chunk < lengths.size(); ++chunk) {
       const Lanes lanes = lanes_of(lengths[chunk]);
       const int group = heads_per_swizzle_of(lengths[chunk]);
       const int all = tiles_of_head(lanes) * heads_q;
-      tiles.begin_chunk(all, group);
+      tiles.begin_chunk(tiles_of_head(lanes), heads_q, group);
       Last last;
       for (int i = 0; i < all; ++i, ++number) {
         CHECK(!tiles.passes(number));
         TileOfChunk tile = {};
         int head = 0;
-        tiles.at(lanes, grows, by_heads_q, number, &tile, &head);
+        tiles.at(lanes, grows, number, &tile, &head);
         take(chunk, lanes, group, tile, head, &last, &taken);
       }
       CHECK(tiles.passes(number));
