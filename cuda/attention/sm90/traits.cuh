@@ -183,8 +183,8 @@ struct Traits {
   static constexpr int kTilesOffset = kOOffset + kOBytes;
   static constexpr int kTileSlots = kTilesInFlight + (kRagged ? kTilesAhead : 0);
   static constexpr int kTileSlotBytes = kRagged ? kRaggedTileBytes : kTileBytes;
-  // Tiles of short sequences hold rows of several heads (RaggedScheduler). With two consumers this
-  // would serve none of more than 64 rows, and there is no room for a ring of tiles for each.
+  // Tiles hold groups of several heads (RaggedScheduler). With two consumers fewer of them would be
+  // without rows, and there is no room for a ring of tiles for each.
   static constexpr bool kPacksHeads = kRagged && kConsumers > 2;
   static constexpr int kTileRings = kPacksHeads ? kConsumers : 1;
   static constexpr int kSequencesOffset = kTilesOffset + kTileRings * kTileSlots * kTileSlotBytes;
@@ -201,7 +201,6 @@ struct Traits {
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
   static_assert(kQStages + (kQPortions > 1 ? 1 : 0) + 1 < kTilesInFlight);
   static_assert(!kRagged || (!kSplit && kStepKeys % kRowsPerGroup == 0));
-  static_assert(!kPacksHeads || (kStepKeys <= 2 * kRowsPerGroup && kStepKeys <= kTileQ));
   // Where a warp of a consumer that looks for its tiles again keeps a chunk (Consumer::run).
   static_assert(!kRagged || 4 * kSequencesBytes <= kOBytesPerGroup);
   static_assert(kStepKeys <= 256, "a box has at most 256 rows");
