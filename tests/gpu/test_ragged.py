@@ -138,6 +138,52 @@ def test_heads_of_a_kv_head_share_a_tile(
         _check(batch, call._replace(q=call.q[:, :1].contiguous()), kernel=kernel, **option)
 
 
+SHORT = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "top_left": {"causal": "top_left"},
+    "left_end": {"window": (20, None)},
+    "both_ends": {"causal": "bottom_right", "window": (9, None)},
+    "softcap": {"softcap": 1.5, "causal": "bottom_right"},
+}
+
+
+@pytest.mark.parametrize("options", SHORT.values(), ids=SHORT)
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16])
+def test_heads_of_short_sequences_share_tiles(
+    group: int, options: dict[str, Any], kernel: str | None
+) -> None:
+    """32 sequences of at most 128 rows and keys, whose heads may be in one tile; and behind them,
+    in a chunk of their own, one of more. Rows without keys, and sequences without rows, too."""
+    lengths_q = (128, 65, 64, 0, 1, 127, 63, 33, *range(4, 124, 6), 100, 7, 128, 17)
+    lengths_k = (128, 128, 3, 9, 128, 0, 64, 65, *range(126, 6, -6), 101, 1, 127, 64)
+    for i, dtype in enumerate(DTYPES):
+        batch = ragged.make(lengths_q + (40,), lengths_k + (300,), dtype=dtype, dim=64,
+                            heads=(3 * group, 3), sinks=i == 1, seed=group)  # fmt: skip
+        assert len(lengths_q) == len(lengths_k) == 32
+        for call in ragged.ways(batch).values():
+            _check(batch, call, kernel=kernel, **options)
+
+
+@pytest.mark.parametrize("window", [None, (60, 0)])
+def test_a_nan_reaches_no_other_head_of_a_tile(
+    window: tuple[int, int] | None, kernel: str | None
+) -> None:
+    options: dict[str, Any] = {"causal": "bottom_right", "window": window}
+    for i, dtype in enumerate(DTYPES):
+        batch = ragged.make((100, 7, 63), (120, 64, 63), dtype=dtype, dim=64, heads=(8, 2), seed=i)
+        batch.v[0][0, 100, 0, 5] = torch.nan
+        batch.k[2][0, 40, 1, 2] = torch.nan
+        batch.q[0][0, 33, 5, 1] = torch.nan
+        batch.q[1][0, 6, 2, 0] = torch.inf
+        for call in ragged.ways(batch).values():
+            got = ragged.run(call, DEVICE, kernel=kernel, **options)
+            ref, _ = batch.reference(DEVICE, **options)
+            out = torch.cat(got.out, 1).transpose(1, 2)
+            assert torch.equal(out.isfinite(), ref.out.isfinite())
+            assert torch.equal(torch.cat(got.lse, 2).isfinite(), ref.lse.isfinite())
+
+
 @pytest.mark.parametrize("group", [2, 8, 64, 71, 128, 129, 192, 193])
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_heads_share_a_tile_where_nothing_tells_them_apart(
@@ -261,21 +307,24 @@ def test_a_nan_is_of_the_rows_that_see_it(
             ragged.assert_same_bits(got, batch.dense(dense, DEVICE, **options))
 
 
-@pytest.mark.parametrize("rows", [1, 90, 300])
+@pytest.mark.parametrize(("rows", "pages"), [(1, 40), (90, 40), (300, 40), (90, 8)])
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 def test_pages_that_there_are_not_are_hidden(
-    dim: int, dim_v: int, rows: int, kernel: str | None
+    dim: int, dim_v: int, rows: int, pages: int, kernel: str | None
 ) -> None:
-    """As a call without the keys that they would hold."""
-    size, length = 16, 16 * 40
+    """As a call without the keys that they would hold. Of 8 pages heads may share tiles."""
+    size, length = 16, 16 * pages
+    hidden = slice(3, pages - 2)
     for dtype, sinks in (("fp16", False), ("bf16", True)):
-        batch = ragged.make((rows, 5), (length, 70), dtype=dtype, dim=dim, dim_v=dim_v, sinks=sinks)
+        batch = ragged.make((rows, 5), (length, 70), dtype=dtype, dim=dim, dim_v=dim_v,
+                            heads=(6, 2), sinks=sinks)  # fmt: skip
         call = ragged.paginate(batch, size)
         table = call.tables["page_table"]
         for x in (call.k, call.v):
-            x[table[0, 3:38].long()] = torch.nan
-        table[0, 3:38] = int32([-1, 10**6, call.k.shape[0], -INT_MAX - 1, INT_MAX] * 7)
-        kept = [*range(3 * size), *range(38 * size, length)]
+            x[table[0, hidden].long()] = torch.nan
+        nowhere = [-1, 10**6, call.k.shape[0], -INT_MAX - 1, INT_MAX] * 7
+        table[0, hidden] = int32(nowhere[: hidden.stop - hidden.start])
+        kept = [*range(hidden.start * size), *range(hidden.stop * size, length)]
         few = Batch(batch.q, [batch.k[0][:, kept], batch.k[1]], [batch.v[0][:, kept], batch.v[1]],
                     batch.sinks)  # fmt: skip
         got = ragged.run(call, DEVICE, sinks=batch.sinks, kernel=kernel)

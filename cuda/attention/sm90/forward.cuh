@@ -227,8 +227,15 @@ __device__ __forceinline__ void load_ragged_step(const CUtensorMap& map, const R
   }
 }
 
+// The tile as a group has it, by that of group 0: they differ in their rows and heads alone.
+template <class Traits, class Tile>
+__device__ __forceinline__ Tile& tile_of_group(Tile& tile, int group) {
+  return Traits::kPacksHeads ? (&tile)[group * Traits::kTileSlots] : tile;
+}
+
 // Rows of a step of paged keys that are one behind the other in a page, and the page: where there
 // is none, one outside of the map, from which zeros come.
+template <class Traits>
 struct PagedRows {
   PagePiece piece;
   int page;
@@ -242,7 +249,12 @@ struct PagedRows {
         kNowhere};
     if (rows.piece.page >= 0) {
       rows.page = tables.page_at(tables.pages_of(tile.batch_k), rows.piece.page);
-      if (rows.page < 0) tile.misses_pages = 1;
+      if (rows.page < 0) {
+#pragma unroll
+        for (int ring = 0; ring < Traits::kTileRings; ++ring) {
+          tile_of_group<Traits>(tile, ring).misses_pages = 1;
+        }
+      }
       if (rows.page > 0) rows.page *= repeats.batch;
     }
     return rows;
@@ -262,7 +274,7 @@ __device__ __forceinline__ void load_paged_step(const RaggedParams& params,
                                                 uint32_t parity) {
   static_assert(Traits::kStepKeys < 1 << kPageBoxes);
   const int end = key + Traits::kStepKeys;
-  PagedRows next = PagedRows::at(params, repeats, tile, key, end);
+  PagedRows<Traits> next = PagedRows<Traits>::at(params, repeats, tile, key, end);
   ptx::mbarrier_wait(empty, parity);
   ptx::mbarrier_expect(full, kBoxes * Traits::kKVBoxBytes);
 #pragma unroll 1
@@ -271,7 +283,7 @@ __device__ __forceinline__ void load_paged_step(const RaggedParams& params,
     const int page = next.page;
     key += piece.rows;
     const bool more = key < end;
-    if (more) next = PagedRows::at(params, repeats, tile, key, end);
+    if (more) next = PagedRows<Traits>::at(params, repeats, tile, key, end);
 #pragma unroll 1
     while (piece.rows > 0) {
       const int size = 31 - __clz(piece.rows);
@@ -307,7 +319,8 @@ __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const 
   const int begin = portion * Traits::kGroupsPerPortion;
   const int end = begin + Traits::kGroupsPerPortion;
   const auto row_of = [&](int group) {
-    return query_box(params, tile, params.rows_per_batch.q, tile.first_row + group * kRowsPerGroup);
+    const RaggedTile& own = tile_of_group<Traits>(tile, group);
+    return query_box(params, own, params.rows_per_batch.q, own.first_row + group * kRowsPerGroup);
   };
   RaggedRow row = row_of(begin);
   wait_for_room();
@@ -318,7 +331,8 @@ __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const 
     for (int box = 0; box < Traits::kBoxes; ++box) {
       ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
                     full, ptx::kEvictFirst, box * kBoxColumns, row.row,
-                    tile.head * params.q_repeats.head, row.base, row.wrap);
+                    tile_of_group<Traits>(tile, group).head * params.q_repeats.head, row.base,
+                    row.wrap);
     }
     if (++group == end) break;
   }
@@ -453,15 +467,17 @@ __device__ __forceinline__ void schedule(const RaggedParams& params, RaggedTile*
     const uint32_t emptied = (number + Traits::kTileSlots - ahead) / Traits::kTileSlots;
     ptx::mbarrier_wait(barriers.tile_empty(slot), (emptied & 1) ^ 1);
     more = scheduler.next();
-    if (lane_index() == 0) {
+    if (const int group = lane_index(); group < Traits::kTileRings) {
+      RaggedTile& tile = tile_of_group<Traits>(tiles[slot], group);
       if (more) {
-        scheduler.describe(&tiles[slot]);
+        scheduler.describe(&tile, group);
       } else {
-        tiles[slot].first_row = kNoTile;
+        tile.first_row = kNoTile;
       }
-      ptx::mbarrier_arrive(barriers.tile_full(slot));
     }
     __syncwarp();
+    pin(number);  // for the slot to be found again, which there is no register for meanwhile
+    if (lane_index() == 0) ptx::mbarrier_arrive(barriers.tile_full(number % Traits::kTileSlots));
   }
 }
 
@@ -968,7 +984,7 @@ struct Consumer {
         params, chunks_of_group() + warp_of_group() * kSequencesPerChunk);
     while (scheduler.next()) {
       Tile written;
-      scheduler.describe(&written);
+      scheduler.describe(&written, group);
       repair(written);
     }
   }
@@ -1415,7 +1431,8 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
   const bool consumes = Traits::kSplit ? group != 0 : thread >= kThreadsPerGroup;
   if (consumes) {
     ptx::take_registers<Traits::kConsumerRegisters>();
-    ConsumerOf<Traits> consumer(params, barriers, shared, tiles, group - 1);
+    const TileOf<Traits>* const own = &tile_of_group<Traits>(*tiles, group - 1);
+    ConsumerOf<Traits> consumer(params, barriers, shared, own, group - 1);
     // Consumer 0 has the first turn.
     if (group == Traits::kConsumers) consumer.pass_turn();
     consumer.run();

@@ -133,9 +133,9 @@ struct RaggedParams : Params {
   RowsPerBatch rows_per_batch;
   // Rows of a tile are the queries of one head; or, of sequences of one query at most (decoding),
   // that query of so many heads, all of a KV head, whose keys are then read once. What tiles have
-  // for a head, and divisors are by, are so many heads.
+  // for a head, and those two below count, are so many heads.
   int32_t heads_per_tile;
-  Divisor by_heads;
+  int32_t heads_of_tiles;
   Divisor by_heads_per_kv;
   // Of paged keys, instead of k and v: maps over [dim, rows of a page, heads, pages] in boxes of 1,
   // 2, 4 and more rows, up to those of a step.
@@ -143,6 +143,7 @@ struct RaggedParams : Params {
   CUtensorMap v_pages[kPageBoxes];
   int32_t heads_kv;
   int32_t grows;  // later tiles of a sequence see more keys, as only the right is bounded
+  int32_t most_levels;  // that rows of a sequence are on (ragged_order.h)
   // Of a swizzle group: so many keys of one KV head, with their values, fit the L2, and it has
   // about so many tiles.
   int32_t keys_of_l2;

@@ -204,9 +204,12 @@ void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFact
   params->rows_per_batch = rows_per_batch(p, entry);
   params->heads_per_tile = static_cast<int32_t>(heads);
   if (heads > 1) params->seq_q = params->heads_per_tile;  // rows of a tile's sequence
-  params->by_heads = Divisor::of(static_cast<uint32_t>(p.heads_q / heads));
+  params->heads_of_tiles = static_cast<int32_t>(p.heads_q / heads);
   params->by_heads_per_kv = Divisor::of(static_cast<uint32_t>(p.heads_q / p.heads_kv / heads));
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
+  const int64_t rows_of_level = entry.box_rows;  // or more: a bound
+  params->most_levels =
+      static_cast<int32_t>((int64_t{params->seq_q} + rows_of_level - 1) / rows_of_level);
   const ScoreOptions& score = params->score;
   params->grows = score.bounded_right != 0 && score.left_offset == kNoLeftOffset ? 1 : 0;
   // Beside the traffic of queries and outputs, as of dense batches.
@@ -265,14 +268,15 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
                                 const Entry* entry, const DeviceFacts& facts,
                                 WholeTiles* whole_tiles, const Reason& reason) {
   FLASHMOE_TRY(check_counted(problem, *entry, reason));
-  // What a chunk of sequences may have, in whatever order tables have them, the kernel counts.
+  // What a chunk of sequences may have, in whatever order tables have them, the kernel counts, and
+  // groups of rows, of which a tile has four at most.
   constexpr int64_t kMost = INT_MAX / 2;
   const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
   const int64_t sequences = std::min<int64_t>(problem.batch, kSequencesPerChunk);
   if (problem.batch > kMost || problem.heads_q > kMost ||
-      tiles_per_head * sequences > kMost / std::max<int64_t>(problem.heads_q, 1)) {
+      tiles_per_head * sequences > kMost / 4 / std::max<int64_t>(problem.heads_q, 1)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
-                         "more than 2^30 tiles of query rows of 32 sequences");
+                         "more than 2^28 tiles of query rows of 32 sequences");
   }
   int64_t tiles = 0;
   has_slots_by_rows(problem, entry->tile_q, &tiles);

@@ -99,6 +99,10 @@ enum class Tiles { kDealt, kTaken, kTakenBefore };
 
 // The tiles of this block, one after another, found by a warp that has the memory of a chunk for
 // itself.
+//
+// The groups of 64 rows of a tile follow one another in a head. Or, where kernels pack heads
+// (pack_gqa), those of a KV head's query heads do, the last rows of all heads first: then groups of
+// a tile see about the same keys, and none is without rows but in a sequence's last tile.
 template <class Traits, Tiles kTiles>
 class RaggedScheduler {
  public:
@@ -107,10 +111,8 @@ class RaggedScheduler {
 
   // False when there are no more. All lanes come to know which it is.
   __device__ __forceinline__ bool next() {
-    const bool grows = params_.grows != 0;
     if constexpr (kTiles == Tiles::kDealt) {
-      const int heads_q = params_.by_heads.number();
-      while (!tiles_.next(lanes_, grows, heads_q, blocks(), &found_, &head_)) {
+      while (!tiles_.next(lanes_, by_level(), heads(), blocks(), &found_, &head_)) {
         if (!next_chunk()) return false;
       }
     } else {
@@ -119,45 +121,106 @@ class RaggedScheduler {
       while (tiles_.passes(number)) {
         if (!next_chunk()) return false;
       }
-      tiles_.at(lanes_, grows, params_.by_heads, number, &found_, &head_);
+      tiles_.at(lanes_, by_level(), number, &found_, &head_);
     }
     return true;
   }
 
-  // Describes what next() found. Piece by piece: the scheduling warp has few registers.
-  __device__ __forceinline__ void describe(RaggedTile* tile) const {
+  // Describes what next() found, as the tile that a group is of. Piece by piece: the scheduling
+  // warp has few registers, and what a piece has read the next one reads again.
+  __device__ __forceinline__ void describe(RaggedTile* tile, int group) const {
     const ChunkSequence& of = chunk_[found_.lane];
     const Sequence& sequence = of.sequence;
     tile->batch = of.batch_q;
     tile->batch_k = of.batch_k;
     tile->misses_pages = 0;
     tile->sequence = sequence;
-    tile->head = head_;
-    tile->head_kv = params_.by_heads_per_kv.quotient(head_);
-    // As in dense batches: where later tiles are longer, rows are missing from the first.
-    const int spare = params_.grows != 0 ? of.tiles * Traits::kTileQ - sequence.length_q : 0;
-    const int first_row =
-        (of.tiles - 1 - found_.rank) * Traits::kTileQ - spare / kRowsPerGroup * kRowsPerGroup;
-    tile->first_row = first_row;
+    tile->head_kv = Traits::kPacksHeads ? head_ : params_.by_heads_per_kv.quotient(head_);
+    const GroupOfTile own = group_of_tile(of, group);
+    tile->head = own.head;
+    tile->first_row = own.first_row - group * kRowsPerGroup;
+    const float sink = sink_of<typename Traits::Element>(params_.score, own.head);
+    tile->sink = sink;
+    tile->begin = state_of_sink(sink);
+    end_piece();
+    const RowRange rows = rows_of_tile(of);
     // A single step parts no rows' ends, and begins with key 0: it may hold both ends of the keys,
     // of which a ragged map cuts one. A bound that hides nothing is none, as in dense batches.
     const int right_offset = params_.score.right_offset + sequence.diagonal;
-    tile->kv_block_alignment =
+    const int alignment =
         sequence.length_k <= Traits::kStepKeys
             ? 0
-            : kv_block_alignment(Traits::kStepKeys, first_row, Traits::kTileQ,
+            : kv_block_alignment(Traits::kStepKeys, rows.first, rows.count,
                                  right_offset < sequence.length_k - 1, right_offset);
-    const Steps<Traits> steps(params_.score, sequence, first_row, Traits::kTileQ,
-                              tile->kv_block_alignment);
+    tile->kv_block_alignment = alignment;
+    const Steps<Traits> steps(params_.score, sequence, rows.first, rows.count, alignment);
     tile->first_key = steps.first;
     tile->end_key = steps.end;
-    const float sink = sink_of<typename Traits::Element>(params_.score, head_);
-    tile->sink = sink;
-    tile->begin = state_of_sink(sink);
+    end_piece();
   }
 
  private:
   static __device__ __forceinline__ int blocks() { return static_cast<int>(gridDim.x); }
+
+  // Heads that have tiles of their own, and what tiles hold of levels.
+  __device__ __forceinline__ int heads() const {
+    return Traits::kPacksHeads ? params_.heads_kv : params_.heads_of_tiles;
+  }
+  __device__ __forceinline__ int heads_per_kv() const {
+    return Traits::kPacksHeads ? 1 : params_.by_heads_per_kv.number();
+  }
+  __device__ __forceinline__ GroupsOfLevel by_level() const {
+    constexpr int kOfTile = Traits::kPacksHeads ? Traits::kConsumers : 1;
+    const int of_level = Traits::kPacksHeads ? params_.by_heads_per_kv.number() : 1;
+    return {params_.grows != 0 ? of_level : 0, kOfTile, params_.most_levels};
+  }
+
+  static __device__ __forceinline__ void end_piece() { asm volatile("" ::: "memory"); }
+
+  struct RowRange {
+    int first;
+    int count;
+  };
+  struct GroupOfTile {
+    int first_row;
+    int head;
+  };
+
+  // Of a sequence's rows, by groups.
+  static __device__ __forceinline__ int last_level(const ChunkSequence& of) {
+    return ceil_div<kRowsPerGroup>(of.sequence.length_q) - 1;
+  }
+  // Where a packed tile's groups are among the KV head's.
+  __device__ __forceinline__ int number_of(int group) const {
+    return found_.rank * Traits::kConsumers + group;
+  }
+
+  // All rows of the tile.
+  __device__ __forceinline__ RowRange rows_of_tile(const ChunkSequence& of) const {
+    if constexpr (Traits::kPacksHeads) {
+      const Divisor& by_heads = params_.by_heads_per_kv;
+      const int last = last_level(of);
+      const int end = min(by_heads.quotient(number_of(Traits::kConsumers - 1)), last);
+      const int levels = end - by_heads.quotient(number_of(0)) + 1;
+      return {(last - end) * kRowsPerGroup, levels * kRowsPerGroup};
+    }
+    // As in dense batches: where later tiles are longer, rows are missing from the first.
+    const int spare = params_.grows != 0 ? of.tiles * Traits::kTileQ - of.sequence.length_q : 0;
+    return {(of.tiles - 1 - found_.rank) * Traits::kTileQ - spare / kRowsPerGroup * kRowsPerGroup,
+            Traits::kTileQ};
+  }
+
+  // One that there is not begins behind the rows.
+  __device__ __forceinline__ GroupOfTile group_of_tile(const ChunkSequence& of, int group) const {
+    if constexpr (Traits::kPacksHeads) {
+      const int heads = params_.by_heads_per_kv.number();
+      const int level = params_.by_heads_per_kv.quotient(number_of(group));
+      const int levels = last_level(of) - level;  // behind it
+      const int head = levels < 0 ? 0 : number_of(group) - level * heads;
+      return {(levels < 0 ? last_level(of) + 1 : levels) * kRowsPerGroup, head_ * heads + head};
+    }
+    return {rows_of_tile(of).first + group * kRowsPerGroup, head_};
+  }
 
   using Walk = std::conditional_t<kTiles == Tiles::kDealt, TilesOfChunks, TilesInTurn>;
 
@@ -191,25 +254,27 @@ class RaggedScheduler {
   __device__ __forceinline__ bool next_chunk() {
     constexpr int kMostKeys = (1 << 30) / kSequencesPerChunk;  // so that their sum fits
     if (first_ >= params_.sequences.count) return false;
-    const int lane = static_cast<int>(threadIdx.x) % kThreadsPerWarp;
+    const int lane = reread::lane_index();
     ChunkSequence own = {};
     if (first_ + lane < params_.sequences.count) own = read(first_ + lane);
     first_ += kSequencesPerChunk;
     __syncwarp();  // what was there was read
     chunk_[lane] = own;
     __syncwarp();
-    lanes_.own = TilesOfSequence::of(own.tiles, keys_of_longest(own), Traits::kTileQ);
+    constexpr int kRowsOfLevel = Traits::kPacksHeads ? kRowsPerGroup : Traits::kTileQ;
+    const int levels = ceil_div<kRowsOfLevel>(own.sequence.length_q);
+    lanes_.own = TilesOfSequence::of(
+        own.tiles, levels, keys_of_longest(own, (levels - 1) * kRowsOfLevel), kRowsOfLevel);
     const int keys =
         __reduce_add_sync(kFullWarp, own.tiles > 0 ? min(own.sequence.length_k, kMostKeys) : 0);
     const int tiles = __reduce_add_sync(kFullWarp, own.tiles);
-    const int heads_q_per_kv = params_.by_heads_per_kv.number();
-    const int heads = heads_per_swizzle(params_.heads_kv, tiles * heads_q_per_kv,
-                                        params_.tiles_of_swizzle, keys, params_.keys_of_l2) *
-                      heads_q_per_kv;
+    const int of_swizzle = heads_per_swizzle(params_.heads_kv, tiles * heads_per_kv(),
+                                             params_.tiles_of_swizzle, keys, params_.keys_of_l2) *
+                           heads_per_kv();
     if constexpr (kTiles == Tiles::kDealt) {
-      tiles_.begin_chunk(lanes_, tiles, heads);
+      tiles_.begin_chunk(lanes_, tiles, of_swizzle);
     } else {
-      tiles_.begin_chunk(tiles * params_.by_heads.number(), heads);
+      tiles_.begin_chunk(tiles, heads(), of_swizzle);
     }
     return true;
   }
@@ -224,13 +289,14 @@ class RaggedScheduler {
              sequences.diagonal_of(number, queries.length, keys.length)},
             queries.batch,
             keys.batch,
-            ceil_div<Traits::kTileQ>(rows)};
+            Traits::kPacksHeads ? ceil_div<Traits::kConsumers>(ceil_div<kRowsPerGroup>(rows) *
+                                                               params_.by_heads_per_kv.number())
+                                : ceil_div<Traits::kTileQ>(rows)};
   }
 
-  // That the last tile of a sequence sees.
-  __device__ __forceinline__ int keys_of_longest(const ChunkSequence& of) const {
+  // That rows from the first one on see.
+  __device__ __forceinline__ int keys_of_longest(const ChunkSequence& of, int first_row) const {
     if (of.tiles == 0) return 0;
-    const int first_row = (of.tiles - 1) * Traits::kTileQ;
     return max(0, of.sequence.end_key(params_.score, of.sequence.length_q - 1) -
                       of.sequence.first_key(params_.score, first_row));
   }

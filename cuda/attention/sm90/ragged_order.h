@@ -13,7 +13,6 @@
 // the block that had the end of this one.
 #pragma once
 
-#include "cuda/divisor.h"
 #include "cuda/tile/extents.h"
 
 #ifdef __CUDACC__
@@ -26,23 +25,32 @@ namespace flashmoe::sm90 {
 
 inline constexpr int kSequencesPerChunk = kThreadsPerWarp;
 
+// What tiles hold of a level: groups of rows, of which a level of a sequence has so many. As many as
+// a tile's: a tile is a level. None: later tiles see no more keys, and all are on the highest level.
+struct GroupsOfLevel {
+  int groups;
+  int of_tile;
+  int most_levels;  // that rows of a sequence are on
+};
+
 // The tiles of one head of a sequence, of which a lane has one.
 struct TilesOfSequence {
   int count;
-  // Level of the longest. Where later tiles see more keys, each of the others is one level below
-  // the one behind it; none is below 0. Else all are on this one.
-  int top;
+  int top;  // level of the longest; none is below 0
 
-  FLASHMOE_IN_KERNEL int from_level_on(bool grows, int level) const {
-    if (!grows) return level <= top ? count : 0;
-    const int levels = top - level + 1;
-    return levels < 0 ? 0 : levels < count ? levels : count;
+  FLASHMOE_IN_KERNEL int from_level_on(const GroupsOfLevel& by, int level) const {
+    const int above = top - level + 1;
+    if (above <= 0) return 0;
+    if (by.groups == 0) return count;
+    const int levels = above < by.most_levels ? above : by.most_levels;
+    const int tiles = (levels * by.groups + by.of_tile - 1) / by.of_tile;
+    return tiles < count ? tiles : count;
   }
 
-  // Of `count` tiles of so many rows, the longest of which sees so many keys.
-  static FLASHMOE_IN_KERNEL TilesOfSequence of(int count, int keys, int rows) {
+  // Of `count` tiles on so many levels of so many rows, the longest of which sees so many keys.
+  static FLASHMOE_IN_KERNEL TilesOfSequence of(int count, int levels, int keys, int rows) {
     const int top = (keys + rows - 1) / rows;
-    return {count, top < count - 1 ? count - 1 : top};
+    return {count, top < levels - 1 ? levels - 1 : top};
   }
 };
 
@@ -58,9 +66,10 @@ struct TileOfChunk {
 // at which the sum of f reaches beyond `place`, with what is left of it behind the lanes before,
 // plus g(tiles).
 template <class Lanes>
-FLASHMOE_IN_KERNEL TileOfChunk tile_at(const Lanes& lanes, bool grows, int place, int* level) {
+FLASHMOE_IN_KERNEL TileOfChunk tile_at(const Lanes& lanes, const GroupsOfLevel& by, int place,
+                                       int* level) {
   const auto from = [=](int at) {
-    return [=](const TilesOfSequence& tiles) { return tiles.from_level_on(grows, at); };
+    return [=](const TilesOfSequence& tiles) { return tiles.from_level_on(by, at); };
   };
   int low = 0;
   int high = *level + 1;
@@ -77,7 +86,7 @@ FLASHMOE_IN_KERNEL TileOfChunk tile_at(const Lanes& lanes, bool grows, int place
   return lanes.find(
       place - lanes.sum(above),
       [=](const TilesOfSequence& tiles) {
-        return tiles.from_level_on(grows, low) - tiles.from_level_on(grows, low + 1);
+        return tiles.from_level_on(by, low) - tiles.from_level_on(by, low + 1);
       },
       above);
 }
@@ -147,7 +156,7 @@ class TilesOfChunks {
 
   // The next of the chunk. False when there are no more.
   template <class Lanes>
-  FLASHMOE_IN_KERNEL bool next(const Lanes& lanes, bool grows, int heads_q, int blocks,
+  FLASHMOE_IN_KERNEL bool next(const Lanes& lanes, const GroupsOfLevel& by, int heads_q, int blocks,
                                TileOfChunk* tile, int* head) {
     while (first_head_ < heads_q && tiles_ > 0) {
       const int heads = heads_ < heads_q - first_head_ ? heads_ : heads_q - first_head_;
@@ -155,7 +164,7 @@ class TilesOfChunks {
       if (position >= 0) {
         const int place = position / heads;
         *head = first_head_ + position - place * heads;
-        *tile = tile_at(lanes, grows, place, &level_);
+        *tile = tile_at(lanes, by, place, &level_);
         return true;
       }
       rounds_.pass(tiles_ * heads, blocks);
@@ -177,35 +186,36 @@ class TilesOfChunks {
 // swizzle group, in each the longest first.
 class TilesInTurn {
  public:
-  // Goes on to a chunk of so many tiles of all heads. Swizzle groups are of so many heads.
-  FLASHMOE_IN_KERNEL void begin_chunk(int tiles, int heads) {
-    before_ += tiles_;
+  // Goes on to a chunk of so many tiles of each of so many heads. Swizzle groups are of `heads`.
+  FLASHMOE_IN_KERNEL void begin_chunk(int tiles, int heads_q, int heads) {
+    before_ += tiles_ * heads_q_;
     tiles_ = tiles;
+    heads_q_ = heads_q;
     heads_ = heads;
   }
 
   // Whether a number is behind the chunk.
-  FLASHMOE_IN_KERNEL bool passes(int number) const { return number - before_ >= tiles_; }
+  FLASHMOE_IN_KERNEL bool passes(int number) const { return number - before_ >= tiles_ * heads_q_; }
 
   // The tile with a number, of the chunk.
   template <class Lanes>
-  FLASHMOE_IN_KERNEL void at(const Lanes& lanes, bool grows, const Divisor& by_heads_q, int number,
+  FLASHMOE_IN_KERNEL void at(const Lanes& lanes, const GroupsOfLevel& by, int number,
                              TileOfChunk* tile, int* head) const {
-    const int heads_q = static_cast<int>(by_heads_q.value);
-    const int per_swizzle = by_heads_q.quotient(tiles_) * heads_;
+    const int per_swizzle = tiles_ * heads_;
     const int first_head = (number - before_) / per_swizzle * heads_;
     const int within = (number - before_) % per_swizzle;
-    const int heads = heads_ < heads_q - first_head ? heads_ : heads_q - first_head;
+    const int heads = heads_ < heads_q_ - first_head ? heads_ : heads_q_ - first_head;
     const int place = within / heads;
     *head = first_head + within - place * heads;
     int level = lanes.top();
-    *tile = tile_at(lanes, grows, place, &level);
+    *tile = tile_at(lanes, by, place, &level);
   }
 
  private:
   int before_ = 0;  // tiles of the chunks before
-  int tiles_ = 0;
-  int heads_ = 0;
+  int tiles_ = 0;   // of a head
+  int heads_q_ = 0;
+  int heads_ = 0;  // of a swizzle group
 };
 
 }  // namespace flashmoe::sm90

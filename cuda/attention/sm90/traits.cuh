@@ -183,7 +183,11 @@ struct Traits {
   static constexpr int kTilesOffset = kOOffset + kOBytes;
   static constexpr int kTileSlots = kTilesInFlight + (kRagged ? kTilesAhead : 0);
   static constexpr int kTileSlotBytes = kRagged ? kRaggedTileBytes : kTileBytes;
-  static constexpr int kSequencesOffset = kTilesOffset + kTileSlots * kTileSlotBytes;
+  // Tiles hold groups of several heads (RaggedScheduler). With two consumers fewer of them would be
+  // without rows, and there is no room for a ring of tiles for each.
+  static constexpr bool kPacksHeads = kRagged && kConsumers > 2;
+  static constexpr int kTileRings = kPacksHeads ? kConsumers : 1;
+  static constexpr int kSequencesOffset = kTilesOffset + kTileRings * kTileSlots * kTileSlotBytes;
   static constexpr int kSequencesBytes = kRagged ? kSequencesPerChunk * kChunkSequenceBytes : 0;
   static constexpr int kBarriersOffset = kSequencesOffset + kSequencesBytes;
   // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q

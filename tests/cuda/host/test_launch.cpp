@@ -1026,7 +1026,7 @@ void sm90_cuts_boxes_at_sequences() {
   CHECK(seen.sequences.count == 4 && seen.sequences.rows_q == 5000 && seen.seq_q == 700);
   CHECK(seen.seq_k == 3000 && seen.sequences.seqused_k.data == seqused_k.tensor.data);
   CHECK(seen.v_repeats.head == 0 && seen.k_repeats.head == 1 && seen.grows == 1);
-  CHECK(seen.heads_per_tile == 1 && seen.heads_kv == 2 && seen.by_heads.value == 6 &&
+  CHECK(seen.heads_per_tile == 1 && seen.heads_kv == 2 && seen.heads_of_tiles == 6 &&
         seen.by_heads_per_kv.value == 3);
   CHECK(seen.keys_of_l2 > 1000 && seen.tensors.lse == call.tensors[4].data);
 
@@ -1171,7 +1171,7 @@ void sm90_cuts_boxes_at_sequences() {
     CHECK(seen.heads_per_tile == 4 || seen.heads_per_tile == 1);
     const bool packed = seen.heads_per_tile == 4;
     CHECK(fake::last.grid.x == (packed ? 5 * 3 : 5 * 12));
-    CHECK(seen.by_heads.value == (packed ? 3 : 12) &&
+    CHECK(seen.heads_of_tiles == (packed ? 3 : 12) &&
           seen.by_heads_per_kv.value == (packed ? 1 : 4));
     CHECK(seen.seq_q == (packed ? 4 : 1) && seen.sequences.most_q == 1);
     return packed;

@@ -60,18 +60,30 @@ struct Batch {
   std::vector<long> keys;                 // that each block's tiles see, and what each takes beside
   std::vector<long> counts;               // tiles of each block
   int percent_of_keys = 100;              // that the longest tile sees, of a sequence's queries
+  // Groups of as many rows as a level has that each head has of one, and a tile.
+  int groups_of_level = 1;
+  int groups_of_tile = 1;
+
+  int levels_of(int length) const { return (length + rows - 1) / rows; }
+  int tiles_of(int length) const {
+    return (levels_of(length) * groups_of_level + groups_of_tile - 1) / groups_of_tile;
+  }
+  GroupsOfLevel by() const { return {grows ? groups_of_level : 0, groups_of_tile, 1 << 20}; }
 
   Lanes lanes_of(const std::vector<int>& chunk) const {
     Lanes lanes;
     for (const int length : chunk) {
-      lanes.tiles.push_back(
-          TilesOfSequence::of((length + rows - 1) / rows, length * percent_of_keys / 100, rows));
+      lanes.tiles.push_back(TilesOfSequence::of(tiles_of(length), levels_of(length),
+                                                length * percent_of_keys / 100, rows));
     }
     return lanes;
   }
 
-  // Of the rank of a tile, the longest first, of so many of a sequence.
-  int keys_of(int length, int rank) const { return grows ? length - rank * rows : length; }
+  // Below the highest that a tile has groups of, by its rank, the longest first.
+  int level_below(int rank) const { return rank * groups_of_tile / groups_of_level; }
+  int keys_of(int length, int rank) const {
+    return grows ? length - level_below(rank) * rows : length;
+  }
 
   using Taken = std::map<std::tuple<size_t, int, int, int>, int>;  // chunk, lane, rank, head
 
@@ -115,7 +127,7 @@ struct Batch {
     CHECK(head / group >= last->group);
     if (head / group > last->group) last->level = INT32_MAX;
     last->group = head / group;
-    const int level = grows ? of.top - tile.rank : of.top;
+    const int level = grows ? of.top - level_below(tile.rank) : of.top;
     CHECK(level <= last->level);
     last->level = level;
   }
@@ -125,7 +137,7 @@ struct Batch {
     size_t want = 0;
     for (const auto& chunk : lengths) {
       for (const int length : chunk) {
-        want += static_cast<size_t>((length + rows - 1) / rows * heads_q);
+        want += static_cast<size_t>(tiles_of(length) * heads_q);
       }
     }
     CHECK(taken.size() == want);
@@ -138,19 +150,18 @@ struct Batch {
     Taken taken;
     TilesInTurn tiles;
     int number = 0;
-    const Divisor by_heads_q = Divisor::of(static_cast<uint32_t>(heads_q));
     CHECK(tiles.passes(number));
     for (size_t chunk = 0; chunk < lengths.size(); ++chunk) {
       const Lanes lanes = lanes_of(lengths[chunk]);
       const int group = heads_per_swizzle_of(lengths[chunk]);
       const int all = tiles_of_head(lanes) * heads_q;
-      tiles.begin_chunk(all, group);
+      tiles.begin_chunk(tiles_of_head(lanes), heads_q, group);
       Last last;
       for (int i = 0; i < all; ++i, ++number) {
         CHECK(!tiles.passes(number));
         TileOfChunk tile = {};
         int head = 0;
-        tiles.at(lanes, grows, by_heads_q, number, &tile, &head);
+        tiles.at(lanes, by(), number, &tile, &head);
         take(chunk, lanes, group, tile, head, &last, &taken);
       }
       CHECK(tiles.passes(number));
@@ -171,13 +182,13 @@ struct Batch {
         TileOfChunk tile = {};
         int head = 0;
         Last last;
-        while (tiles.next(lanes, grows, heads_q, blocks, &tile, &head)) {
+        while (tiles.next(lanes, by(), heads_q, blocks, &tile, &head)) {
           take(chunk, lanes, group, tile, head, &last, &taken);
           const auto b = static_cast<size_t>(block);
           keys[b] += keys_of(lengths[chunk][static_cast<size_t>(tile.lane)], tile.rank) + rows;
           ++counts[b];
         }
-        CHECK(!tiles.next(lanes, grows, heads_q, blocks, &tile, &head));
+        CHECK(!tiles.next(lanes, by(), heads_q, blocks, &tile, &head));
       }
     }
     check_all(taken);
@@ -195,6 +206,11 @@ void every_tile_is_taken_once() {
     batch.keys_of_l2 = from(0, 4000);
     batch.tiles_of_swizzle = from(0, 3) == 0 ? 0 : batch.blocks * from(1, 8);
     batch.rows = 64 * from(1, 3);
+    if (from(0, 1) == 0) {
+      batch.rows = 64;
+      batch.groups_of_level = from(1, 9);
+      batch.groups_of_tile = 3;
+    }
     batch.percent_of_keys = from(0, 1) == 0 ? 100 : from(0, 300);
     const int chunks = from(1, 4);
     for (int c = 0; c < chunks; ++c) {
@@ -238,6 +254,16 @@ void blocks_have_as_much_to_do() {
   CHECK(idle(batch) < 0.05);
   batch.grows = false;
   CHECK(idle(batch) < 0.04);
+  // Tiles of three groups of the eight heads that a KV head has.
+  Batch packed = {true, 8, 8, 132, 1 << 16, 8 * 132, 64, {}, {}, {}};
+  packed.groups_of_level = 8;
+  packed.groups_of_tile = 3;
+  packed.lengths = {std::vector<int>(16, 2048)};
+  CHECK(idle(packed) < 0.025);
+  packed.lengths = batch.lengths;
+  CHECK(idle(packed) < 0.05);
+  packed.lengths = {{16384, 3000, 800, 300, 200, 50, 30, 4}};
+  CHECK(idle(packed) < 0.035);
   // Few tiles of a chunk: the next ones are of other blocks.
   batch.heads_q = batch.heads_kv = 1;
   batch.lengths.assign(66, std::vector<int>(kSequencesPerChunk, 100));
