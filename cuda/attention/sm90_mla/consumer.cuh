@@ -200,7 +200,7 @@ struct Consumer {
     for (int i = 0; i < kSteps; ++i) {
       to[i * kThreadsPerGroup] = uint4{p[i][0], p[i][1], p[i][2], p[i][3]};
     }
-    state.row_maxima[kConsumer][group_thread()] = make_float2(row_max[0], row_max[1]);
+    state.told.row_maxima[kConsumer][group_thread()] = make_float2(row_max[0], row_max[1]);
     ptx::named_barrier_arrive(kToldBarrier + 4 * kConsumer + warp_of_group(), 2 * kThreadsPerWarp);
   }
 
@@ -216,7 +216,7 @@ struct Consumer {
       const uint4 step = from[i * kThreadsPerGroup];
       p[i][0] = step.x, p[i][1] = step.y, p[i][2] = step.z, p[i][3] = step.w;
     }
-    const float2 maxima = state.row_maxima[kOther][group_thread()];
+    const float2 maxima = state.told.row_maxima[kOther][group_thread()];
     const float new_max[2] = {maxima.x, maxima.y};
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -322,9 +322,9 @@ struct Consumer {
   // Both consumers' sums.
   __device__ __forceinline__ void add_sums_of_both() {
     const float2 own = make_float2(sum_of_quad(row_sum[0]), sum_of_quad(row_sum[1]));
-    state.row_sums[consumer][group_thread()] = own;
+    state.told.row_sums[consumer][group_thread()] = own;
     ptx::named_barrier_sync_apart(kAllBarrier, kConsumerThreads);
-    const float2 other = state.row_sums[1 - consumer][group_thread()];
+    const float2 other = state.told.row_sums[1 - consumer][group_thread()];
     row_sum[0] = own.x + other.x;
     row_sum[1] = own.y + other.y;
   }
