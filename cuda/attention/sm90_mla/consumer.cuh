@@ -43,7 +43,9 @@ struct Consumer {
 
   // ---- which rows and keys ----------------------------------------------------------------------
 
-  static __device__ __forceinline__ int group_thread() { return thread_index() % kThreadsPerGroup; }
+  static __device__ __forceinline__ int group_thread() {
+    return static_cast<int>(static_cast<uint32_t>(thread_index()) % kThreadsPerGroup);
+  }
   static __device__ __forceinline__ int warp_of_group() {
     return warp_index() % (kThreadsPerGroup / kThreadsPerWarp);
   }

@@ -13,9 +13,15 @@
 
 namespace flashmoe::sm90_mla {
 
-using reread::lane_index;
 using reread::thread_index;
-using reread::warp_index;
+
+// Of an unsigned index: fewer instructions, of which a block executes many but once.
+__device__ __forceinline__ int lane_index() {
+  return static_cast<int>(static_cast<uint32_t>(thread_index()) % kThreadsPerWarp);
+}
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(kFullWarp, static_cast<uint32_t>(thread_index()) / kThreadsPerWarp, 0);
+}
 
 // Which row tile, of which KV head, a block is of, and which of the shares is its.
 struct BlockPlace {
