@@ -82,7 +82,9 @@ __device__ __forceinline__ Described describe_soon(const Params& params, int row
   if (__builtin_expect(params.plain != 0, 1)) {
     const int used = sequences.seqused_k.data[index];
     // The first page is asked for when the share is found.
-    if (sequences.paged != 0) ptx::prefetch_l2(sequences.keys.pages_of(index));
+    if (sequences.paged != 0 && params.plain_k > 0) {
+      ptx::prefetch_l2(sequences.keys.pages_of(index));
+    }
     keys.length = SequenceParams::cut(used, 0, params.plain_k);
     if (sequences.from_ends != 0) diagonal = keys.length - queries.length;
   } else {
