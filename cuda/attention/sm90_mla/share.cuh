@@ -319,7 +319,11 @@ __device__ __forceinline__ void find_share_of_many(const Params& params, const B
 // Finds the block's share, which is none yet; all threads. Ends with a barrier.
 template <class State>
 __device__ __forceinline__ void find_share(const Params& params, const BlockPlace& block,
-                                           State& state) {
+                                           State& shared) {
+  // The address stays in a register: left to itself, ptxas makes it anew at each use.
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&shared));
+  pin(address);
+  State& state = *static_cast<State*>(__cvta_shared_to_generic(address));
   if (thread_index() == 0 && params.cuts_by_tile == 0) params.cut_tiles[block.number].parts = 0;
   if (__builtin_expect(params.sequences.count <= kThreads, 1)) {
     find_share_of_few(params, block, state);
