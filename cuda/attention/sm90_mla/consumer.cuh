@@ -313,10 +313,6 @@ struct Consumer {
 
   template <int kConsumer>
   __device__ __forceinline__ void compute(const Segment& segment) {
-#pragma unroll
-    for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] = 0.0f;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) row_max[e] = kNoRowMax, row_sum[e] = 0.0f;
     if constexpr (kConsumer == 0) {
       for (int b = 0; b < segment.blocks; b += kBuffers) first_of_two(segment, b);
     } else {
@@ -493,12 +489,18 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     for (int number = 0;; ++number) {
+      // While there is nothing else to do.
+#pragma unroll
+      for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] = 0.0f;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) row_max[e] = kNoRowMax, row_sum[e] = 0.0f;
+      ptx::pin(out);
       const int slot = number % kSegments;
       ptx::mbarrier_wait(shared_address(&state.segment_full[slot]), number / kSegments % 2);
       const Segment& segment = state.segments[slot];
       if (segment.exists == 0) return;
       ptx::mbarrier_wait(shared_address(&state.q_full), number % 2);
-      ptx::fence_proxy_async_shared();  // cp.async wrote the queries
+      if (params.query_heads == 0) ptx::fence_proxy_async_shared();  // cp.async wrote the queries
       if (consumer == 0) {
         compute<0>(segment);
       } else {
