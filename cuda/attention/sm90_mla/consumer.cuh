@@ -435,9 +435,8 @@ struct Consumer {
     const int first_of_quad = lane_index() / 4 * 4;
     const float factors[2] = {__shfl_sync(kFullWarp, end.factor, first_of_quad),
                               __shfl_sync(kFullWarp, end.factor, first_of_quad + 1)};
-    const uint32_t half =
-        shared_address(block_of((segment.blocks - 1) % kBuffers)) +
-        consumer * Traits::kBoxesOfHalf * Traits::kBoxBytes;
+    const uint32_t half = shared_address(block_of((segment.blocks - 1) % kBuffers)) +
+                          consumer * Traits::kBoxesOfHalf * Traits::kBoxBytes;
     put_rows(half, factors);
     ptx::named_barrier_sync_apart(kConsumerBarrier + consumer, kThreadsPerGroup);
     write_from(half,

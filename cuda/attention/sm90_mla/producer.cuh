@@ -156,8 +156,8 @@ struct Producer {
     ptx::mbarrier_wait(shared_address(&empty), uses.empty_parity(buffer));
   }
 
-  // Blocks of keys in boxes of as many rows, which one lane sends, with what all lanes agree on: the
-  // loads are bound by how fast it sends them.
+  // Blocks of keys in boxes of as many rows, which one lane sends, with what all lanes agree on:
+  // the loads are bound by how fast it sends them.
   __device__ __forceinline__ void load_whole_blocks(const Described& known, const int32_t* pages,
                                                     const KeyRange& part) {
     int key = known.origin() + part.first * kBlockKeys;
@@ -225,8 +225,9 @@ struct Producer {
     }
   }
 
-  // Calls visit(known, sequence, part) for each part of the block's share, by each of the warps that
-  // go through it: one of them describes sequences, where these are many, in their window for all.
+  // Calls visit(known, sequence, part) for each part of the block's share, by each of the warps
+  // that go through it: one of them describes sequences, where these are many, in their window for
+  // all.
   template <bool kDescribes, class Visit>
   __device__ __forceinline__ void for_each_part(const Visit& visit) {
     const int count = params.sequences.count;

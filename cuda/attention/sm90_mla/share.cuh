@@ -185,7 +185,8 @@ __device__ __forceinline__ bool find_aligned(const Params& params, int number, u
     }
     state.finding.begins[thread] = place.unit;
     __syncthreads();
-    const uint32_t length = thread < blocks ? state.finding.begins[thread + 1] - state.finding.begins[thread] : 0;
+    const uint32_t length =
+        thread < blocks ? state.finding.begins[thread + 1] - state.finding.begins[thread] : 0;
     const uint32_t of_warp = __reduce_max_sync(kFullWarp, length);
     if (lane_index() == 0) atomicMax(&state.longest, of_warp);
     __syncthreads();

@@ -54,7 +54,8 @@ inline constexpr int kConsumerThreads = kConsumers * kThreadsPerGroup;
 inline constexpr int kWarps = kThreads / kThreadsPerWarp;
 inline constexpr int kBuffers = 2;  // of a block of keys
 inline constexpr int kSegments = 2;
-inline constexpr int kQueryWarps = 2;  // of the producer: those behind the ones of keys and segments
+inline constexpr int kQueryWarps =
+    2;  // of the producer: those behind the ones of keys and segments
 inline constexpr int kQueryThreads = kQueryWarps * kThreadsPerWarp;
 
 // Sequences that are described at a time: all of a call at once, or those that a warp has.
