@@ -91,7 +91,7 @@ struct WorkOfTile {
   int end;
 };
 
-// Of the cut tile that has the number of this thread; *total is that of all. Ends with a barrier.
+// Of the cut tile that has the number of this thread; *total is that of all. All threads call it.
 __device__ __forceinline__ WorkOfTile find_work(const Params& params, int* total) {
   __shared__ int of_warps[kSumWarps];
   const int thread = reread::thread_index();
@@ -99,9 +99,14 @@ __device__ __forceinline__ WorkOfTile find_work(const Params& params, int* total
   int count = 0;
   if (thread < params.cuts) {
     const attention_decode::CutTile& cut = params.cut_tiles[thread];
-    const int warps = cut.tile.rows * kQuarters << workers_log2_of(cut.parts);
-    if (cut.parts != 0) count = ceil_div<kSumWarps>(warps);
+    const int rows = cut.tile.rows;
+    if (cut.parts != 0) {
+      count = ceil_div<kSumWarps>(rows * kQuarters << workers_log2_of(cut.parts));
+    }
   }
+  *total = 0;
+  // Often there is none: the block ends in few instructions.
+  if (!__syncthreads_or(count != 0)) return {0, 0};
   int upto = count;  // this thread, in its warp
 #pragma unroll
   for (int step = 1; step < kThreadsPerWarp; step *= 2) {
@@ -110,7 +115,6 @@ __device__ __forceinline__ WorkOfTile find_work(const Params& params, int* total
   }
   if (reread::lane_index() == kThreadsPerWarp - 1) of_warps[warp] = upto;
   __syncthreads();
-  *total = 0;
 #pragma unroll
   for (int w = 0; w < kSumWarps; ++w) {
     if (w < warp) upto += of_warps[w];

@@ -11,7 +11,10 @@
 
 #include "cuda/attention/decode/rows.cuh"
 #include "cuda/attention/sm90_mla/producer.cuh"
+#include "cuda/ptx/global_store.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace flashmoe::sm90_mla {
@@ -43,7 +46,9 @@ struct Consumer {
 
   // ---- which rows and keys ----------------------------------------------------------------------
 
-  static __device__ __forceinline__ int group_thread() { return thread_index() % kThreadsPerGroup; }
+  static __device__ __forceinline__ int group_thread() {
+    return static_cast<int>(static_cast<uint32_t>(thread_index()) % kThreadsPerGroup);
+  }
   static __device__ __forceinline__ int warp_of_group() {
     return warp_index() % (kThreadsPerGroup / kThreadsPerWarp);
   }
@@ -99,14 +104,19 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // The products with a block's values are done: its buffer is free as far as this consumer has it.
+  // The products with a block's values are done: its buffer is free as far as this consumer has it,
+  // but for that of the last block, which the end of the segment frees.
   template <int kConsumer>
-  __device__ __forceinline__ void end_values(int buffer) {
+  __device__ __forceinline__ void end_values(int buffer, bool last) {
     ptx::wgmma_wait<0>();
     ptx::pin(out);
     const uint32_t empty = shared_address(&state.empty[buffer][kConsumer]);
-    if (ptx::elect_one()) ptx::mbarrier_arrive(empty);
+    if (ptx::elect_one() && !last) ptx::mbarrier_arrive(empty);
     uses.next(buffer);
+  }
+  __device__ __forceinline__ void free_last(const Segment& segment) {
+    const int buffer = (segment.blocks - 1) % kBuffers;
+    if (ptx::elect_one()) ptx::mbarrier_arrive(shared_address(&state.empty[buffer][consumer]));
   }
 
   static __device__ __forceinline__ bool grow_rows(const float (&factors)[2]) {
@@ -200,7 +210,7 @@ struct Consumer {
     for (int i = 0; i < kSteps; ++i) {
       to[i * kThreadsPerGroup] = uint4{p[i][0], p[i][1], p[i][2], p[i][3]};
     }
-    state.row_maxima[kConsumer][group_thread()] = make_float2(row_max[0], row_max[1]);
+    state.told.row_maxima[kConsumer][group_thread()] = make_float2(row_max[0], row_max[1]);
     ptx::named_barrier_arrive(kToldBarrier + 4 * kConsumer + warp_of_group(), 2 * kThreadsPerWarp);
   }
 
@@ -216,7 +226,7 @@ struct Consumer {
       const uint4 step = from[i * kThreadsPerGroup];
       p[i][0] = step.x, p[i][1] = step.y, p[i][2] = step.z, p[i][3] = step.w;
     }
-    const float2 maxima = state.row_maxima[kOther][group_thread()];
+    const float2 maxima = state.told.row_maxima[kOther][group_thread()];
     const float new_max[2] = {maxima.x, maxima.y};
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -253,13 +263,13 @@ struct Consumer {
     if (grow_rows(factors)) multiply_rows(factors);
     send_values<0>(p, 0);
     ptx::fence_proxy_async_shared();  // the copy engine writes next to where P was told
-    end_values<0>(0);
+    end_values<0>(0, b + 1 == segment.blocks);
     if (b + 1 == segment.blocks) return;
     uint32_t of_other[kSteps][4];
     take_probabilities<0>(of_other, factors);
     if (grow_rows(factors)) multiply_rows(factors);
     send_values<0>(of_other, 1);
-    end_values<0>(1);
+    end_values<0>(1, b + kBuffers == segment.blocks);
   }
 
   __device__ __forceinline__ void second_of_two(const Segment& segment, int b) {
@@ -284,11 +294,11 @@ struct Consumer {
     ptx::pin(scores);
     if (b + 1 + kBuffers >= segment.blocks) give_queries_back();
     make_probabilities<1>(scores, segment, segment.key + (b + 1) * kBlockKeys, p, factors);
-    end_values<1>(0);
+    end_values<1>(0, false);
     if (grow_rows(factors)) multiply_rows(factors);
     send_values<1>(p, 1);
     ptx::fence_proxy_async_shared();  // as in the first
-    end_values<1>(1);
+    end_values<1>(1, b + kBuffers == segment.blocks);
   }
 
   // The second consumer's part of a last block without a second.
@@ -298,15 +308,11 @@ struct Consumer {
     take_probabilities<1>(of_other, factors);
     if (grow_rows(factors)) multiply_rows(factors);
     send_values<1>(of_other, 0);
-    end_values<1>(0);
+    end_values<1>(0, true);
   }
 
   template <int kConsumer>
   __device__ __forceinline__ void compute(const Segment& segment) {
-#pragma unroll
-    for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] = 0.0f;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) row_max[e] = kNoRowMax, row_sum[e] = 0.0f;
     if constexpr (kConsumer == 0) {
       for (int b = 0; b < segment.blocks; b += kBuffers) first_of_two(segment, b);
     } else {
@@ -322,9 +328,9 @@ struct Consumer {
   // Both consumers' sums.
   __device__ __forceinline__ void add_sums_of_both() {
     const float2 own = make_float2(sum_of_quad(row_sum[0]), sum_of_quad(row_sum[1]));
-    state.row_sums[consumer][group_thread()] = own;
+    state.told.row_sums[consumer][group_thread()] = own;
     ptx::named_barrier_sync_apart(kAllBarrier, kConsumerThreads);
-    const float2 other = state.row_sums[1 - consumer][group_thread()];
+    const float2 other = state.told.row_sums[1 - consumer][group_thread()];
     row_sum[0] = own.x + other.x;
     row_sum[1] = own.y + other.y;
   }
@@ -349,20 +355,6 @@ struct Consumer {
     }
   }
 
-  // Words i of the four lanes of a quad become those of lane i.
-  static __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
-    const uint32_t quad = 0xfu << lane_index() / 4 * 4;
-    const auto exchange = [&](uint32_t& low, uint32_t& high, int distance) {
-      const bool upper = (lane_index() & distance) != 0;
-      const uint32_t got = __shfl_xor_sync(quad, upper ? low : high, distance);
-      (upper ? low : high) = got;
-    };
-    exchange(words[0], words[1], 1);
-    exchange(words[2], words[3], 1);
-    exchange(words[0], words[2], 2);
-    exchange(words[1], words[3], 2);
-  }
-
   // Whether an output of a row of this lane is an infinity or a NaN. Asked where rows are masked
   // alone, and apart from the stores: a block waits for instructions that it executes once.
   __device__ __forceinline__ bool is_wild(int e, float factor) const {
@@ -376,46 +368,91 @@ struct Consumer {
     return numeric::any_nonfinite<Element>(nonfinite);
   }
 
-  // Returns whether a row of this thread is to be computed again.
-  __device__ __forceinline__ bool write_rows(const Segment& segment) {
-    constexpr int kLanes = 4;  // of a row: each writes one of four eights of columns
-    const int column = consumer * Traits::kHalf + 8 * (lane_index() % kLanes);
-    const attention_decode::TileRows& tile = segment.tile;
-    bool any = false;
+  __device__ __forceinline__ bool compute_later(int row, bool suspect) {
+    if (suspect) atomicOr(&state.again[row / 32], 1u << row % 32);
+    return suspect;
+  }
+
+  // Of the rows of this warp, in the place of the consumer's half of the values: columns of eights
+  // from what lanes have, behind a barrier.
+  __device__ __forceinline__ void put_rows(uint32_t half, const float (&factors)[2]) {
+    const int row = warp_of_group() * 16 + lane_index() % 16;
+    const uint32_t to = half + row * Traits::kBoxRowBytes + (lane_index() / 16 ^ row % 8) * 16;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int row = row_of(e);
-      if (row >= tile.rows) continue;
-      const attention_decode::RowOf where(params, tile, row);
-      const KeyRange keys = where.keys(params, tile);
-      const bool sees_keys = keys.end > keys.first;
-      const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
-          params.score, where.head, sees_keys, {row_max[e], row_sum[e]});
-      if (consumer == 0 && lane_index() % 4 == 0 && params.tensors.lse != nullptr) {
-        params.tensors.lse[where.offset(tile, params.tensors.lse_strides)] = end.lse;
+    for (int j = 0; j < Traits::kHalf / 16; ++j) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const two = out + 8 * j + 2 * i;
+        pairs[i] = Numeric::pack(two[0] * factors[i % 2], two[1] * factors[i % 2]);
       }
-      uint16_t* const to =
-          params.tensors.out + where.offset(tile, params.tensors.out_strides) + column;
-#pragma unroll
-      for (int j = 0; j < Traits::kHalf / 8; j += kLanes) {
-        uint32_t pairs[kLanes];
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-          const float* const two = out + 4 * (j + i) + 2 * e;
-          pairs[i] = Numeric::pack(two[0] * end.factor, two[1] * end.factor);
-        }
-        transpose_quad(pairs);
-        if (column + 8 * j < params.tensors.dim_v) {
-          *reinterpret_cast<uint4*>(to + 8 * j) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
-        }
-      }
-      const bool nothing = params.sequences.paged != 0 && sees_keys && row_sum[e] == 0.0f;
-      const bool suspect = nothing || end.rounded_away ||
-                           (tile.masked != 0 && row_sum[e] == row_sum[e] && is_wild(e, end.factor));
-      if (suspect) atomicOr(&state.again[row / 32], 1u << row % 32);
-      any = any || suspect;
+      ptx::stmatrix_x4((to ^ j % 4 * 32) + j / 4 * Traits::kBoxBytes, pairs[0], pairs[1], pairs[2],
+                       pairs[3]);
     }
-    return any;
+  }
+
+  // Writes them from there, a row at a time, `to` being where a lane's row has them: that of
+  // fragment elements 2e of lanes 4i + e.
+  __device__ __forceinline__ void write_from(uint32_t half, const uint16_t* to, int rows) {
+    const int chunk = lane_index();  // of 16 bytes
+    const int first = warp_of_group() * 16;
+    const uint32_t from =
+        half + first * Traits::kBoxRowBytes + chunk / 8 * Traits::kBoxBytes + chunk % 8 * 16;
+    const bool given = consumer * Traits::kHalf + 8 * chunk < params.tensors.dim_v;
+    const int end = given ? rows - first : 0;
+    const uint64_t own = reinterpret_cast<uint64_t>(to);
+#pragma unroll 4
+    for (int i = 0; i < 16; ++i) {
+      const int lane = i % 8 * 4 + i / 8;
+      const uint32_t low = __shfl_sync(kFullWarp, static_cast<uint32_t>(own), lane);
+      const uint32_t high = __shfl_sync(kFullWarp, static_cast<uint32_t>(own >> 32), lane);
+      const float4 words = ptx::load_shared_float4((from ^ i % 8 * 16) + i * Traits::kBoxRowBytes);
+      void* const row = reinterpret_cast<void*>((uint64_t{high} << 32 | low) + 16 * chunk);
+      if (i < end) {
+        ptx::store_global(row, __float_as_uint(words.x), __float_as_uint(words.y),
+                          __float_as_uint(words.z), __float_as_uint(words.w));
+      }
+    }
+  }
+
+  // Returns whether a row of this thread is to be computed again. The last block of keys is done
+  // with, but its buffer not free: the output passes through it.
+  __device__ __forceinline__ bool write_rows(const Segment& segment) {
+    const attention_decode::TileRows& tile = segment.tile;
+    // Two lanes of four end one of their rows each.
+    const bool second = lane_index() % 2 != 0;
+    const int row = row_of(second ? 1 : 0);
+    const float sum = second ? row_sum[1] : row_sum[0];
+    const bool there = row < tile.rows;
+    const attention_decode::RowOf where(params, tile, min(row, tile.rows - 1));
+    const KeyRange keys = where.keys(params, tile);
+    const bool sees_keys = keys.end > keys.first;
+    const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
+        params.score, where.head, sees_keys, {second ? row_max[1] : row_max[0], sum});
+    if (there && consumer == 0 && lane_index() % 4 < 2 && params.tensors.lse != nullptr) {
+      params.tensors.lse[where.offset(tile, params.tensors.lse_strides)] = end.lse;
+    }
+    const int first_of_quad = lane_index() / 4 * 4;
+    const float factors[2] = {__shfl_sync(kFullWarp, end.factor, first_of_quad),
+                              __shfl_sync(kFullWarp, end.factor, first_of_quad + 1)};
+    const uint32_t half = shared_address(block_of((segment.blocks - 1) % kBuffers)) +
+                          consumer * Traits::kBoxesOfHalf * Traits::kBoxBytes;
+    put_rows(half, factors);
+    ptx::named_barrier_sync_apart(kConsumerBarrier + consumer, kThreadsPerGroup);
+    write_from(half,
+               params.tensors.out + where.offset(tile, params.tensors.out_strides) +
+                   consumer * Traits::kHalf,
+               tile.rows);
+    const bool nothing = params.sequences.paged != 0 && sees_keys && sum == 0.0f;
+    bool again = compute_later(row, there && (nothing || end.rounded_away));
+    if (tile.masked != 0) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool wild = row_sum[e] == row_sum[e] && is_wild(e, factors[e]);
+        again = compute_later(row_of(e), wild && row_of(e) < tile.rows) || again;
+      }
+    }
+    return again;
   }
 
   __device__ __forceinline__ void compute_again(const Segment& segment) {
@@ -438,22 +475,31 @@ struct Consumer {
     bool again = false;
     if (segment.whole != 0) {
       again = write_rows(segment);
+      ptx::fence_proxy_async_shared();  // before the copy engine writes there
     } else {
+      free_last(segment);
       leave_part(segment);
     }
     // Also before the sums of the next segment are left.
     const bool all_done = ptx::named_barrier_all(kAllBarrier, kConsumerThreads, !again);
+    if (segment.whole != 0) free_last(segment);
     if (!all_done) compute_again(segment);
   }
 
   __device__ __forceinline__ void run() {
     for (int number = 0;; ++number) {
+      // While there is nothing else to do.
+#pragma unroll
+      for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] = 0.0f;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) row_max[e] = kNoRowMax, row_sum[e] = 0.0f;
+      ptx::pin(out);
       const int slot = number % kSegments;
       ptx::mbarrier_wait(shared_address(&state.segment_full[slot]), number / kSegments % 2);
       const Segment& segment = state.segments[slot];
       if (segment.exists == 0) return;
       ptx::mbarrier_wait(shared_address(&state.q_full), number % 2);
-      ptx::fence_proxy_async_shared();  // cp.async wrote the queries
+      if (params.query_heads == 0) ptx::fence_proxy_async_shared();  // cp.async wrote the queries
       if (consumer == 0) {
         compute<0>(segment);
       } else {

@@ -224,6 +224,12 @@ void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
 void fill_addresses(const AttentionProblem& p, void* workspace, Params* params) {
   fill_tensors_and_score(p, params);
   params->sequences = sequence_params(p);
+  const SequenceParams& s = params->sequences;
+  const bool others = s.cu_seqlens_q.given() || s.cu_seqlens_k.given() || s.seqused_q.given() ||
+                      s.k_begin.given() || s.batch_index.given() || s.q_offset.given();
+  params->plain = !others && s.seqused_k.given() && s.seqused_k.stride == 1 ? 1 : 0;
+  params->plain_q = std::min(s.rows_q, s.most_q);
+  params->plain_k = std::min({s.room_k, s.pair_keys, s.most_k});
   const int64_t rows = attention_decode::places_of(params->blocks, false) * kRows;
   params->parts = static_cast<float4*>(workspace);
   params->statistics = reinterpret_cast<float2*>(params->parts + (rows << params->part_units_log2));

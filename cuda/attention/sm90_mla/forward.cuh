@@ -19,7 +19,6 @@ namespace flashmoe::sm90_mla {
 template <class Traits>
 __device__ __forceinline__ void init_barriers(typename Traits::State& state, bool query_boxes) {
   constexpr int kWarpsOfGroup = kThreadsPerGroup / kThreadsPerWarp;
-  constexpr int kQueryWarps = kQueryThreads / kThreadsPerWarp;
   for (int buffer = 0; buffer < kBuffers; ++buffer) {
     for (auto& barrier : state.full[buffer]) ptx::mbarrier_init(shared_address(&barrier), 1);
     for (auto& barrier : state.empty[buffer]) {
@@ -31,7 +30,7 @@ __device__ __forceinline__ void init_barriers(typename Traits::State& state, boo
   for (int slot = 0; slot < kSegments; ++slot) {
     ptx::mbarrier_init(shared_address(&state.segment_full[slot]), 1);
     ptx::mbarrier_init(shared_address(&state.segment_empty[slot]),
-                       kConsumers * kWarpsOfGroup + kQueryWarps);
+                       kConsumers * kWarpsOfGroup + (query_boxes ? 0 : kQueryWarps));
   }
   for (uint32_t& rows : state.again) rows = 0;
   ptx::fence_mbarrier_init();
@@ -46,10 +45,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::prefetch_tensor_map(&params.keys);
     if (params.query_heads != 0) ptx::prefetch_tensor_map(&params.queries);
     init_barriers<Traits>(state, params.query_heads != 0);
+    state.share = {};
+    state.longest = 0;
   }
+  const BlockPlace block(params);
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
-  const BlockPlace block(params);
   find_share(params, block, state);
   if (state.share.begin == state.share.end) return;
   const int group = warp_index() / (kThreadsPerGroup / kThreadsPerWarp);

@@ -26,6 +26,12 @@ struct Params : attention_decode::Params {  // blocks: all of them; places of pa
   int32_t read_once;     // no other block reads the keys of a block
   int32_t cuts_by_tile;  // cut_tiles has one for each tile, not for each block
   int32_t cuts;          // that cut_tiles has; 0: no tile is cut
+
+  // Sequences are told apart by their number of keys alone, which seqused_k has one behind the
+  // other: so many queries, and at most so many keys, each of them has.
+  int32_t plain;
+  int32_t plain_q;
+  int32_t plain_k;
 };
 
 }  // namespace flashmoe::sm90_mla

@@ -1,5 +1,7 @@
-// The warpgroup that brings keys and queries to shared memory. Its first warp finds the segments
-// and loads blocks of keys by the copy engine, the others load queries.
+// The warpgroup that brings keys and queries to shared memory. Its first warp loads blocks of keys
+// by the copy engine, the second describes segments for all others, and the third loads queries in
+// boxes, or both behind it row by row. The first three go through the block's share each by
+// itself: what a block begins with is sent before its segment is told.
 //
 // A block of keys is loaded in boxes of 64 columns and as many rows as lie in one piece whatever
 // page they begin in. The copy engine writes zeros for keys that there are not: those of a page
@@ -9,6 +11,7 @@
 #include "cuda/attention/sm90_mla/share.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/tma.cuh"
 
 namespace flashmoe::sm90_mla {
@@ -29,43 +32,81 @@ struct Uses {
   __device__ __forceinline__ void next(int buffer) { odd ^= 1u << buffer; }
 };
 
+inline constexpr int kWindowBarrier = 13;  // a named one, of the warps that go through the share
+
 // A coordinate that no map has.
 inline constexpr int kNowhere = 1 << 30;
+
+// The keys from `key` on that there are of a block whose rows lie in one piece.
+struct WholeBox {
+  int page;  // kNowhere: no key is there
+  int row;
+  int key;
+
+  // Looks the page up, but does not wait for it.
+  __device__ __forceinline__ void ask(const Params& params, const Described& known,
+                                      const int32_t* pages, int first) {
+    key = first;
+    page = known.batch_k;
+    row = known.begin_k + key;
+    if (pages == nullptr || key >= known.end) return;
+    const KeyTables& keys = params.sequences.keys;
+    const int index = keys.by_page_size.quotient(row);
+    page = TableNumbers{pages, keys.page_step}.at(index);
+    row -= index * keys.page_size;
+  }
+  // Which keys there are, a bit each.
+  __device__ __forceinline__ uint64_t check(const Params& params, const Described& known) {
+    const int left = known.end - key;
+    const bool there = left > 0 && page >= 0 && page < params.sequences.keys.batch_k;
+    if (!there) page = kNowhere;
+    const uint64_t all = there ? ~uint64_t{0} : 0;
+    return all >> (kBlockKeys - min(max(left, 1), kBlockKeys)) & all << max(known.first - key, 0);
+  }
+};
 
 // The keys from `key` on that there are of a block, as this lane's boxes have them.
 struct LaneBoxes {
   static constexpr int kMost = kBlockKeys / kThreadsPerWarp;  // of a lane
 
   int page[kMost];  // kNowhere: no key of the box is there
-  int row[kMost];
-  uint64_t valid;  // of all lanes, once checked: until then keys that are not behind the ends
 
   static __device__ __forceinline__ uint64_t below(int keys) {
     return keys >= kBlockKeys ? ~uint64_t{0} : (uint64_t{1} << max(keys, 0)) - 1;
   }
 
+  static __device__ __forceinline__ uint64_t between_ends(const Described& known, int key) {
+    return below(known.end - key) & ~below(known.first - key);
+  }
+
   // Looks the pages up, but waits for none: a lookup takes about as long as half a block.
   __device__ __forceinline__ void ask(const Params& params, const Described& known,
                                       const int32_t* pages, int key) {
-    valid = below(known.end - key) & ~below(known.first - key);
+    const uint64_t valid = between_ends(known, key);
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       const int first = (lane_index() + i * kThreadsPerWarp) * params.box_rows;
       page[i] = kNowhere;
-      row[i] = 0;
       if (first >= kBlockKeys || ((below(params.box_rows) << first) & valid) == 0) continue;
-      const int at = known.begin_k + key + first;
       page[i] = known.batch_k;
-      row[i] = at;
       if (pages != nullptr) {
         const KeyTables& keys = params.sequences.keys;
-        const int index = keys.by_page_size.quotient(at);
+        const int index = keys.by_page_size.quotient(known.begin_k + key + first);
         page[i] = TableNumbers{pages, keys.page_step}.at(index);
-        row[i] = at - index * keys.page_size;
       }
     }
   }
-  __device__ __forceinline__ void check(const Params& params) {
+  // Of box i, if there is something.
+  static __device__ __forceinline__ int row(const Params& params, const Described& known, int key,
+                                            int i) {
+    const int at = known.begin_k + key + (lane_index() + i * kThreadsPerWarp) * params.box_rows;
+    if (params.sequences.paged == 0) return at;
+    const KeyTables& keys = params.sequences.keys;
+    return at - keys.by_page_size.quotient(at) * keys.page_size;
+  }
+  // Which keys there are in the boxes of all lanes, a bit each.
+  __device__ __forceinline__ uint64_t check(const Params& params, const Described& known, int key) {
+    const uint64_t valid = between_ends(known, key);
     uint64_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
@@ -73,8 +114,8 @@ struct LaneBoxes {
       if (page[i] < 0 || page[i] >= params.sequences.keys.batch_k) page[i] = kNowhere;
       if (page[i] != kNowhere) mine |= (below(params.box_rows) << first) & valid;
     }
-    valid = uint64_t{__reduce_or_sync(kFullWarp, static_cast<uint32_t>(mine >> 32))} << 32 |
-            __reduce_or_sync(kFullWarp, static_cast<uint32_t>(mine));
+    return uint64_t{__reduce_or_sync(kFullWarp, static_cast<uint32_t>(mine >> 32))} << 32 |
+           __reduce_or_sync(kFullWarp, static_cast<uint32_t>(mine));
   }
 };
 
@@ -88,18 +129,8 @@ struct Producer {
   BlockPlace block;
   Uses uses;
 
-  __device__ __forceinline__ void load_whole_box(int buffer, int box, int head_kv, int row,
-                                                 int page, uint64_t policy) {
-    const uint32_t to = shared_address(memory + Traits::kKOffset) + buffer * Traits::kBlockBytes +
-                        box * Traits::kBoxBytes;
-    const uint32_t full = shared_address(&state.full[buffer][box]);
-    const int column = box * Traits::kBoxColumns;
-    ptx::mbarrier_arrive_expect(full, Traits::kBoxBytes);
-    ptx::tma_load(to, &params.keys, full, policy, column, row, head_kv, page);
-  }
-
-  __device__ __forceinline__ void load_box(int buffer, int box, int head_kv, const LaneBoxes& boxes,
-                                           uint64_t policy) {
+  __device__ __forceinline__ void load_box(int buffer, int box, const LaneBoxes& boxes,
+                                           const int (&rows)[LaneBoxes::kMost]) {
     const uint32_t to = shared_address(memory + Traits::kKOffset) + buffer * Traits::kBlockBytes +
                         box * Traits::kBoxBytes;
     const uint32_t full = shared_address(&state.full[buffer][box]);
@@ -109,10 +140,13 @@ struct Producer {
     for (int i = 0; i < LaneBoxes::kMost; ++i) {
       const int first = (lane_index() + i * kThreadsPerWarp) * params.box_rows;
       if (first >= kBlockKeys) continue;
-      const uint32_t rows = to + first * Traits::kBoxRowBytes;
-      const int column = box * Traits::kBoxColumns;
-      ptx::tma_load(rows, &params.keys, full, policy, column, boxes.row[i], head_kv, boxes.page[i]);
+      ptx::tma_load(to + first * Traits::kBoxRowBytes, &params.keys, full, policy(),
+                    box * Traits::kBoxColumns, rows[i], block.head_kv, boxes.page[i]);
     }
+  }
+
+  __device__ __forceinline__ uint64_t policy() const {
+    return params.read_once != 0 ? ptx::kEvictFirst : ptx::kEvictNormal;
   }
 
   // For a box, and those behind it in its half.
@@ -122,51 +156,116 @@ struct Producer {
     ptx::mbarrier_wait(shared_address(&empty), uses.empty_parity(buffer));
   }
 
-  __device__ __forceinline__ void load_block(int buffer, int head_kv, const LaneBoxes& boxes,
-                                             uint64_t policy) {
-    wait_for_room(buffer, 0);
-    if (lane_index() == 0) state.valid[buffer] = boxes.valid;
-    if (params.box_rows == kBlockKeys) {
-      // By one lane, with what all lanes agree on: the loads are bound by how fast it sends them.
-      const int row = __shfl_sync(kFullWarp, boxes.row[0], 0);
-      const int page = __shfl_sync(kFullWarp, boxes.page[0], 0);
-      if (lane_index() == 0) {
+  // Blocks of keys in boxes of as many rows, which one lane sends, with what all lanes agree on:
+  // the loads are bound by how fast it sends them.
+  __device__ __forceinline__ void load_whole_blocks(const Described& known, const int32_t* pages,
+                                                    const KeyRange& part) {
+    int key = known.origin() + part.first * kBlockKeys;
+    WholeBox next;
+    next.ask(params, known, pages, key);
+    const int behind = key + (part.end - part.first) * kBlockKeys;
+    uint32_t used = 0;
+#pragma unroll 1
+    for (; key < behind; used ^= 1) {
+      WholeBox box = next;
+      key += kBlockKeys;
+      if (key < behind) next.ask(params, known, pages, key);
+      const int buffer = __shfl_sync(kFullWarp, used, 0);
+      const uint32_t empty = shared_address(&state.empty[0]) + buffer * sizeof(state.empty[0]);
+      ptx::mbarrier_wait(empty, uses.empty_parity(buffer));
+      const uint64_t valid = box.check(params, known);
+      const int row = __shfl_sync(kFullWarp, box.row, 0);
+      const int page = __shfl_sync(kFullWarp, box.page, 0);
+      if (ptx::elect_one()) {
+        state.valid[buffer] = valid;
 #pragma unroll
-        for (int box = 0; box < Traits::kBoxes; ++box) {
-          if (box > 0) wait_for_room(buffer, box);
-          load_whole_box(buffer, box, head_kv, row, page, policy);
+        for (int i = 0; i < Traits::kBoxes; ++i) {
+          if (i == Traits::kBoxesOfHalf) {
+            ptx::mbarrier_wait(empty + sizeof(state.empty[0][0]), uses.empty_parity(buffer));
+          }
+          const uint32_t full = shared_address(&state.full[0][i]) + buffer * sizeof(state.full[0]);
+          ptx::mbarrier_arrive_expect(full, Traits::kBoxBytes);
+          ptx::tma_load(shared_address(memory + Traits::kKOffset) + i * Traits::kBoxBytes +
+                            buffer * Traits::kBlockBytes,
+                        &params.keys, full, policy(), i * Traits::kBoxColumns, row, block.head_kv,
+                        page);
         }
       }
       __syncwarp();
-    } else {
-#pragma unroll 1
-      for (int box = 0; box < Traits::kBoxes; ++box) {
-        if (box > 0) wait_for_room(buffer, box);
-        load_box(buffer, box, head_kv, boxes, policy);
-      }
+      uses.next(buffer);
     }
-    uses.next(buffer);
   }
 
-  // Calls tell() for it, too.
-  template <class Tell>
-  __device__ __forceinline__ void load_segment(const Described& known, int sequence,
-                                               const KeyRange& part, const Tell& tell) {
-    const uint64_t policy = params.read_once != 0 ? ptx::kEvictFirst : ptx::kEvictNormal;
-    const int32_t* const pages =
-        params.sequences.paged != 0 ? params.sequences.keys.pages_of(sequence) : nullptr;
+  // In smaller boxes, which each lane has some of.
+  __device__ __forceinline__ void load_blocks(const Described& known, const int32_t* pages,
+                                              const KeyRange& part) {
     int key = known.origin() + part.first * kBlockKeys;
     LaneBoxes next;
     next.ask(params, known, pages, key);
-    tell();
+    const int behind = key + (part.end - part.first) * kBlockKeys;
 #pragma unroll 1
-    for (int b = 0; b < part.end - part.first; ++b) {
+    for (int buffer = 0; key < behind; buffer ^= 1) {
       LaneBoxes boxes = next;
       key += kBlockKeys;
-      if (b + 1 < part.end - part.first) next.ask(params, known, pages, key);
-      boxes.check(params);
-      load_block(b % kBuffers, block.head_kv, boxes, policy);
+      if (key < behind) next.ask(params, known, pages, key);
+      const uint64_t valid = boxes.check(params, known, key - kBlockKeys);
+      int rows[LaneBoxes::kMost];
+#pragma unroll
+      for (int i = 0; i < LaneBoxes::kMost; ++i) {
+        rows[i] = LaneBoxes::row(params, known, key - kBlockKeys, i);
+      }
+      wait_for_room(buffer, 0);
+      if (lane_index() == 0) state.valid[buffer] = valid;
+#pragma unroll 1
+      for (int box = 0; box < Traits::kBoxes; ++box) {
+        if (box > 0) wait_for_room(buffer, box);
+        load_box(buffer, box, boxes, rows);
+      }
+      uses.next(buffer);
     }
+  }
+
+  // Calls visit(known, sequence, part) for each part of the block's share, by each of the warps
+  // that go through it: one of them describes sequences, where these are many, in their window for
+  // all.
+  template <bool kDescribes, class Visit>
+  __device__ __forceinline__ void for_each_part(const Visit& visit) {
+    const int count = params.sequences.count;
+    Progress at(state.share);
+    // The first window is there already, if sequences are few.
+    int window = count <= kWindow ? 0 : at.sequence;
+    int behind = count <= kThreads ? window + kWindow : at.sequence;
+#pragma unroll 1
+    while (at.left > 0) {
+      if (__builtin_expect(at.sequence == behind, 0)) {
+        const int warps = params.query_heads != 0 ? 3 : 2;
+        ptx::named_barrier_sync_apart(kWindowBarrier, warps * kThreadsPerWarp);
+        window = behind;
+        behind += kThreadsPerWarp;
+        if constexpr (kDescribes) {
+          const int index = window + lane_index();
+          if (index < count) state.window[lane_index()] = describe(params, block.row_tile, index);
+        }
+        ptx::named_barrier_sync_apart(kWindowBarrier, warps * kThreadsPerWarp);
+      }
+      const Described& known = state.window[at.sequence - window];
+      const KeyRange part = at.part(known);
+      if (part.first < part.end) visit(known, at.sequence, part);
+      at.next(known);
+    }
+  }
+
+  // The first warp.
+  __device__ __forceinline__ void load_keys() {
+    for_each_part<false>([&](const Described& known, int sequence, const KeyRange& part) {
+      const int32_t* const pages =
+          params.sequences.paged != 0 ? params.sequences.keys.pages_of(sequence) : nullptr;
+      if (__builtin_expect(params.box_rows == kBlockKeys, 1)) {
+        load_whole_blocks(known, pages, part);
+      } else {
+        load_blocks(known, pages, part);
+      }
+    });
   }
 
   // Calls describe(segment) for the next segment, in one lane, and tells the others.
@@ -181,39 +280,19 @@ struct Producer {
     __syncwarp();
   }
 
-  // The first warp.
-  __device__ __forceinline__ void load_keys() {
+  // The second warp.
+  __device__ __forceinline__ void tell_segments() {
     int number = 0;
-    int64_t at = state.share.first_unit;
-    // The first window is there already, if sequences are few.
-    const bool few = params.sequences.count <= kThreads;
-    int window = state.share.sequence - (few ? 0 : kThreadsPerWarp);
-    for (int sequence = state.share.sequence; at < state.share.end; ++sequence) {
-      if (window + kThreadsPerWarp <= sequence) {
-        window = sequence;
-        const int index = sequence + lane_index();
-        __syncwarp();
-        if (index < params.sequences.count) {
-          state.window[lane_index()] = describe(params, block.row_tile, index);
-        }
-        __syncwarp();
-      }
-      const Described& known = state.window[sequence - window];
-      const KeyRange part = part_of(state.share, known, at);
-      if (part.first < part.end) {
-        load_segment(known, sequence, part, [&] {
-          tell(number++, [&](Segment& segment) {
-            describe_segment(params, block, state.share, known, sequence, at, segment);
-          });
-        });
-      }
-      at += known.weight();
-    }
+    const int last = state.share.last;
+    for_each_part<true>([&](const Described& known, int sequence, const KeyRange& part) {
+      tell(number++, [&](Segment& segment) {
+        describe_segment(params, block, last, known, sequence, part, segment);
+      });
+    });
     tell(number, [](Segment& segment) { segment.exists = 0; });
   }
 
   __device__ __forceinline__ void load_rows(const attention_decode::TileRows& tile, int warp) {
-    constexpr int kWarpsOfQueries = kQueryThreads / kThreadsPerWarp;
     constexpr int kChunks = Traits::kBoxes * Traits::kBoxRowBytes / 16;  // of a row
     const uint32_t q_tile = shared_address(memory + Traits::kQOffset);
     // Where rows begin each lane finds of some.
@@ -225,7 +304,7 @@ struct Producer {
     }
     const int rows = tile.rows;
 #pragma unroll 2
-    for (int row = warp; row < kRows; row += kWarpsOfQueries) {
+    for (int row = warp; row < kRows; row += kQueryWarps) {
       const int64_t begin =
           __shfl_sync(kFullWarp, row < kThreadsPerWarp ? begins[0] : begins[1], row);
 #pragma unroll
@@ -240,33 +319,42 @@ struct Producer {
     }
   }
 
-  // By one thread. Rows that the tile has not are another's, or zeros: nothing comes of them.
-  __device__ __forceinline__ void load_query_boxes(const attention_decode::TileRows& tile) {
-    const uint32_t full = shared_address(&state.q_full);
-    ptx::mbarrier_arrive_expect(full, Traits::kBoxes * Traits::kBoxBytes);
-    const attention_decode::RowOf first(params, tile, 0);
-    const uint32_t to = shared_address(memory + Traits::kQOffset);
+  // The third warp, where a tile's rows are boxes. Rows that the tile has not are another's, or
+  // zeros: nothing comes of them.
+  __device__ __forceinline__ void load_query_boxes() {
+    const int first_row = block.row_tile * kRows;
+    const int query = params.group.quotient(first_row);
+    const int head = (block.head_kv - query) * params.group.number() + first_row;
+    uint32_t parity = 1;
+    for_each_part<false>([&](const Described& known, int, const KeyRange&) {
+      const uint32_t full = shared_address(&state.q_full);
+      ptx::mbarrier_wait(shared_address(&state.q_empty), parity);
+      parity ^= 1;
+      const int row = __shfl_sync(kFullWarp, known.begin_q + query, 0);
+      const int batch = __shfl_sync(kFullWarp, known.batch_q, 0);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect(full, Traits::kBoxes * Traits::kBoxBytes);
 #pragma unroll
-    for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(to + box * Traits::kBoxBytes, &params.queries, full, ptx::kEvictNormal,
-                    box * Traits::kBoxColumns, first.head, tile.begin_q + first.query, tile.batch);
-    }
+        for (int box = 0; box < Traits::kBoxes; ++box) {
+          ptx::tma_load(shared_address(memory + Traits::kQOffset) + box * Traits::kBoxBytes,
+                        &params.queries, full, ptx::kEvictNormal, box * Traits::kBoxColumns, head,
+                        row, batch);
+        }
+      }
+      __syncwarp();
+    });
   }
 
-  // The other warps.
-  __device__ __forceinline__ void load_queries(int warp) {
+  // The warps behind the first two, else.
+  __device__ __forceinline__ void load_query_rows(int warp) {
     for (int number = 0;; ++number) {
       const int slot = number % kSegments;
       ptx::mbarrier_wait(shared_address(&state.segment_full[slot]), number / kSegments % 2);
       const bool exists = state.segments[slot].exists != 0;
       if (!exists) return;
       ptx::mbarrier_wait(shared_address(&state.q_empty), number % 2 ^ 1);
-      if (params.query_heads != 0) {
-        if (warp == 0 && lane_index() == 0) load_query_boxes(state.segments[slot].tile);
-      } else {
-        load_rows(state.segments[slot].tile, warp);
-        ptx::cp_async_arrive(shared_address(&state.q_full));
-      }
+      load_rows(state.segments[slot].tile, warp);
+      ptx::cp_async_arrive(shared_address(&state.q_full));
       __syncwarp();
       if (lane_index() == 0) ptx::mbarrier_arrive(shared_address(&state.segment_empty[slot]));
     }
@@ -275,8 +363,12 @@ struct Producer {
   __device__ __forceinline__ void run(int warp) {
     if (warp == 0) {
       load_keys();
-    } else {
-      load_queries(warp - 1);
+    } else if (warp == 1) {
+      tell_segments();
+    } else if (params.query_heads == 0) {
+      load_query_rows(warp - 2);
+    } else if (warp == 2) {
+      load_query_boxes();
     }
   }
 };

@@ -8,13 +8,20 @@
 
 #include "cuda/attention/decode/rows.cuh"
 #include "cuda/attention/sm90_mla/traits.cuh"
+#include "cuda/ptx/prefetch.cuh"
 #include "cuda/tile/sequence.cuh"
 
 namespace flashmoe::sm90_mla {
 
-using reread::lane_index;
 using reread::thread_index;
-using reread::warp_index;
+
+// Of an unsigned index: fewer instructions, of which a block executes many but once.
+__device__ __forceinline__ int lane_index() {
+  return static_cast<int>(static_cast<uint32_t>(thread_index()) % kThreadsPerWarp);
+}
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(kFullWarp, static_cast<uint32_t>(thread_index()) / kThreadsPerWarp, 0);
+}
 
 // Which row tile, of which KV head, a block is of, and which of the shares is its.
 struct BlockPlace {
@@ -37,12 +44,10 @@ struct BlockPlace {
   }
 };
 
-__device__ __forceinline__ Described describe(const Params& params, int row_tile, int index) {
-  const SequenceParams& sequences = params.sequences;
-  const SequenceRows queries = sequences.queries_of(index);
-  const SequenceRows keys = sequences.keys_of(index);
-  const Sequence sequence = {0, 0, queries.length, keys.length,
-                             sequences.diagonal_of(index, queries.length, keys.length)};
+__device__ __forceinline__ Described describe(const Params& params, int row_tile,
+                                              const SequenceRows& queries, const SequenceRows& keys,
+                                              int diagonal) {
+  const Sequence sequence = {0, 0, queries.length, keys.length, diagonal};
   Described known;
   known.batch_q = queries.batch;
   known.begin_q = queries.begin;
@@ -60,6 +65,36 @@ __device__ __forceinline__ Described describe(const Params& params, int row_tile
   return known;
 }
 
+__device__ __forceinline__ Described describe(const Params& params, int row_tile, int index) {
+  const SequenceParams& sequences = params.sequences;
+  const SequenceRows queries = sequences.queries_of(index);
+  const SequenceRows keys = sequences.keys_of(index);
+  return describe(params, row_tile, queries, keys,
+                  sequences.diagonal_of(index, queries.length, keys.length));
+}
+
+// The same, in fewer instructions where sequences are plain.
+__device__ __forceinline__ Described describe_soon(const Params& params, int row_tile, int index) {
+  const SequenceParams& sequences = params.sequences;
+  SequenceRows queries = {index, 0, params.plain_q};
+  SequenceRows keys = {index, 0, 0};
+  int diagonal = 0;
+  if (__builtin_expect(params.plain != 0, 1)) {
+    const int used = sequences.seqused_k.data[index];
+    // The first page is asked for when the share is found.
+    if (sequences.paged != 0 && params.plain_k > 0) {
+      ptx::prefetch_l2(sequences.keys.pages_of(index));
+    }
+    keys.length = SequenceParams::cut(used, 0, params.plain_k);
+    if (sequences.from_ends != 0) diagonal = keys.length - queries.length;
+  } else {
+    queries = sequences.queries_of(index);
+    keys = sequences.keys_of(index);
+    diagonal = sequences.diagonal_of(index, queries.length, keys.length);
+  }
+  return describe(params, row_tile, queries, keys, diagonal);
+}
+
 // A block has so many units, at least: with fewer, parts take longer than what they save.
 inline constexpr int kLeastUnits = 2;
 
@@ -70,33 +105,41 @@ struct Place {
   int last;      // share that has its end
 };
 
-// Where share `number` begins, if each sequence begins with the share that would begin nearest: a
-// long one has several to itself, and of short ones several are in one. None of several is shorter
-// than it need be: a sequence is cut into no more pieces than of `longest` units, and shares that
-// are left over have none of it.
-template <class State>
-__device__ __forceinline__ Place aligned_place(const State& state, int count, uint32_t total,
-                                               int blocks, int number, uint32_t longest) {
-  if (number >= blocks) return {total, count, 0};
-  // The last sequence whose nearest share is no later.
-  int low = 0;
-  for (int high = count; high - low > 1;) {
-    const int middle = (low + high) / 2;
-    if (state.nearest[middle] <= number) {
-      low = middle;
-    } else {
-      high = middle;
+// The sequence that share `number` is of, if each begins with the share that would begin nearest: a
+// long one has several to itself, and of short ones several are in one.
+struct Owner {
+  int sequence;  // the last whose nearest share is no later
+  uint32_t begin;
+  uint32_t units;
+  int first;  // of its shares
+  uint32_t shares;
+
+  template <class State>
+  __device__ __forceinline__ Owner(const State& state, int count, uint32_t total, int blocks,
+                                   int number) {
+    int low = 0;
+#pragma unroll 1
+    for (int high = count; high - low > 1;) {
+      const int middle = (low + high) / 2;
+      const bool later = state.finding.nearest[middle] > number;
+      low = later ? low : middle;
+      high = later ? middle : high;
     }
+    const bool last = low + 1 == count;
+    sequence = low;
+    begin = state.finding.before[low];
+    units = (last ? total : state.finding.before[low + 1]) - begin;
+    first = state.finding.nearest[low];
+    shares = static_cast<uint32_t>((last ? blocks : state.finding.nearest[low + 1]) - first);
   }
-  const bool last = low + 1 == count;
-  const uint32_t begin = state.before[low];
-  const uint32_t units = (last ? total : state.before[low + 1]) - begin;
-  const int first = state.nearest[low];
-  const uint32_t shares = static_cast<uint32_t>((last ? blocks : state.nearest[low + 1]) - first);
-  const uint32_t pieces = min(shares, (units + longest - 1) / longest);
-  const uint32_t piece = min(static_cast<uint32_t>(number - first), pieces);
-  return {begin + piece * units / pieces, low, first + static_cast<int>(pieces) - 1};
-}
+  // Where the share begins. None of several is shorter than it need be: a sequence is cut into no
+  // more pieces than of `longest` units, and shares that are left over have none of it.
+  __device__ __forceinline__ Place place(int number, uint32_t longest) const {
+    const uint32_t pieces = min(shares, (units + longest - 1) / longest);
+    const uint32_t piece = min(static_cast<uint32_t>(number - first), pieces);
+    return {begin + piece * units / pieces, sequence, first + static_cast<int>(pieces) - 1};
+  }
+};
 
 // Shares that sequences begin with, where none is much longer than an equal one. A block then has
 // fewer parts of tiles, and fewer tiles: to end a tile and begin the next takes about as long as so
@@ -110,18 +153,18 @@ __device__ __forceinline__ bool find_aligned(const Params& params, int number, u
   const int thread = thread_index();
   // Rounded alike in all blocks, and never down from one sequence to the next.
   const float shares_of_unit = static_cast<float>(blocks) / static_cast<float>(total);
-  state.before[thread] = before;
-  state.nearest[thread] =
+  state.finding.before[thread] = before;
+  state.finding.nearest[thread] =
       min(static_cast<int>(fmaf(static_cast<float>(before), shares_of_unit, 0.5f)), blocks);
   __syncthreads();
-  const int rows = min(kRows, params.sequences.most_q * params.group.number());
-  const uint32_t limit = total / static_cast<uint32_t>(blocks) + 2 + rows / 8;
+  const Owner owner(state, count, total, blocks, thread);
   uint32_t longest = 1;
   // Twice: first with as many pieces as there can be. Not unrolled: a block begins with this, and
   // instructions that are executed once are waited for.
 #pragma unroll 1
   for (bool found = false;; found = true) {
-    Place place = aligned_place(state, count, total, blocks, thread, longest);
+    Place place = {total, count, 0};
+    if (thread < blocks) place = owner.place(thread, longest);
     // Sequences in front of the first that has a share are in it, too.
     if (thread == 0) place.unit = 0;
     if (found) {
@@ -130,24 +173,30 @@ __device__ __forceinline__ bool find_aligned(const Params& params, int number, u
         int sequence = place.sequence;
         if (thread == 0) {
           sequence = 0;
-          while (sequence + 1 < count && state.before[sequence + 1] == 0) ++sequence;
+          while (sequence + 1 < count && state.finding.before[sequence + 1] == 0) ++sequence;
         }
         state.share.begin = place.unit;
-        state.share.first_unit = state.before[sequence];
+        state.share.first_unit = state.finding.before[sequence];
         state.share.sequence = sequence;
         state.share.last = place.last;
       }
       __syncthreads();
       return true;
     }
-    state.begins[thread] = place.unit;
+    state.finding.begins[thread] = place.unit;
     __syncthreads();
-    const uint32_t length = thread < blocks ? state.begins[thread + 1] - state.begins[thread] : 0;
+    const uint32_t length =
+        thread < blocks ? state.finding.begins[thread + 1] - state.finding.begins[thread] : 0;
     const uint32_t of_warp = __reduce_max_sync(kFullWarp, length);
     if (lane_index() == 0) atomicMax(&state.longest, of_warp);
     __syncthreads();
     longest = state.longest;
-    if (longest > limit) return false;
+    // By how much it is longer than an equal share, rounded down.
+    const int rows = min(kRows, params.sequences.most_q * params.group.number());
+    const uint32_t excess = 2 + static_cast<uint32_t>(rows) / 8;
+    if (longest > excess && uint64_t{longest - excess} * static_cast<uint32_t>(blocks) > total) {
+      return false;
+    }
   }
 }
 
@@ -176,12 +225,14 @@ __device__ __forceinline__ void find_share_of_few(const Params& params, const Bl
   const int lane = lane_index();
   Described known = {};
   if (thread < params.sequences.count) {
-    known = describe(params, block.row_tile, thread);
+    known = describe_soon(params, block.row_tile, thread);
     // Of a sequence without rows no block says so.
     if (known.units == 0 && block.share == 0 && params.cuts_by_tile != 0) {
       params.cut_tiles[block.cut_of(params, thread)].parts = 0;
     }
   }
+  const bool at_once = params.sequences.count <= kWindow;
+  if (at_once && thread < kWindow) state.window[thread] = known;
   const uint32_t mine = static_cast<uint32_t>(known.weight());
   uint32_t upto = mine;  // this thread, in its warp
 #pragma unroll
@@ -210,9 +261,10 @@ __device__ __forceinline__ void find_share_of_few(const Params& params, const Bl
     }
     __syncthreads();
   }
+  if (at_once) return;
   // Those that the block begins with.
   const int at = thread - state.share.sequence;
-  if (at >= 0 && at < kThreadsPerWarp) state.window[at] = known;
+  if (at >= 0 && at < kWindow) state.window[at] = known;
   __syncthreads();
 }
 
@@ -265,37 +317,54 @@ __device__ __forceinline__ void find_share_of_many(const Params& params, const B
   __syncthreads();
 }
 
-// Finds the block's share; all threads. Ends with a barrier.
+// Finds the block's share, which is none yet; all threads. Ends with a barrier.
 template <class State>
 __device__ __forceinline__ void find_share(const Params& params, const BlockPlace& block,
-                                           State& state) {
-  if (thread_index() == 0) {
-    state.share = {};
-    state.longest = 0;
-    if (params.cuts_by_tile == 0) params.cut_tiles[block.number].parts = 0;
-  }
-  if (params.sequences.count <= kThreads) {
+                                           State& shared) {
+  // The address stays in a register: left to itself, ptxas makes it anew at each use.
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&shared));
+  pin(address);
+  State& state = *static_cast<State*>(__cvta_shared_to_generic(address));
+  if (thread_index() == 0 && params.cuts_by_tile == 0) params.cut_tiles[block.number].parts = 0;
+  if (__builtin_expect(params.sequences.count <= kThreads, 1)) {
     find_share_of_few(params, block, state);
   } else {
     find_share_of_many(params, block, state);
   }
 }
 
-// Blocks of keys that a share has of the sequence whose units begin with `at`: none, if the end is
-// not behind the first. A cut in the lead is one in front of the keys.
-__device__ __forceinline__ KeyRange part_of(const Share& share, const Described& known,
-                                            int64_t at) {
-  const int64_t keys = at + kLead;
-  return {static_cast<int>(max(share.begin - keys, int64_t{0})),
-          static_cast<int>(min(share.end - keys, int64_t{known.units}))};
-}
+// Where a block is in its share, from its first sequence on.
+struct Progress {
+  int sequence;
+  int gone;      // units of the sequence that are not its own, in front
+  int64_t left;  // units of the share, those that are gone, too
 
-// Describes that part; one thread. Of a tile that others have parts of, too, the first block says
+  __device__ __forceinline__ explicit Progress(const Share& share)
+      : sequence(share.sequence),
+        gone(static_cast<int>(share.begin - share.first_unit)),
+        left(share.end - share.first_unit) {}
+  // Blocks of keys that the share has of the sequence: none, if the end is not behind the first. A
+  // cut in the lead is one in front of the keys.
+  __device__ __forceinline__ KeyRange part(const Described& known) const {
+    return {max(gone - kLead, 0),
+            static_cast<int>(min(left - kLead, static_cast<int64_t>(known.units)))};
+  }
+  __device__ __forceinline__ void next(const Described& known) {
+    const int weight = known.units == 0 ? 0 : kLead + known.units;
+    ++sequence;
+    gone = max(gone - weight, 0);
+    left -= weight;
+  }
+};
+
+// Describes such a part; one thread. Of a tile that others have parts of, too, the first block says
 // which.
 __device__ __forceinline__ void describe_segment(const Params& params, const BlockPlace& block,
-                                                 const Share& share, const Described& known,
-                                                 int sequence, int64_t at, Segment& segment) {
-  const auto [first, end] = part_of(share, known, at);
+                                                 int last_share, const Described& known,
+                                                 int sequence, const KeyRange& part,
+                                                 Segment& described) {
+  const auto [first, end] = part;
+  Segment segment;
   segment.exists = 1;
   attention_decode::TileRows& tile = segment.tile;
   tile.sequence = sequence;
@@ -319,6 +388,7 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Blo
   const int number = block.number;
   const int places = static_cast<int>(gridDim.x);
   segment.place = first == 0 ? number : places + number;
+  described = segment;
   if (first != 0) return;
   if (segment.whole != 0) {
     if (params.cuts_by_tile != 0) params.cut_tiles[block.cut_of(params, sequence)].parts = 0;
@@ -326,7 +396,7 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Blo
   }
   attention_decode::CutTile& cut = params.cut_tiles[block.cut_of(params, sequence)];
   cut.tile = tile;
-  cut.parts = share.last - block.share + 1;
+  cut.parts = last_share - block.share + 1;
   cut.first = number;
   cut.second = places + number;
 }

@@ -11,7 +11,7 @@ namespace flashmoe::sm90_mla {
 inline constexpr int kLead = 1;
 
 // A block's part of a tile, from `key` on.
-struct Segment {
+struct alignas(16) Segment {
   attention_decode::TileRows tile;
   int32_t exists;
   int32_t key;        // the first of the first block of keys
@@ -54,7 +54,12 @@ inline constexpr int kConsumerThreads = kConsumers * kThreadsPerGroup;
 inline constexpr int kWarps = kThreads / kThreadsPerWarp;
 inline constexpr int kBuffers = 2;  // of a block of keys
 inline constexpr int kSegments = 2;
-inline constexpr int kQueryThreads = kThreadsPerGroup - kThreadsPerWarp;  // of the producer
+inline constexpr int kQueryWarps =
+    2;  // of the producer: those behind the ones of keys and segments
+inline constexpr int kQueryThreads = kQueryWarps * kThreadsPerWarp;
+
+// Sequences that are described at a time: all of a call at once, or those that a warp has.
+inline constexpr int kWindow = 128;
 
 template <class Element_>
 struct Traits {
@@ -80,19 +85,28 @@ struct Traits {
 
   static constexpr int kUnitsPerRow = kDimV / 4;  // of a part
 
-  struct State {
-    Segment segments[kSegments];
-    Share share;
-    Described window[kThreadsPerWarp];  // sequences that are described at a time
-    int64_t warp_units[kWarps];
-    // Of the sequence that a thread describes.
+  // Of the sequence that a thread describes.
+  struct Finding {
     uint32_t before[kThreads];  // units in front of it
     int32_t nearest[kThreads];  // the share that begins nearest to it, if all are equal
     uint32_t begins[kThreads];  // where a thread's share begins, with as many pieces as can be
-    uint32_t longest;           // of these
-    uint64_t valid[kBuffers];   // keys of a block, a bit each
+  };
+  // What consumers tell each other.
+  struct Told {
     float2 row_maxima[kBuffers][kThreadsPerGroup];
     float2 row_sums[kConsumers][kThreadsPerGroup];
+  };
+  struct State {
+    Segment segments[kSegments];
+    Share share;
+    Described window[kWindow];
+    int64_t warp_units[kWarps];
+    uint32_t longest;          // share, with as many pieces as can be
+    uint64_t valid[kBuffers];  // keys of a block, a bit each
+    union {
+      Finding finding;  // until shares are found
+      Told told;
+    };
     uint32_t again[kRows / 32];  // rows to be computed again, a bit each
     uint64_t full[kBuffers][kBoxes];
     uint64_t empty[kBuffers][kConsumers];  // what a consumer has read of the values
