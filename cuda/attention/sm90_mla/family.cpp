@@ -217,7 +217,8 @@ void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
   params->cuts_by_tile = has_cuts_by_tile(p, blocks) ? 1 : 0;
   params->by_shares = Divisor::of(static_cast<uint32_t>(shares));
   params->by_row_tiles = Divisor::of(static_cast<uint32_t>(row_tiles(p)));
-  params->read_once = row_tiles(p) == 1 ? 1 : 0;
+  // Of two row tiles the second reads keys while they are still on their way for the first.
+  params->evict_first = row_tiles(p) <= 2 ? 1 : 0;
   params->cuts = static_cast<int32_t>(cuts_of(p, blocks, shares));
 }
 

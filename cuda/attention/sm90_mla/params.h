@@ -23,7 +23,7 @@ struct Params : attention_decode::Params {  // blocks: all of them; places of pa
   int32_t shares;                           // blocks that share the keys of each row tile
   Divisor by_shares;
   Divisor by_row_tiles;  // of a KV head, at most
-  int32_t read_once;     // no other block reads the keys of a block
+  int32_t evict_first;   // the L2 need not keep keys for other row tiles
   int32_t cuts_by_tile;  // cut_tiles has one for each tile, not for each block
   int32_t cuts;          // that cut_tiles has; 0: no tile is cut
 

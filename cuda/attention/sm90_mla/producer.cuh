@@ -146,7 +146,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ uint64_t policy() const {
-    return params.read_once != 0 ? ptx::kEvictFirst : ptx::kEvictNormal;
+    return params.evict_first != 0 ? ptx::kEvictFirst : ptx::kEvictNormal;
   }
 
   // For a box, and those behind it in its half.
