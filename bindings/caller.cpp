@@ -97,15 +97,6 @@ void Caller::borrow_optional(const char* name, nb::handle tensor, TensorView* vi
   if (!tensor.is_none()) borrow(name, tensor, view, access);
 }
 
-bool Caller::would_record(std::initializer_list<nb::handle> tensors) const {
-  if (!records_gradients_ || !words_.has_gradients || !type_.is_torch) return false;
-  for (const nb::handle tensor : tensors) {
-    const TensorType* const type = tensor.is_none() ? nullptr : tensor_type(tensor);
-    if (type != nullptr && requires_grad(*type, tensor)) return true;
-  }
-  return false;
-}
-
 void Caller::finish() const {
   if (written_count_ > 0) count_writes(written_, written_count_);
 }

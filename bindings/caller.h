@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 
 #include "bindings/tensor.h"
 #include "bindings/torch.h"
@@ -39,9 +38,6 @@ class Caller {
 
   // Whether gradients are to be recorded of a tensor that was viewed.
   bool is_recorded() const { return is_recorded_; }
-
-  // The same of tensors that need not have been viewed, None among them.
-  bool would_record(std::initializer_list<nb::handle> tensors) const;
 
   // That the tensors viewed for writing have been written to.
   void finish() const;

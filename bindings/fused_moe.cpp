@@ -67,30 +67,32 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   FusedCall call;
   parse_options(FusedCall::kOptions, options, &call.params);
   caller.borrow("tokens", tokens, &call.tokens);
-  // Under autocast the Python function that record() calls finds out which tensors are cast.
-  if (caller.would_record({tokens, router_weights, logits, router_bias, w_gate_up, w_up, w_down,
-                           b_gate_up, b_up, b_down}) ||
-      (type->is_torch && torch_casts(call.tokens.device()))) {
+  TensorView& router = call.router_weights;
+  caller.borrow_optional("router_weights", router_weights, &router);
+  caller.borrow_optional("router_bias", router_bias, &call.router_bias);
+  caller.borrow_optional("logits", logits, &call.logits);
+  borrow_weights(caller, {w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
+  // What the library has no product for the tensors' own makes, whose tensors autocast would cast.
+  const bool elsewhere =
+      logits.is_none() && router.rank() == 2 && router.extent(0) % kRouterMultiple != 0;
+  if (caller.is_recorded() ||
+      is_cast(*type, {&call.tokens, &router, &call.w_gate_up, &call.w_down, &call.w_up}) ||
+      (elsewhere && type->is_torch && torch_casts(call.tokens.device()))) {
     return record("fused_moe", tokens, router_weights, w_gate_up, w_down, top_k, logits,
                   router_bias, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
                   w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset,
                   weight_on_input, out, max_workspace_bytes, recompute, kernel, stream);
   }
-  nb::object made_logits = nb::borrow(logits);
-  TensorView& router = call.router_weights;
-  caller.borrow_optional("router_weights", router_weights, &router);
-  if (logits.is_none() && router.rank() == 2 && router.extent(0) % kRouterMultiple != 0) {
-    // What the library has no product for the tensors' own makes.
+  nb::object made_logits;
+  if (elsewhere) {
     made_logits =
         dispatch("router_product", tokens, router_weights, router_bias, w_gate_up, stream);
     router.clear();
-  } else {
-    caller.borrow_optional("router_bias", router_bias, &call.router_bias);
+    call.router_bias.clear();
+    caller.borrow("logits", made_logits, &call.logits);
   }
-  caller.borrow_optional("logits", made_logits, &call.logits);
   if (call.logits.get() != nullptr) flatten("logits", &call.logits);
   caller.borrow_optional("selection_bias", selection_bias, &call.selection_bias);
-  borrow_weights(caller, {w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
   // Behind the inputs: forward-mode differentiation, which refuses one of these, gives no memory.
   const flashmoe_dtype dtype = call.tokens.tensor().dtype;
   const int rank = call.tokens.rank();

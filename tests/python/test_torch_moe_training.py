@@ -266,6 +266,17 @@ def test_autocast_leaves_what_is_not_fp32() -> None:
     assert made.dtype == "float32"
 
 
+def test_autocast_leaves_a_router_that_is_not_fp32() -> None:
+    """Whose product is the library's, or with this number of experts torch's."""
+    for experts in (E, E - 2):
+        x, router = normal(T, H).bfloat16(), normal(experts, H).bfloat16()
+        up = normal(experts, 2 * INNER, H, scale=0.2).bfloat16()
+        down = normal(experts, H, INNER, scale=0.2).bfloat16()
+        want = fm.fused_moe(x, router, up, down, top_k=K)
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(fm.fused_moe(x, router, up, down, top_k=K), want)
+
+
 # ---- adapters ----
 
 
