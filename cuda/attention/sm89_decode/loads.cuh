@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_k(CachedK<Traits>& fragments, const Params&
         ptx::load_streaming(fragments[i][c], k + Layout::kStep * c);
       }
     }
-  } else {
+  } else if (step.valid != 0) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
       const int key = 8 * i + lane / 4;
@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
         ptx::load_streaming(fragments[i][c], v + Layout::kStep * c);
       }
     }
-  } else {
+  } else if (step.valid != 0) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
       const int key = few_rows::v_key(i) + 2 * (lane % 4);
