@@ -76,7 +76,7 @@ constexpr Compiled kCompiled[] = {
     {"attention_combine_sm89_few_rows_bf16_d128_", 4192, kMostRegisters},
     {"attention_combine_sm89_few_rows_bf16_d192_", 4192, kMostRegisters},
     {"attention_combine_sm89_few_rows_bf16_d256_", 4144, kMostRegisters},
-    {"attention_combine_sm89_decode_", 6176, kMostRegisters},
+    {"attention_combine_sm89_decode_", 6240, kMostRegisters},
     {"attention_combine_sm90_mla_", 5120, kMostRegisters},
     {"attention_combine_sm90_split_kv_fp16_d64_", 4288, kMostRegisters},
     {"attention_combine_sm90_split_kv_fp16_d128_", 4192, kMostRegisters},

@@ -19,21 +19,26 @@ namespace flashmoe::attention_decode {
 template <class Add>
 __device__ __forceinline__ void for_parts(const Params& params, const CutTile& cut, int row,
                                           int unit, int begin, int step, const Add& add) {
-  for (int first = begin; first < cut.parts; first += kCombineBatch * step) {
+  // In registers: what is read between loads is waited for behind them.
+  const int parts = cut.parts;
+  const int place_of_first = cut.first;
+  const int place_of_others = cut.second;
+  for (int first = begin; first < parts; first += kCombineBatch * step) {
     Sum batch[kCombineBatch];
 #pragma unroll
     for (int j = 0; j < kCombineBatch; ++j) {
       const int part = first + j * step;
-      batch[j] = Sum::none();
-      if (part >= cut.parts) continue;
-      const int64_t place = part == 0 ? cut.first : cut.second + part;
-      const int64_t at = place * params.part_rows + row;
+      if (part >= parts) break;
+      // The workspace has fewer units than 2^31.
+      const int place = part == 0 ? place_of_first : place_of_others + part;
+      const int at = place * params.part_rows + row;
       const float2 statistics = params.statistics[at];
       batch[j] = {params.parts[(at << params.part_units_log2) + unit], statistics.x, statistics.y};
     }
 #pragma unroll
     for (int j = 0; j < kCombineBatch; ++j) {
-      if (first + j * step < cut.parts) add(batch[j]);
+      if (first + j * step >= parts) break;
+      add(batch[j]);
     }
   }
 }
@@ -98,7 +103,13 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  const CutTile& cut = params.cut_tiles[blockIdx.x];
+  __shared__ CutTile cut;
+  constexpr int kWords = sizeof(CutTile) / sizeof(int32_t);
+  if (reread::thread_index() < kWords) {  // all of it at a time
+    reinterpret_cast<int32_t*>(&cut)[reread::thread_index()] =
+        reinterpret_cast<const int32_t*>(&params.cut_tiles[blockIdx.x])[reread::thread_index()];
+  }
+  __syncthreads();
   if (cut.parts == 0) return;
   const int step = static_cast<int>(gridDim.y) << params.combine_rows_log2;
   for (int row = static_cast<int>(blockIdx.y) << params.combine_rows_log2; row < cut.tile.rows;

@@ -101,6 +101,19 @@ int combine_rows_log2(const AttentionProblem& p, const Entry& entry, int64_t blo
   return log2;
 }
 
+// None is given of those that kernels find that there are not.
+bool has_plain_tables(const SequenceParams& sequences) {
+  return !sequences.cu_seqlens_k.given() && !sequences.seqused_q.given() &&
+         !sequences.k_begin.given() && !sequences.batch_index.given() &&
+         !sequences.q_offset.given();
+}
+
+int32_t most_tiles(const AttentionProblem& p, const Entry& entry) {
+  if (p.batch > kThreads) return 0;
+  const int64_t tiles = (p.seq_q * group_of(p) + entry.tile_q - 1) / entry.tile_q;
+  return static_cast<int32_t>(std::min<int64_t>(p.batch * p.heads_kv * tiles, INT_MAX / 2));
+}
+
 int64_t part_units(const Entry& entry) { return int64_t{entry.tile_q} << entry.units_log2; }
 
 flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& reason) {
@@ -173,6 +186,8 @@ Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace)
   params.heads_kv = static_cast<int32_t>(p.heads_kv);
   params.split_keys = static_cast<int32_t>(std::min<int64_t>(split_keys(p), kMostTableRows));
   params.blocks = static_cast<int32_t>(plan.info.launches[0].grid[0]);
+  params.plain_tables = has_plain_tables(params.sequences) ? 1 : 0;
+  params.most_tiles = most_tiles(p, entry);
   while (1 << params.combine_rows_log2 < plan.info.launches[1].tile_m) ++params.combine_rows_log2;
   params.part_rows = entry.tile_q;
   params.part_units_log2 = entry.units_log2;

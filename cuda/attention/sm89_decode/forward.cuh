@@ -69,15 +69,16 @@ __device__ __forceinline__ void load_first(const Params& params, const Segment& 
   ahead.asked = key + Traits::kRoundKeys < keys.end;
   if (key >= keys.end) return;
   const int page = ask_page<Traits>(params, segment, keys, key);
-  ahead.page = ask_page<Traits>(params, segment, keys, key + Traits::kRoundKeys);
   const Step step = find_rows<Traits>(params, segment, key, page);
   load_k<Traits>(ahead.k, params, step);
+  ahead.page = ask_page<Traits>(params, segment, keys, key + Traits::kRoundKeys);
   load_v<Traits>(ahead.v, params, step);
   ahead.valid = step.valid;
   ahead.factors = step.factors;
 }
 
-// This warp's steps of a segment, and the loads of its first one of the next.
+// This warp's steps of a segment, of which the first is loaded, and the loads of its first one of
+// the next.
 template <class Traits>
 __device__ __forceinline__ void compute_segment(const Params& params, const Segment& segment,
                                                 const Segment& next_segment,
@@ -100,10 +101,8 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
       for (int e = 0; e < 4; ++e) out[n][j][e] = 0.0f;
     }
   }
-  if (ahead.valid == 0) load_first(params, segment, ahead);
   const int end = segment.keys.end;
   int key = first_step<Traits>(segment.keys);
-  if (key >= end) load_first(params, next_segment, ahead);
   while (key < end) {
     // The next step, of this segment or of the one behind it.
     int next = key + Traits::kRoundKeys;
@@ -187,36 +186,38 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int blocks = sharing_blocks(params);
   if (static_cast<int>(blockIdx.x) >= blocks) return;
   if (!find_share<Traits>(params, blocks, state)) return;
-  if (warp_index() == 0) next_segment<Traits>(params, state, 0);
-  __syncthreads();
-  if (state.segments[0].exists == 0) return;
-  send_for_q(params, state.segments[0].tile, queries_of(state.segments[0]));
-  Ahead<Traits> ahead;
-  // By the warp whose first step, if it has one, is waited for last.
-  if (warp_index() == kWarps - 1) next_segment<Traits>(params, state, 1);
-  load_first(params, state.segments[0], ahead);
-  ptx::cp_async_wait<0>();
-  __syncthreads();
-
   few_rows::QFragments<Traits> q;
-  int slot = 0;
+  Ahead<Traits> ahead;
+  ahead.valid = 0;
+  int slot = kSegments - 1;  // a segment that is none, behind which the first one's loads are sent
   while (true) {
     const Segment& segment = state.segments[slot];
     const int next = (slot + 1) % kSegments;
     const Segment& next_one = state.segments[next];
-    const bool more = next_one.exists != 0;
-    // While keys are on their way, by the warp that has the fewest.
-    if (more && warp_index() == next_one.keys.first_warp) {
+    // While keys are on their way, by the warp that has the fewest; at first by the one whose first
+    // step, if it has one, is waited for last.
+    if (next_one.exists != 0 &&
+        warp_index() == (segment.exists != 0 ? next_one.keys.first_warp : kWarps - 1)) {
       next_segment<Traits>(params, state, (slot + 2) % kSegments);
     }
-    if (more && next_one.new_tile != 0) send_for_q(params, next_one.tile, queries_of(next_one));
-    if (segment.new_tile != 0) load_q(q, queries_of(segment));
-    compute_segment(params, segment, next_one, shared, queries_of(segment), q, ahead);
+    if (next_one.exists != 0 && next_one.new_tile != 0) {
+      send_for_q(params, next_one.tile, queries_of(next_one));
+    }
+    if (ahead.valid == 0) {
+      const bool has_step = first_step<Traits>(segment.keys) < segment.keys.end;
+      load_first(params, has_step ? segment : next_one, ahead);
+    }
+    if (segment.exists != 0) {
+      if (segment.new_tile != 0) load_q(q, queries_of(segment));
+      compute_segment(params, segment, next_one, shared, queries_of(segment), q, ahead);
+    }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    const bool suspect = finish_segment<Traits>(params, segment, shared, chunks);
-    if (__syncthreads_or(suspect)) compute_rows_again<Traits>(params, segment);
-    if (!more) return;
+    if (segment.exists != 0) {
+      const bool suspect = finish_segment<Traits>(params, segment, shared, chunks);
+      if (__syncthreads_or(suspect)) compute_rows_again<Traits>(params, segment);
+    }
+    if (next_one.exists == 0) return;
     slot = next;
   }
 }

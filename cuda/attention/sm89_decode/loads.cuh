@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_k(CachedK<Traits>& fragments, const Params&
         ptx::load_streaming(fragments[i][c], k + Layout::kStep * c);
       }
     }
-  } else {
+  } else if (step.valid != 0) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
       const int key = 8 * i + lane / 4;
@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
         ptx::load_streaming(fragments[i][c], v + Layout::kStep * c);
       }
     }
-  } else {
+  } else if (step.valid != 0) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
       const int key = few_rows::v_key(i) + 2 * (lane % 4);
@@ -205,12 +205,15 @@ struct Queries {
   }
 };
 
-// Sends for a tile's queries, zeros where there are no such rows: of row 8n + g chunk c.
+// Sends for a tile's queries, zeros where there are no such rows: of row 8n + g chunk c. Not by the
+// first warps, if the others are enough, which send for the first keys of a share, nor by the last,
+// which finds its second segment: and in front of keys, behind which queries would come last.
 template <class Traits>
 __device__ __forceinline__ void send_for_q(const Params& params, const TileRows& tile,
                                            const Queries<Traits>& queries) {
   const int lane = lane_index();
-  for (int i = warp_index(); i < Traits::kRowBlocks * Traits::kKChunks; i += kWarps) {
+  for (int i = (2 * kWarps - 2 - warp_index()) % kWarps; i < Traits::kRowBlocks * Traits::kKChunks;
+       i += kWarps) {
     const int n = i / Traits::kKChunks;
     const int c = i % Traits::kKChunks;
     const int row = 8 * n + lane / 4;

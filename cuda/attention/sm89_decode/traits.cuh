@@ -8,7 +8,7 @@
 namespace flashmoe::sm89_decode {
 
 // What a block knows of a sequence.
-struct Described {
+struct alignas(16) Described {
   int32_t batch_q;
   int32_t begin_q;
   int32_t length_q;
@@ -54,30 +54,18 @@ struct Segment {
 };
 
 // Where a block is in its share.
-struct Cursor {
-  int64_t left;   // units
-  int64_t end;    // of the share, units of all blocks
-  int64_t total;  // of all shares
+struct alignas(16) Cursor {
+  int64_t left;       // units
+  int64_t end;        // of the share, units of all blocks
+  int64_t cut_last;   // of the tile that is cut behind, its last unit
+  int32_t cut_units;  // that tile's; 0: none is
   int32_t sequence;
   int32_t tile;    // of the sequence
   int32_t unit;    // of the tile; below 0 in its lead
-  int32_t blocks;  // that have a share
   int32_t window;  // the first sequence that is described; -1: none
   int32_t owner;   // the block in which the tile begins
   int32_t steps;   // of the segments so far
   int32_t tiles;   // so far
-
-  // To a unit of a sequence, `behind` its first. Into tiles it is divided where the sequence is
-  // described.
-  __device__ __forceinline__ void begin_at(int of, int64_t behind, int64_t share_end,
-                                           int64_t units) {
-    end = share_end;
-    left = units;
-    sequence = of;
-    owner = -1;
-    unit = static_cast<int>(behind & 0x7fffffff);
-    tile = static_cast<int>(behind >> 31);
-  }
 };
 
 // What a block takes to end a tile and begin the next, in bytes of keys and values that it would
@@ -91,6 +79,8 @@ inline constexpr int kSegments = 4;
 
 struct BlockState {
   Cursor cursor;
+  int64_t total;   // units of all blocks
+  int32_t blocks;  // that have a share
   int64_t warp_units[kWarps];
   // Where there may be shares of whole tiles: units in front of each sequence, of a tile of it, and
   // in front of each share.
