@@ -639,7 +639,7 @@ def test_the_split_schedule_refuses(sm90: str) -> None:
 
 @pytest.mark.parametrize("way", ["packed", "padded", "paged"])
 def test_later_tiles_of_long_sequences(sm90: str, way: str) -> None:
-    """Rounds, sections of heads and chunks of sequences: more tiles than there are blocks, of few
+    """Rounds, L2 swizzle groups and chunks of sequences: more tiles than there are blocks, of few
     sequences and of many."""
     for lengths in ((5000, 3, 2100, 0, 900), [1 + 37 * b % 300 for b in range(100)]):
         batch = ragged.make(lengths, lengths, dtype="bf16", dim=128, heads=(6, 3))

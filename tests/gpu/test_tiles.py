@@ -104,7 +104,7 @@ def test_groups_of_heads(heads_q: int, heads_kv: int, layout: str, family: str) 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("group", [1, 2])
 def test_more_keys_than_the_l2_holds(dtype: str, group: int, family: str) -> None:
-    """With a mask, heads are taken in sections whose keys and values fit the L2 together."""
+    """With a mask, L2 swizzle groups are of heads whose keys and values fit the L2 together."""
     seq_k, dim = 8192, 128
     heads = fm.device_info("cuda:0").l2_bytes // (seq_k * 2 * dim * 2) + 3
     case = Case(dtype=dtype, seq_q=400, seq_k=seq_k, heads_q=heads * group, heads_kv=heads, dim=dim,

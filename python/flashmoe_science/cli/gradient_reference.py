@@ -86,7 +86,7 @@ class _Errors:
         self.of = {name: dict.fromkeys(NAMES, 0.0) for name in names}
 
     def add(self, arrays: Arrays, name: str, ref: Any, plain: Any, ours: dict[str, Any]) -> None:
-        """Of a part of one gradient; `ours` has that part of every contender."""
+        """Counts a part of one gradient; `ours` has that part of every contender."""
         xp = arrays.xp
         self.greatest[name] = max(self.greatest[name], largest(xp, ref))
         found = difference(xp, arrays.cast(plain, "fp64"), ref)

@@ -188,7 +188,7 @@ def _another_call(flashmoe: Any, arrays: Arrays, procedure: Procedure, checked: 
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    """Of one output, or of each of several."""
+    """Whether one output, or each of several, is the same."""
     if isinstance(a, tuple):
         return all(map(_same_bits, a, b))
     return bool((a == b).all())

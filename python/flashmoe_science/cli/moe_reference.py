@@ -87,7 +87,7 @@ def _silu(xp: Any, values: Any) -> Any:
 def _layer(
     arrays: Arrays, shape: MoeShape, inputs: MoeInputs, x: Any, ids: Any, weights: Any
 ) -> tuple[Any, Any]:
-    """Of the tokens x: the output in float64, and that of the plain computation."""
+    """The output of the tokens x in float64, and that of the plain computation."""
     xp = arrays.xp
 
     def rounded(values: Any) -> Any:

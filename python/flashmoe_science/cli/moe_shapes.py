@@ -51,12 +51,12 @@ class MoeShape:
 
     @property
     def flops(self) -> float:
-        """Of the experts' products, 6 T K H I; the router's logits are given."""
+        """FLOPs of the experts' products, 6 T K H I; the router's logits are given."""
         return 6.0 * self.pairs * self.hidden * self.inner
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert's weights."""
+        """Bytes of one expert's weights."""
         return 3 * self.hidden * self.inner * ITEM_BYTES[self.dtype]
 
     @property
@@ -99,12 +99,12 @@ class MoeBackwardShape(MoeShape):
 
     @property
     def flops(self) -> float:
-        """Of the experts' products, two for each of the forward's: 12 T K H I."""
+        """FLOPs of the experts' products, two for each of the forward's: 12 T K H I."""
         return 2.0 * super().flops
 
     @property
     def _saved_bytes(self) -> int:
-        """Of what activations were applied to, [T K, 2I]."""
+        """Bytes of what activations were applied to, [T K, 2I]."""
         return self.pairs * 2 * self.inner * ITEM_BYTES[self.dtype]
 
     def traffic(self, active: int) -> int:
@@ -117,7 +117,7 @@ class MoeBackwardShape(MoeShape):
 
     @property
     def held_experts(self) -> int:
-        """Of how many experts the gradients of weights are held to the accuracy rule."""
+        """Experts whose gradients of weights are held to the accuracy rule."""
         return min(self.experts, _HELD_EXPERTS)
 
     @property
@@ -141,7 +141,7 @@ class MoeTrainingShape(MoeBackwardShape):
 
     @property
     def flops(self) -> float:
-        """Of the forward's products and the backward's, 18 T K H I."""
+        """FLOPs of the forward's products and the backward's, 18 T K H I."""
         return 1.5 * super().flops
 
     def traffic(self, active: int) -> int:

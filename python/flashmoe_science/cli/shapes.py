@@ -69,8 +69,8 @@ class Shape:
 
     @property
     def _flops_of_a_dimension(self) -> float:
-        """Of one product, for each dimension that it sums over or gives: pairs that the mask hides
-        do no work."""
+        """FLOPs of one product, for each dimension that it sums over or gives. Pairs that the mask
+        hides do no work."""
         left, right = self.bounds
         pairs = self.seq_q * self.seq_k if right is None else self._pairs_before(right + 1)
         pairs -= 0 if left is None else self._pairs_before(left)
@@ -78,12 +78,12 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the two products, as the library counts them."""
+        """FLOPs of the two products, as the library counts them."""
         return self._flops_of_a_dimension * (self.dim + self.dim_v)
 
     @property
     def _tensor_bytes(self) -> int:
-        """Of q, k, v and out in their dtype."""
+        """Bytes of q, k, v and out in their dtype."""
         keys = self.batch * self.seq_k * self.heads_kv
         rows = self.batch * self.seq_q * self.heads_q
         return (keys + rows) * (self.dim + self.dim_v) * ITEM_BYTES[self.dtype]
@@ -131,8 +131,8 @@ class BackwardShape(Shape):
 
     @property
     def flops(self) -> float:
-        """Of the five products, as the library counts them: the scores again, dout v, and one for
-        each gradient. That is 2.5 times the forward's where dim is dim_v."""
+        """FLOPs of the five products, as the library counts them: the scores again, dout v, and one
+        for each gradient. That is 2.5 times the forward's where dim is dim_v."""
         return self._flops_of_a_dimension * (3 * self.dim + 2 * self.dim_v)
 
     @property
@@ -156,7 +156,7 @@ class TrainingShape(BackwardShape):
 
     @property
     def flops(self) -> float:
-        """Of the forward's two products and the backward's five."""
+        """FLOPs of the forward's two products and the backward's five."""
         return self._flops_of_a_dimension * (4 * self.dim + 3 * self.dim_v)
 
     @property

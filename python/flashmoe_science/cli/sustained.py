@@ -132,7 +132,7 @@ def sustain(
     flops: float,
     seconds: float,
 ) -> dict[str, dict[str, Any]]:
-    """Of every contender on torch's stream two runs of so many seconds, and over both speed, power
+    """Two runs of so many seconds for every contender on torch's stream, and over both speed, power
     and joules per 10^12 FLOPs; the last two are None without a counter."""
     counter = energy_counter(torch, device)
     runs: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders if c.of_torch}

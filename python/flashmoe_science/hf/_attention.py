@@ -157,7 +157,7 @@ def _pairs(
 
 
 def _as_bias(numbers: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Of a dtype that flash_attention takes beside the query's."""
+    """The numbers in a dtype that flash_attention takes beside the query's."""
     same = numbers.dtype in (torch.float32, query.dtype)
     return numbers if same else numbers.to(query.dtype)
 

@@ -187,7 +187,7 @@ def attend(
 def _attend_to_pages(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, call: dict[str, Any]
 ) -> torch.Tensor:
-    """Of one new token for each sequence, which is written to its page first."""
+    """Attention of one new token for each sequence, which is written to its page first."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [sequences, 1, heads, dim]
     flashmoe_science.kv_append(
         k, v, pages.k, pages.v, cache_seqlens=pages.lengths, page_table=pages.table
@@ -200,7 +200,7 @@ def _attend_to_pages(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_to_written_pages(q: torch.Tensor, where: Packed, call: dict[str, Any]) -> torch.Tensor:
-    """Of prompts, chunks of them and tokens of requests that decode, whose keys are all there."""
+    """Attention of prompts, chunks of them and tokens that decode, whose keys are all there."""
     pages = where.pages
     assert pages is not None
     # Continuous batching computes on with rows that no sequence has, so they are zeros.

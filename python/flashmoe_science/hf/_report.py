@@ -96,7 +96,7 @@ def _lines(layers: Iterable[Layer]) -> Iterator[str]:
 
 @dataclass
 class _Calls:
-    """Of one layer: its place, and its calls by operation and reason."""
+    """The calls of one layer, by operation and reason, and its place."""
 
     name: str
     module: weakref.ref[torch.nn.Module] | None = None
@@ -120,7 +120,7 @@ class _Calls:
 
 
 class _Alone(NamedTuple):
-    """Of a layer that asks for no implementation: the model that it is in, and what it computes."""
+    """A layer that asks for no implementation: the model that it is in, and what it computes."""
 
     model: weakref.ref[torch.nn.Module]
     choice: Choice

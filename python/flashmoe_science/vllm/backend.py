@@ -77,7 +77,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
 
 class FlashMoEBackend(AttentionBackend):
-    """Of decoders and encoders, with sinks, windows and softcap."""
+    """Attention of decoders and encoders, with sinks, windows and softcap."""
 
     accept_output_buffer = True
     forward_includes_kv_cache_update = False

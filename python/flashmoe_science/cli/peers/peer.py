@@ -74,7 +74,7 @@ class Peer:
         return Missing(self.name, f"not installed: {self.install}")
 
     def version(self) -> str:
-        """Of its package, "" where the package keeps none."""
+        """The version of its package, "" where the package keeps none."""
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -105,7 +105,7 @@ class Peer:
 
 
 def extents_of(output: Any) -> tuple[Any, ...]:
-    """Of one output, or of each of several."""
+    """The shape of one output, or of each of several."""
     several = isinstance(output, tuple)
     return tuple(map(extents_of, output)) if several else tuple(output.shape)
 
