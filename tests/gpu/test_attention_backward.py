@@ -187,7 +187,7 @@ def test_softcaps(kernel: str, dims: tuple[int, int], dtype: str, softcap: float
         backward.check_case(case, DEVICE)
 
 
-@pytest.mark.parametrize("values", sorted(set(backward.VALUES)))
+@pytest.mark.parametrize("values", sorted({*backward.VALUES, "buried", "separated"}))
 def test_kinds_of_values(kernel: str, dims: tuple[int, int], values: str) -> None:
     case = Case(
         kernel=kernel,
