@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import flashmoe_science as fm
 import kernels
 import pytest
 import torch
-from gpu import backward, cases, families, memory, oracle
+from gpu import backward, cases, families, gradient_digests, memory, oracle
 from gpu.backward import GRADIENTS, Call, Case
 from gpu.memory import Placed, Placement
 from torch.profiler import ProfilerActivity, profile
@@ -184,7 +187,7 @@ def test_softcaps(kernel: str, dims: tuple[int, int], dtype: str, softcap: float
         backward.check_case(case, DEVICE)
 
 
-@pytest.mark.parametrize("values", sorted(set(backward.VALUES)))
+@pytest.mark.parametrize("values", sorted({*backward.VALUES, "buried", "separated"}))
 def test_kinds_of_values(kernel: str, dims: tuple[int, int], values: str) -> None:
     case = Case(
         kernel=kernel,
@@ -490,6 +493,20 @@ def test_items_of_many_query_heads_run_in_waves(kernel: str, dims: tuple[int, in
         with torch.cuda.stream(other):
             noise @ noise
         assert _same_bits(backward.gradients(case, inputs), want)
+
+
+@pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" not in os.environ, reason="needs NVIDIA's MPS")
+@pytest.mark.parametrize("percent", [20, 60])
+def test_fewer_multiprocessors_give_the_same_bits(kernel: str, percent: int) -> None:
+    """That MPS gives a process. tests/cuda/host holds what kernels are told to it."""
+    command = [sys.executable, gradient_digests.__file__, kernel]
+    some = os.environ | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=some, timeout=200,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_some, by_all = json.loads(done.stdout), gradient_digests.report(kernel)
+    assert by_some["digests"] == by_all["digests"]
+    assert by_some["blocks"] < by_all["blocks"], "MPS gave all multiprocessors"
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
