@@ -142,7 +142,7 @@ struct RaggedParams : Params {
   CUtensorMap k_pages[kPageBoxes];
   CUtensorMap v_pages[kPageBoxes];
   int32_t heads_kv;
-  int32_t grows;  // later tiles of a sequence see more keys, as only the right is bounded
+  int32_t grows;        // later tiles of a sequence see more keys, as only the right is bounded
   int32_t most_levels;  // that rows of a sequence are on (ragged_order.h)
   // Of a swizzle group: so many keys of one KV head, with their values, fit the L2, and it has
   // about so many tiles.

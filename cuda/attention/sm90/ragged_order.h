@@ -25,8 +25,9 @@ namespace flashmoe::sm90 {
 
 inline constexpr int kSequencesPerChunk = kThreadsPerWarp;
 
-// What tiles hold of a level: groups of rows, of which a level of a sequence has so many. As many as
-// a tile's: a tile is a level. None: later tiles see no more keys, and all are on the highest level.
+// What tiles hold of a level: groups of rows, of which a level of a sequence has so many. As many
+// as a tile's: a tile is a level. None: later tiles see no more keys, and all are on the highest
+// level.
 struct GroupsOfLevel {
   int groups;
   int of_tile;
