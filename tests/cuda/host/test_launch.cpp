@@ -669,6 +669,10 @@ void few_queries_share_their_keys() {
   CHECK(seen.group.value == 3 && seen.heads_kv == 2 && seen.split_keys == 0);
   CHECK(seen.k_chunks.page == 16 * 2 * 8 && seen.k_chunks.row == 16 && seen.k_chunks.head == 8);
   CHECK(seen.sequences.most_q == 5 && seen.sequences.most_k == 144);
+  CHECK(seen.plain_tables == 1 && seen.most_tiles == 4 * 2);
+  call.sequences.k_begin = call.sequences.seqused_k;
+  CHECK(run(40, 16, 80, 4, 4).plain_tables == 0);
+  call.sequences.k_begin = nullptr;
   // One query each is 3.
   call.sequences.max_seqlen_q = 1;
   seen = run(40, 8, 80, 3, 1);
@@ -677,7 +681,7 @@ void few_queries_share_their_keys() {
   call.sequences.max_seqlen_q = 5;
   call.sequences.split_size = 100;
   seen = run(80, 8, 80 * 32, 2, 4);
-  CHECK(seen.split_keys == 100);
+  CHECK(seen.split_keys == 100 && seen.most_tiles == 4 * 2 * 2);
   call.sequences.split_size = INT64_MAX;
   CHECK(run(80, 8, 80 * 32, 2, 4).split_keys == 1 << 29);
   // Keys beyond what an offset of 32 bits reaches.
