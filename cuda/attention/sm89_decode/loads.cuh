@@ -21,6 +21,7 @@ struct Step {
   uint32_t k;  // in chunks of 16 bytes
   uint32_t v;
   uint32_t valid;
+  bool exists;      // else nothing need be loaded: it is not computed
   Factors factors;  // of that key
 };
 
@@ -66,7 +67,7 @@ __device__ __forceinline__ Step find_rows(const Params& params, const Segment& s
            static_cast<uint32_t>(segment.tile.head_kv) * strides.head;
   };
   Step found = {offset_of(params.k_chunks), offset_of(params.v_chunks),
-                __ballot_sync(kFullWarp, there),
+                __ballot_sync(kFullWarp, there), step < keys.end,
                 factors_of<Traits>(params, page, segment.tile.head_kv)};
   if (Traits::kFp8 && found.valid != kAllValid<Traits>) {
     const int first = max(__ffs(static_cast<int>(found.valid)) - 1, 0);
@@ -142,7 +143,7 @@ __device__ __forceinline__ void load_k(CachedK<Traits>& fragments, const Params&
         ptx::load_streaming(fragments[i][c], k + Layout::kStep * c);
       }
     }
-  } else if (step.valid != 0) {
+  } else if (step.exists) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
       const int key = 8 * i + lane / 4;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
         ptx::load_streaming(fragments[i][c], v + Layout::kStep * c);
       }
     }
-  } else if (step.valid != 0) {
+  } else if (step.exists) {  // zeros of keys that there are not: a NaN times 0 would be one
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
       const int key = few_rows::v_key(i) + 2 * (lane % 4);
