@@ -158,7 +158,7 @@ def test_heads_of_short_sequences_share_tiles(
     lengths_q = (128, 65, 64, 0, 1, 127, 63, 33, *range(4, 124, 6), 100, 7, 128, 17)
     lengths_k = (128, 128, 3, 9, 128, 0, 64, 65, *range(126, 6, -6), 101, 1, 127, 64)
     for i, dtype in enumerate(DTYPES):
-        batch = ragged.make(lengths_q + (40,), lengths_k + (300,), dtype=dtype, dim=64,
+        batch = ragged.make((*lengths_q, 40), (*lengths_k, 300), dtype=dtype, dim=64,
                             heads=(3 * group, 3), sinks=i == 1, seed=group)  # fmt: skip
         assert len(lengths_q) == len(lengths_k) == 32
         for call in ragged.ways(batch).values():
