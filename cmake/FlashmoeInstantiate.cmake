@@ -1,6 +1,8 @@
 # Renders the explicit instantiations of kernels into the build folder, so that they compile in
 # parallel and a kernel is found by its name. Kernels share files, as many as compile in about 25 s:
-# what each would include costs the compiler as much as a kernel of sm90.
+# what each would include costs the compiler as much as a kernel of sm90. Those of a file that have the same
+# prologue, or the same kernel behind them, share that, so they lie side by side. Beside others the compiler
+# makes other code of sm90's for ragged batches: compare it where files change.
 
 # Kernels of the attention families: head dimension of q and k, of v, and optionally a tuning other
 # than the table's with its suffix. Other head dimensions are padded to the next.
@@ -13,21 +15,22 @@ set(FLASHMOE_ATTENTION_SM89_KERNELS
   "256,256,RaggedBiasedTuning,_ragged_biased")
 # Of these the third is the number of query rows of a tile.
 set(FLASHMOE_ATTENTION_SM89_FEW_ROWS_KERNELS
-  "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "128,128,8,_r8" "128,128,16,_r16"
-  "192,128,8,_r8" "192,128,16,_r16" "256,256,8,_r8")
+  "64,64,8,_r8" "64,64,16,_r16" "64,64,32,_r32" "256,256,8,_r8"
+  "128,128,8,_r8" "128,128,16,_r16" "192,128,8,_r8" "192,128,16,_r16")
 # And the fifth whether keys and values are of fp8.
 set(FLASHMOE_ATTENTION_SM89_DECODE_KERNELS
   "64,64,8,_r8" "64,64,16,_r16" "128,128,8,_r8" "128,128,16,_r16" "192,128,16,_r16" "256,256,8,_r8"
   "64,64,8,_r8_fp8,true" "64,64,16,_r16_fp8,true" "128,128,8,_r8_fp8,true" "128,128,16,_r16_fp8,true"
   "192,128,16,_r16_fp8,true" "256,256,8,_r8_fp8,true")
-# Those of split KV are called so.
+# Those of split KV are called so. With and without a softcap they share what adds up parts.
 set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64" "96,96" "128,128" "192,128" "192,192" "256,256"
   "64,64,CappedTuning,_softcap" "96,96,CappedTuning,_softcap" "128,128,CappedTuning,_softcap"
   "192,128,CappedTuning,_softcap" "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap"
-  "64,64,SplitTuning," "128,128,SplitTuning," "192,128,SplitTuning," "256,256,SplitTuning,"
-  "64,64,CappedSplitTuning,_softcap" "128,128,CappedSplitTuning,_softcap"
-  "192,128,CappedSplitTuning,_softcap" "256,256,CappedSplitTuning,_softcap"
+  "64,64,SplitTuning," "64,64,CappedSplitTuning,_softcap"
+  "128,128,SplitTuning," "128,128,CappedSplitTuning,_softcap"
+  "256,256,SplitTuning," "256,256,CappedSplitTuning,_softcap"
+  "192,128,SplitTuning," "192,128,CappedSplitTuning,_softcap"
   "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged" "192,128,RaggedTuning,_ragged"
   "256,256,RaggedTuning,_ragged"
   "64,64,CappedRaggedTuning,_ragged_softcap" "128,128,CappedRaggedTuning,_ragged_softcap"
@@ -35,22 +38,23 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "64,64,WindowTuning,_window" "64,64,RaggedWindowTuning,_ragged_window")
 # Of keys whose first columns are the values.
 set(FLASHMOE_ATTENTION_SM90_MLA_KERNELS "576,512")
+# Those for Ada last, so that no file has some of either.
 set(FLASHMOE_ATTENTION_SM89_BACKWARD_KERNELS
   "64,64" "128,128" "256,256"
+  "64,64,BiasedTuning,_biased" "128,128,BiasedTuning,_biased" "256,256,BiasedTuning,_biased"
   "64,64,AdaTuning,_ada" "128,128,AdaTuning,_ada" "256,256,AdaTuning,_ada"
   "64,64,RaggedAdaTuning,_ragged_ada" "128,128,RaggedAdaTuning,_ragged_ada"
   "256,256,RaggedAdaTuning,_ragged_ada"
-  "64,64,BiasedTuning,_biased" "128,128,BiasedTuning,_biased" "256,256,BiasedTuning,_biased"
   "64,64,BiasedAdaTuning,_biased_ada" "128,128,BiasedAdaTuning,_biased_ada"
   "256,256,BiasedAdaTuning,_biased_ada"
   "64,64,RaggedBiasedAdaTuning,_ragged_biased_ada" "128,128,RaggedBiasedAdaTuning,_ragged_biased_ada"
   "256,256,RaggedBiasedAdaTuning,_ragged_biased_ada")
 set(FLASHMOE_ATTENTION_SM90_BACKWARD_KERNELS
-  "64,64" "128,128" "192,128" "192,192" "256,256"
-  "64,64,CappedTuning,_softcap" "128,128,CappedTuning,_softcap" "192,128,CappedTuning,_softcap"
-  "192,192,CappedTuning,_softcap" "256,256,CappedTuning,_softcap"
-  "64,64,RaggedTuning,_ragged" "128,128,RaggedTuning,_ragged"
-  "128,128,CappedRaggedTuning,_ragged_softcap")
+  "64,64" "64,64,CappedTuning,_softcap" "128,128" "128,128,CappedTuning,_softcap"
+  "192,128" "192,128,CappedTuning,_softcap" "192,192" "192,192,CappedTuning,_softcap"
+  "256,256" "256,256,CappedTuning,_softcap"
+  "128,128,RaggedTuning,_ragged" "128,128,CappedRaggedTuning,_ragged_softcap"
+  "64,64,RaggedTuning,_ragged")
 
 # `template`: what an instance of a family is rendered from.
 macro(flashmoe_read_template template source_dir)
@@ -127,17 +131,20 @@ set(FLASHMOE_MOE_ROUTE_EXPERTS_PER_LANE 1 4 8 16 32)
 function(flashmoe_instantiate_moe_route target)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/moe/route")
   set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/moe/route")
+  flashmoe_read_template(template "${source_dir}")
   set(ENTRIES "")
+  set(source "")
   foreach(PER_LANE IN LISTS FLASHMOE_MOE_ROUTE_EXPERTS_PER_LANE)
     math(EXPR experts "32 * ${PER_LANE}")
     foreach(bits 32 64)
       set(KEY "Key${bits}")
       set(NAME "key${bits}_e${experts}")
-      configure_file("${source_dir}/instance.cu.in" "${binary_dir}/${NAME}.cu" @ONLY)
-      target_sources(${target} PRIVATE "${binary_dir}/${NAME}.cu")
+      string(CONFIGURE "${template}" instance @ONLY)
+      string(APPEND source "${instance}")
       string(APPEND ENTRIES "FLASHMOE_ENTRY(${NAME})\n")
     endforeach()
   endforeach()
+  flashmoe_render(${target} "${binary_dir}/all.cu" "${source}")
   configure_file("${source_dir}/entries.inc.in" "${binary_dir}/entries.inc" @ONLY)
 endfunction()
 
@@ -167,18 +174,21 @@ set(FLASHMOE_MOE_SM90_KERNELS
   "kGatedUp,kRowsInterleaved,_gated_up_interleaved"
   "kUpGradient,kColumns,_up_gradient" "kUpGradient,kRows,_up_gradient_trans")
 
-# Those of a file for each dtype, by family and suffix: of sm89, which take long, and one of which the
-# compiler makes other code beside another kernel, as it does of those of routing.
-set(FLASHMOE_MOE_KERNELS_ALONE sm89 sm89_trans sm89_gated sm89_gated_trans sm90_down_short)
+# Those of a file for each dtype, by family and suffix: those that take long, and one of which the compiler makes
+# other code beside another kernel.
+set(FLASHMOE_MOE_KERNELS_ALONE
+  sm89 sm89_trans sm89_gated sm89_gated_trans sm90_gated_up_interleaved sm90_down_short)
 
-# The names of the template's variables follow the family's.
-function(flashmoe_instantiate_moe target family)
+# `per_file`: so many of the others share a file, each in both dtypes. It is called from the first of them
+# on. The names of the template's variables follow.
+function(flashmoe_instantiate_moe target family per_file)
   set(source_dir "${PROJECT_SOURCE_DIR}/cuda/moe/${family}")
   set(binary_dir "${PROJECT_BINARY_DIR}/generated/cuda/moe/${family}")
   string(TOUPPER "FLASHMOE_MOE_${family}_KERNELS" kernels)
   string(REPLACE "/" "_" kernels "${kernels}")
   flashmoe_read_template(template "${source_dir}")
   set(ENTRIES "")
+  set(together "")
   foreach(kernel IN LISTS ${kernels})
     string(REPLACE "," ";" kernel "${kernel}")
     foreach(variable value IN ZIP_LISTS ARGN kernel)
@@ -188,7 +198,10 @@ function(flashmoe_instantiate_moe target family)
         set(suffix "${value}")
       endif()
     endforeach()
-    set(both "")
+    if(NOT together)
+      set(file "${binary_dir}/from_fp16${suffix}.cu")
+      set(left ${per_file})
+    endif()
     foreach(dtype fp16 bf16)
       if(dtype STREQUAL "fp16")
         set(ELEMENT __half)
@@ -201,12 +214,28 @@ function(flashmoe_instantiate_moe target family)
       if("${family}${suffix}" IN_LIST FLASHMOE_MOE_KERNELS_ALONE)
         flashmoe_render(${target} "${binary_dir}/${NAME}.cu" "${instance}")
       else()
-        string(APPEND both "${instance}")
+        string(APPEND together "${instance}")
       endif()
     endforeach()
-    if(both)
-      flashmoe_render(${target} "${binary_dir}/both${suffix}.cu" "${both}")
+    if(NOT "${family}${suffix}" IN_LIST FLASHMOE_MOE_KERNELS_ALONE)
+      math(EXPR left "${left} - 1")
+      if(left EQUAL 0)
+        flashmoe_render(${target} "${file}" "${together}")
+        set(together "")
+      endif()
     endif()
   endforeach()
+  if(together)
+    flashmoe_render(${target} "${file}" "${together}")
+  endif()
   configure_file("${source_dir}/entries.inc.in" "${binary_dir}/entries.inc" @ONLY)
+endfunction()
+
+# Sources of few and small kernels, compiled as one: what each includes costs the compiler more than they do.
+function(flashmoe_compile_together target name)
+  set(source "")
+  foreach(file IN LISTS ARGN)
+    string(APPEND source "#include \"cuda/${file}\"\n")
+  endforeach()
+  flashmoe_render(${target} "${PROJECT_BINARY_DIR}/generated/cuda/${name}.cu" "${source}")
 endfunction()

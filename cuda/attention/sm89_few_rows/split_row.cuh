@@ -45,4 +45,13 @@ class SplitRow {
   int first_block_;
 };
 
+// The second kernel. It knows rows of values alone, so kernels of as many columns of these share
+// it.
+template <class Traits>
+const void* combine_kernel() {
+  using OfValues =
+      sm89_few_rows::Traits<typename Traits::Element, Traits::kDimV, Traits::kDimV, Traits::kRows>;
+  return reinterpret_cast<const void*>(&attention_combine_kernel<SplitRow<OfValues>>);
+}
+
 }  // namespace flashmoe::sm89_few_rows

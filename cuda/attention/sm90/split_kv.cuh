@@ -66,11 +66,16 @@ class SplitRow {
   PackedRow row_;
 };
 
-// The second kernel of kernels that have one, else nullptr.
+// The second kernel of kernels that have one, else nullptr. It knows rows of values alone, so
+// kernels of as many columns of these share it.
 template <class Traits>
 const void* combine_kernel() {
   if constexpr (Traits::kSplit) {
-    return reinterpret_cast<const void*>(&attention_combine_kernel<SplitRow<Traits>>);
+    constexpr int kDimV = Traits::kDimV;
+    using OfValues =
+        sm90::Traits<typename Traits::Element, kDimV, kDimV, SplitTuning<kDimV, kDimV>>;
+    static_assert(OfValues::kTileQ == Traits::kTileQ);
+    return reinterpret_cast<const void*>(&attention_combine_kernel<SplitRow<OfValues>>);
   } else {
     return nullptr;
   }

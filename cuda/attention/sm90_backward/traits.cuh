@@ -2,6 +2,8 @@
 // memory.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
 
@@ -49,11 +51,13 @@ constexpr Tuning tuning(int dim, int dim_v, bool capped) {
 template <int kDim, int kDimV>
 struct TableTuning {
   static constexpr Tuning value = tuning(kDim, kDimV, false);
+  using Uncapped = TableTuning;
 };
 
 template <int kDim, int kDimV>
 struct CappedTuning {
   static constexpr Tuning value = tuning(kDim, kDimV, true);
+  using Uncapped = TableTuning<kDim, kDimV>;
 };
 
 template <int kDim, int kDimV, bool kCapped>
@@ -65,9 +69,13 @@ struct RaggedTuningOf {
   }();
 };
 template <int kDim, int kDimV>
-struct RaggedTuning : RaggedTuningOf<kDim, kDimV, false> {};
+struct RaggedTuning : RaggedTuningOf<kDim, kDimV, false> {
+  using Uncapped = RaggedTuning;
+};
 template <int kDim, int kDimV>
-struct CappedRaggedTuning : RaggedTuningOf<kDim, kDimV, true> {};
+struct CappedRaggedTuning : RaggedTuningOf<kDim, kDimV, true> {
+  using Uncapped = RaggedTuning<kDim, kDimV>;
+};
 
 template <class Element_, int kDim_, int kDimV_, class TuningOf = TableTuning<kDim_, kDimV_>>
 struct Traits {
@@ -89,6 +97,11 @@ struct Traits {
   // Blocks of a cluster share an item: each has some of the keys, and a share of the columns of dQ.
   static constexpr int kCluster = kByProducts ? 2 : 1;
   static constexpr int kBlockKeys = kTileK / kCluster;
+  // Whose prologue, and what is behind the kernel, are this one's too: these know tiles, but no
+  // softcap.
+  using Around =
+      std::conditional_t<TuningOf::Uncapped::value.tile_q == kTileQ,
+                         Traits<Element, kDim, kDimV, typename TuningOf::Uncapped>, Traits>;
   // With so many query heads to a KV head items run in waves (cuda/attention/backward/tile.cuh); 0:
   // that gains nothing.
   static constexpr int kWaveHeads = kDim > 64 && !kByProducts ? 8 : 0;
