@@ -114,22 +114,24 @@ def _attention(
     batch, heads, seq_q, dim = q.shape
     seq_k, dim_v = v.shape[2:]
     group = heads // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1).flatten(0, 1) for x in (k, v))
-    q = q.flatten(0, 1)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    of_head = torch.arange(batch * heads, device=q.device) // group  # its KV head
     sinks = q.new_full((heads,), -torch.inf) if sinks is None else sinks.to(compute)
     sinks = sinks.repeat(batch)
     out = torch.empty((batch * heads, seq_q, dim_v), dtype=compute, device=q.device)
     lse = torch.empty((batch * heads, seq_q), dtype=compute, device=q.device)
     rows_at_once = max(1, min(seq_q, _BLOCK_SCORES // max(seq_k, 1)))
-    heads_at_once = max(1, _BLOCK_SCORES // max(seq_k * rows_at_once, 1))
+    # Keys, too, are there once for each head of a step: 128 heads of 9000 keys at once are 16 GB.
+    heads_at_once = max(1, _BLOCK_SCORES // max(seq_k * max(rows_at_once, dim), 1))
     for row in range(0, seq_q, rows_at_once):
         rows = slice(row, min(row + rows_at_once, seq_q))
         index = torch.arange(rows.start, rows.stop, device=q.device)
         seen = visible(index, seq_q, seq_k, causal, window)
         for head in range(0, batch * heads, heads_at_once):
             some = slice(head, head + heads_at_once)
+            keys, values = (x[of_head[some]] for x in (k, v))
             out[some, rows], lse[some, rows] = _rows_of_attention(
-                q[some, rows], k[some], v[some], seen, scale or dim**-0.5, softcap, sinks[some],
+                q[some, rows], keys, values, seen, scale or dim**-0.5, softcap, sinks[some],
                 rounded,
             )  # fmt: skip
     return Attention(out.unflatten(0, (batch, heads)), lse.unflatten(0, (batch, heads)))
