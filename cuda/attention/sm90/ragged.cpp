@@ -1,5 +1,5 @@
-// Batches of sequences in whole tiles of one query head: their estimate, plan, parameters and
-// launch. Lengths are read by the kernel alone: nothing here depends on them.
+// Batches of sequences in whole tiles, of a query head or of several of a KV head: their estimate,
+// plan, parameters and launch. Lengths are read by the kernel alone: nothing here depends on them.
 #include <algorithm>
 #include <climits>
 

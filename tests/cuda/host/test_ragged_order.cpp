@@ -68,7 +68,14 @@ struct Batch {
   int tiles_of(int length) const {
     return (levels_of(length) * groups_of_level + groups_of_tile - 1) / groups_of_tile;
   }
-  GroupsOfLevel by() const { return {grows ? groups_of_level : 0, groups_of_tile, 1 << 20}; }
+  // With the least bound that the host may know.
+  GroupsOfLevel by() const {
+    int most = 0;
+    for (const auto& chunk : lengths) {
+      for (const int length : chunk) most = std::max(most, levels_of(length));
+    }
+    return {grows ? groups_of_level : 0, groups_of_tile, most};
+  }
 
   Lanes lanes_of(const std::vector<int>& chunk) const {
     Lanes lanes;
