@@ -268,15 +268,16 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
                                 const Entry* entry, const DeviceFacts& facts,
                                 WholeTiles* whole_tiles, const Reason& reason) {
   FLASHMOE_TRY(check_counted(problem, *entry, reason));
-  // What a chunk of sequences may have, in whatever order tables have them, the kernel counts, and
-  // groups of rows, of which a tile has four at most.
+  // What a chunk of sequences may have, in whatever order tables have them, the kernel counts:
+  // groups of rows, of which a tile has some.
   constexpr int64_t kMost = INT_MAX / 2;
   const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
+  const int64_t groups_per_head = tiles_per_head * (entry->tile_q / entry->box_rows);
   const int64_t sequences = std::min<int64_t>(problem.batch, kSequencesPerChunk);
   if (problem.batch > kMost || problem.heads_q > kMost ||
-      tiles_per_head * sequences > kMost / 4 / std::max<int64_t>(problem.heads_q, 1)) {
+      groups_per_head * sequences > kMost / std::max<int64_t>(problem.heads_q, 1)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
-                         "more than 2^28 tiles of query rows of 32 sequences");
+                         "more than 2^30 groups of query rows of 32 sequences");
   }
   int64_t tiles = 0;
   has_slots_by_rows(problem, entry->tile_q, &tiles);
