@@ -6,11 +6,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+_self: Any = sys.modules[__name__]
+
+
+def __getattr__(name: str) -> Any:
+    """torch.compiler as `compiler`, if torch has been imported. Dynamo asks for it here, too: it
+    would copy all of sys.modules if a traced function looked there, while imports add to that."""
+    if name != "compiler":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return sys.modules["torch.compiler"]
+
 
 def is_traced() -> bool:
     """Imports nothing: who traces has imported torch, which another thread may be about to do."""
     try:
-        return sys.modules["torch.compiler"].is_dynamo_compiling()  # type: ignore[no-any-return]
+        return _self.compiler.is_dynamo_compiling()  # type: ignore[no-any-return]
     except (KeyError, AttributeError):
         return False
 

@@ -640,6 +640,7 @@ def test_many_places_leave_room_for_their_labels() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # only short calls are captured
 @pytest.mark.parametrize(("tokens", "skew"), [("2", "0"), ("700", "1.5")])
 def test_a_row_on_the_gpu(capsys: pytest.CaptureFixture[str], tokens: str, skew: str) -> None:
     pytest.importorskip("torch")

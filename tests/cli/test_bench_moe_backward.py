@@ -835,6 +835,7 @@ def test_pictures(tmp_path: Path, chart: str, operation: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # only short calls are captured
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("tokens", "skew"), [("2", "0"), ("700", "1.5")])
 def test_a_row_on_the_gpu(

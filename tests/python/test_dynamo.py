@@ -46,6 +46,35 @@ for function, x in (attend, q), (route, tokens), (layer, tokens), (fused, tokens
     torch.testing.assert_close(compiled(x), function(x))
 """
 
+# Another thread imports meanwhile, so that whoever goes over sys.modules fails.
+_WHILE_OTHERS_IMPORT = """
+import sys, threading
+import torch
+import flashmoe_science as fm
+
+q = torch.randn(1, 8, 2, 16)
+compiled = torch.compile(
+    lambda q: fm.flash_attention(q, q, q), fullgraph=True, backend="aot_eager"
+)
+done = threading.Event()
+
+def add():
+    names = [f"made_up_{i}" for i in range(64)]
+    while not done.is_set():
+        sys.modules.update(dict.fromkeys(names, sys))
+        for name in names:
+            del sys.modules[name]
+
+sys.setswitchinterval(1e-5)
+thread = threading.Thread(target=add)
+thread.start()
+try:
+    torch.testing.assert_close(compiled(q), fm.flash_attention(q, q, q))
+finally:
+    done.set()
+    thread.join()
+"""
+
 _INSIDE = """
 import torch
 
@@ -92,3 +121,7 @@ def test_the_package_alone_compiles_where_a_graph_imports_it() -> None:
 
 def test_the_operators_are_imported_by_the_first_graph() -> None:
     run(_UNUSED)
+
+
+def test_a_graph_is_made_while_another_thread_imports() -> None:
+    run(_WHILE_OTHERS_IMPORT)
