@@ -97,6 +97,21 @@ __device__ __forceinline__ uint32_t there_of_v(const CachedV<Traits>& v, int i, 
   return (valid >> key & 1) != 0 ? v[i][load][word] : 0;
 }
 
+// Zeros of the keys that there are not: a NaN times 0 would be one.
+template <class Traits>
+__device__ __forceinline__ void clear_v(CachedV<Traits>& v, uint32_t valid) {
+#pragma unroll
+  for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
+#pragma unroll
+    for (int c = 0; c < VLayout<Traits>::kLoads; ++c) {
+#pragma unroll
+      for (int word = 0; word < VLayout<Traits>::kWords; ++word) {
+        v[i][c][word] = there_of_v<Traits>(v, i, c, word, valid);
+      }
+    }
+  }
+}
+
 // ---- scales -------------------------------------------------------------------------------------
 
 // Those of a key.

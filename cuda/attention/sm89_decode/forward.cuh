@@ -156,6 +156,7 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     if constexpr (Traits::kFp8) {
       multiply_fp8_v<Traits>(out, v, p);
     } else {
+      if (valid != kAllValid<Traits>) clear_v<Traits>(ahead.v, valid);
       few::multiply_v<Traits>(out, ahead.v, p);
       load_v<Traits>(ahead.v, params, step);
     }

@@ -15,13 +15,13 @@
 
 namespace flashmoe::sm89_decode {
 
-// A step's keys as this lane looked one up, and which of them there are: a bit for each. Of fp8 one
-// that there is not is where the first one is that there is, if any.
+// A step's keys as this lane looked one up, and which of them there are: a bit for each. One that
+// there is not has the rows of the first one that there is, if any: loads need no condition, and
+// what they bring of it is hidden or cleared.
 struct Step {
   uint32_t k;  // in chunks of 16 bytes
   uint32_t v;
   uint32_t valid;
-  bool exists;      // else nothing need be loaded: it is not computed
   Factors factors;  // of that key
 };
 
@@ -67,9 +67,9 @@ __device__ __forceinline__ Step find_rows(const Params& params, const Segment& s
            static_cast<uint32_t>(segment.tile.head_kv) * strides.head;
   };
   Step found = {offset_of(params.k_chunks), offset_of(params.v_chunks),
-                __ballot_sync(kFullWarp, there), step < keys.end,
+                __ballot_sync(kFullWarp, there),
                 factors_of<Traits>(params, page, segment.tile.head_kv)};
-  if (Traits::kFp8 && found.valid != kAllValid<Traits>) {
+  if (found.valid != kAllValid<Traits>) {
     const int first = max(__ffs(static_cast<int>(found.valid)) - 1, 0);
     const uint32_t k = __shfl_sync(kFullWarp, found.k, first);
     const uint32_t v = __shfl_sync(kFullWarp, found.v, first);
@@ -116,12 +116,6 @@ __device__ __forceinline__ void load_fp8(Words& words, const void* data, int dim
   }
 }
 
-// Whether all of a step can be loaded: every key and every column is there.
-template <class Traits>
-__device__ __forceinline__ bool is_whole(const Step& step, int dim, int most) {
-  return step.valid == kAllValid<Traits> && dim == most;
-}
-
 template <class Traits>
 __device__ __forceinline__ void load_k(CachedK<Traits>& fragments, const Params& params,
                                        const Step& step) {
@@ -134,7 +128,8 @@ __device__ __forceinline__ void load_k(CachedK<Traits>& fragments, const Params&
   }
   const int lane = lane_index();
   const Cached* const base = reinterpret_cast<const Cached*>(params.tensors.k) + Layout::column();
-  if (is_whole<Traits>(step, params.tensors.dim, Traits::kDim)) {
+  if (step.valid == 0) return;
+  if (params.tensors.dim == Traits::kDim) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
       const Cached* const k = row_at(base, __shfl_sync(kFullWarp, step.k, 8 * i + lane / 4));
@@ -143,16 +138,14 @@ __device__ __forceinline__ void load_k(CachedK<Traits>& fragments, const Params&
         ptx::load_streaming(fragments[i][c], k + Layout::kStep * c);
       }
     }
-  } else if (step.exists) {
+  } else {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 8; ++i) {
-      const int key = 8 * i + lane / 4;
-      const bool there = (step.valid >> key & 1) != 0;
-      const Cached* const k = row_at(base, __shfl_sync(kFullWarp, step.k, key));
+      const Cached* const k = row_at(base, __shfl_sync(kFullWarp, step.k, 8 * i + lane / 4));
 #pragma unroll
       for (int c = 0; c < Layout::kLoads; ++c) {
         const int columns = params.tensors.dim - Layout::kStep * c - Layout::column();
-        load_columns(fragments[i][c], k + Layout::kStep * c, there ? columns : 0);
+        load_columns(fragments[i][c], k + Layout::kStep * c, columns);
       }
     }
   }
@@ -170,7 +163,8 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
   }
   const int lane = lane_index();
   const Cached* const base = reinterpret_cast<const Cached*>(params.tensors.v) + Layout::column();
-  if (is_whole<Traits>(step, params.tensors.dim_v, Traits::kDimV)) {
+  if (step.valid == 0) return;
+  if (params.tensors.dim_v == Traits::kDimV) {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
       const int key = few_rows::v_key(i) + 2 * (lane % 4);
@@ -180,16 +174,15 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
         ptx::load_streaming(fragments[i][c], v + Layout::kStep * c);
       }
     }
-  } else if (step.exists) {  // zeros of keys that there are not: a NaN times 0 would be one
+  } else {
 #pragma unroll
     for (int i = 0; i < Traits::kStepKeys / 4; ++i) {
       const int key = few_rows::v_key(i) + 2 * (lane % 4);
-      const bool there = (step.valid >> key & 1) != 0;
       const Cached* const v = row_at(base, __shfl_sync(kFullWarp, step.v, key));
 #pragma unroll
       for (int c = 0; c < Layout::kLoads; ++c) {
         const int columns = params.tensors.dim_v - Layout::kStep * c - Layout::column();
-        load_columns(fragments[i][c], v + Layout::kStep * c, there ? columns : 0);
+        load_columns(fragments[i][c], v + Layout::kStep * c, columns);
       }
     }
   }
