@@ -38,7 +38,7 @@ _LIMITS = {
 }
 # Calls that miss their limit by what launches and new tensors take (docs/lab/moe.md, "What calls
 # cost the host"): these are expected to fail, up to here.
-_MISSED = {"moe_forward": 0.8, "moe_route": 1.15, "fused_moe": 1.25}
+_MISSED = {"kv_gather": 0.7, "moe_forward": 0.8, "moe_route": 1.15, "fused_moe": 1.25}
 _CALLS = 100  # fewer than a launch queue holds, so that no call waits for the GPU
 _ROUNDS = 60
 _ATTEMPTS = 5  # the machine may be busy with something else
