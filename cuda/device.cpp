@@ -110,7 +110,7 @@ void* driver_function(const char* name) {
 
 namespace {
 
-// Whether the current context is one of that device: half as long as asking the runtime.
+// Whether the current context is that of the device. Takes half as long as asking the runtime.
 bool is_current(int device_id) {
   using Function = decltype(&cuCtxGetDevice);
   static const auto device_of_context =
@@ -120,7 +120,7 @@ bool is_current(int device_id) {
          device == device_id;
 }
 
-// nullptr if there is none.
+// nullptr if no context is current.
 CUcontext current_context() {
   using Function = decltype(&cuCtxGetCurrent);
   static const auto get = reinterpret_cast<Function>(driver_function("cuCtxGetCurrent"));
@@ -148,7 +148,7 @@ DeviceGuard::DeviceGuard(int device_id) : device_id_(device_id) {
 
 DeviceGuard::~DeviceGuard() {
   if (previous_ < 0) return;
-  // cudaSetDevice alone would replace a context that the caller has made, and might make another
+  // cudaSetDevice alone would replace a context that the caller has made, and might create another
   // one.
   if (!make_current(static_cast<CUcontext>(previous_context_))) cudaSetDevice(previous_);
 }

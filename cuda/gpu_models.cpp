@@ -8,31 +8,30 @@
 namespace flashmoe {
 namespace {
 
-// Multiprocessors come in groups, to one of which a cluster is confined. Chips of a model differ in
-// which groups lack some: these have room for 7 clusters of 16 blocks that fill a multiprocessor,
-// as an H200 that was measured has.
+// Multiprocessors come in groups, and a cluster stays within one group. Chips of a model differ in
+// which groups lack some multiprocessors. These groups have room for 7 clusters of 16 blocks that
+// fill a multiprocessor each, as on an H200 that was measured.
 struct Groups {
   int count;
-  int multiprocessors;  // of each
+  int multiprocessors;  // per group
 };
 
 struct Model {
   const char* name;
   DeviceFacts facts;
   uint64_t memory_bytes;
-  Groups groups[3];  // none without clusters
+  Groups groups[3];  // zeros without clusters
 };
 
-// Of Hopper and of Ada: shared memory of a block, of a multiprocessor, and what a block costs
-// beside its own.
+// Limits of Hopper and Ada: shared memory per block and per multiprocessor, and the overhead of a
+// block beside its own.
 constexpr int kHopperBlock = 227 << 10;
 constexpr int kHopperMultiprocessor = 228 << 10;
 constexpr int kAdaBlock = 99 << 10;
 constexpr int kAdaMultiprocessor = 100 << 10;
 constexpr int kReserved = 1 << 10;
 
-// In the order of flashmoe_gpu_model; what a driver reports. Some of the memory it keeps for
-// itself.
+// In the order of flashmoe_gpu_model: what a driver reports. A driver reserves part of the memory.
 const Model kModels[kGpuModels] = {
     {"NVIDIA H100 80GB HBM3",
      {90, 132, kHopperBlock, kHopperMultiprocessor, kReserved, 50 << 20,
@@ -58,11 +57,11 @@ const Model kModels[kGpuModels] = {
 
 const Model& model_of(int device_id) { return kModels[device_id - kFirstGpuModel]; }
 
-// What the compiler makes of kernels. tests/cuda/test_sass.py reads it from the machine code.
+// Properties of compiled kernels. tests/cuda/test_sass.py compares them with the machine code.
 struct Compiled {
-  const char* kernel;  // how its name begins
+  const char* kernel;  // prefix of its name
   int static_shared_bytes;
-  int registers;  // of a thread, rounded up to where no more blocks fit
+  int registers;  // per thread, rounded up to the count at which fewer blocks fit
 };
 constexpr int kMostRegisters = 255;
 constexpr Compiled kCompiled[] = {
@@ -102,7 +101,7 @@ constexpr Compiled kCompiled[] = {
     {"", 0, kMostRegisters},
 };
 
-// The code that a driver takes for a compute capability, among the architectures of this build,
+// The code that a driver loads for a compute capability, among the architectures of this build,
 // such as "89-real;90a-real;89-virtual": the latest machine code that runs there, else the latest
 // PTX. False if there is none.
 bool choose_code(int capability, int* arch, int* ptx) {
@@ -111,7 +110,7 @@ bool choose_code(int capability, int* arch, int* ptx) {
   for (const char* at = FLASHMOE_CUDA_ARCHITECTURES; *at != '\0';) {
     char* end = nullptr;
     const int number = static_cast<int>(std::strtol(at, &end, 10));
-    const bool specific = *end == 'a';  // runs on this very architecture
+    const bool specific = *end == 'a';  // runs on exactly this architecture
     const size_t length = std::strcspn(end, "; ");
     const bool real = length < 8 || std::strncmp(end + length - 8, "-virtual", 8) != 0;
     const bool virtual_too = length < 5 || std::strncmp(end + length - 5, "-real", 5) != 0;
@@ -152,7 +151,7 @@ bool read_code_for_model(const Kernel& kernel, int device_id, cudaFuncAttributes
 int resident_on_model(int device_id, const cudaFuncAttributes& attributes, int threads,
                       int shared_bytes, int cluster) {
   constexpr int kWarp = 32;
-  constexpr int kPartitions = 4;  // of a multiprocessor, each with its registers for its warps
+  constexpr int kPartitions = 4;  // per multiprocessor; each has the registers of its warps
   constexpr int kRegisters = 16384;
   constexpr int kRegisterUnit = 256;
   constexpr int kSharedUnit = 128;
@@ -162,7 +161,7 @@ int resident_on_model(int device_id, const cudaFuncAttributes& attributes, int t
   const int most_blocks = hopper ? 32 : 24;
   const auto round_up = [](int n, int unit) { return (n + unit - 1) / unit * unit; };
   const int warps = (threads + kWarp - 1) / kWarp;
-  // Every kernel is compiled so that one of its largest blocks has room.
+  // Every kernel is compiled so that at least one of its largest blocks fits.
   const int most_registers = kRegisters * kPartitions / warps / kRegisterUnit * kRegisterUnit;
   const int registers =
       std::min(round_up(attributes.numRegs * kWarp, kRegisterUnit), most_registers);

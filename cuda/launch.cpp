@@ -17,12 +17,13 @@ namespace {
 struct LaunchShape {
   uint32_t grid[3];
   uint32_t block[3];
-  uint64_t shared_bytes;  // dynamic, of a block
-  int32_t cluster;        // blocks of a cluster, along x; 0 or 1: there are none
-  bool programmatic;      // it may begin before what is ahead of it in the stream has ended
+  uint64_t shared_bytes;  // dynamic, per block
+  int32_t cluster;        // blocks per cluster, along x; 0 or 1: no clusters
+  bool programmatic;      // the kernel may begin before its predecessor in the stream has ended
 };
 
-// The driver's launch, without the runtime's look-ups before it, and what must be asked first.
+// The driver's launch function, which skips the runtime's look-ups, and the queries that it needs
+// first.
 struct Driver {
   decltype(&cuLaunchKernelEx) launch;
   decltype(&cuStreamGetCtx) context_of_stream;
@@ -48,8 +49,8 @@ const Driver* driver() {
   return complete ? &found : nullptr;
 }
 
-// The handle by which the driver may launch a kernel on the current device; nullptr unless what is
-// allowed to the runtime's function is allowed to it too.
+// The handle by which the driver may launch a kernel on the current device. It is nullptr unless
+// the handle has every permission that the runtime's function has.
 const void* driver_handle(const Kernel& kernel) {
   cudaKernel_t handle = nullptr;
   cudaFuncAttributes of_function = {};
@@ -65,7 +66,8 @@ const void* driver_handle(const Kernel& kernel) {
   return nullptr;
 }
 
-// The driver would launch a kernel on another device with that device's stream.
+// Without this check the driver would launch a kernel on another device if the stream is of that
+// device.
 bool is_of_current_context(const Driver& driver, CUstream stream) {
   if (stream == nullptr || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD)
     return true;
@@ -75,7 +77,7 @@ bool is_of_current_context(const Driver& driver, CUstream stream) {
          driver.current_context(&current) == CUDA_SUCCESS && of_stream == current;
 }
 
-// False if the driver is not to launch it, or does not: nothing has been launched then.
+// False if the driver must not launch the kernel, or fails to. Nothing has been launched then.
 bool launch_by_driver(const void* handle, const LaunchShape& shape, void** arguments,
                       void* stream) {
   const Driver* const driver = flashmoe::driver();
@@ -141,7 +143,7 @@ flashmoe_status read_launch(const LaunchRecord& record, flashmoe_launch* launch)
     return fail(FLASHMOE_ERROR_CUDA, "launch: reading %s back: %s", record.info.kernel,
                 cudaGetErrorString(error));
   }
-  launch->shared_bytes += attributes.sharedSizeBytes;  // beside the launch's own
+  launch->shared_bytes += attributes.sharedSizeBytes;  // plus the dynamic ones
   launch->registers = attributes.numRegs;
   launch->local_bytes = static_cast<int32_t>(attributes.localSizeBytes);
   launch->binary_arch = attributes.binaryVersion;
@@ -158,7 +160,7 @@ bool is_loaded_in(const LoadedKernel& loaded, uint64_t context) {
   return false;
 }
 
-// From here on the kernel counts as loaded.
+// Marks the kernel as loaded.
 void publish(const cudaFuncAttributes& attributes, LoadedKernel* loaded) {
   loaded->ptx.store(attributes.ptxVersion, std::memory_order_relaxed);
   loaded->static_shared_bytes.store(static_cast<int>(attributes.sharedSizeBytes),
@@ -166,7 +168,7 @@ void publish(const cudaFuncAttributes& attributes, LoadedKernel* loaded) {
   loaded->arch.store(attributes.binaryVersion, std::memory_order_release);
 }
 
-// Loads a kernel in the current context, or in that which the runtime makes where there is none.
+// Loads a kernel in the current context, or in the one that the runtime creates if there is none.
 cudaError_t load_here(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                       AfterLoading after) {
   LoadedKernel& loaded = kernel.loaded[device_id];
@@ -182,7 +184,7 @@ cudaError_t load_here(const Kernel& kernel, int device_id, const DeviceFacts& fa
   loaded.handle.store(driver_handle(kernel), std::memory_order_relaxed);
   const uint64_t context = current_context_id();
   if (context != 0 && !is_loaded_in(loaded, context)) {
-    // The newest first, in the place of the oldest.
+    // The newest comes first. The oldest is dropped.
     for (int i = LoadedKernel::kContexts - 1; i > 0; --i) {
       loaded.contexts[i].store(loaded.contexts[i - 1].load(std::memory_order_relaxed),
                                std::memory_order_release);
@@ -196,7 +198,7 @@ cudaError_t load_here(const Kernel& kernel, int device_id, const DeviceFacts& fa
   return cudaSuccess;
 }
 
-// Reads what a kernel's code says of itself: nothing is loaded.
+// Reads the properties of a kernel's code. Nothing is loaded.
 cudaError_t load_for_model(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                            AfterLoading after) {
   cudaFuncAttributes attributes = {};
@@ -207,14 +209,15 @@ cudaError_t load_for_model(const Kernel& kernel, int device_id, const DeviceFact
   return error;
 }
 
-// Loads a kernel that is planned in the current context, if it is not there.
+// Loads a planned kernel in the current context if it is missing there.
 cudaError_t load_where_missing(const Kernel& kernel, int device_id) {
   if (driver() == nullptr) return cudaSuccess;  // contexts cannot be told apart
   const LoadedKernel& loaded = kernel.loaded[device_id];
   uint64_t context = current_context_id();
   if (context != 0 && is_loaded_in(loaded, context)) return cudaSuccess;
   if (context == 0) {
-    // A new thread has none yet, and one whose device was reset has one that is gone.
+    // A new thread has no context yet. A thread whose device was reset has one that no longer
+    // exists.
     const cudaError_t error = cudaSetDevice(device_id);
     if (error != cudaSuccess) return error;
     context = current_context_id();
@@ -305,7 +308,7 @@ flashmoe_status launch_planned(const Plan& plan, int index, const void* params, 
       has_clusters(kernel, device_id)};
   void* arguments[] = {const_cast<void*>(params)};
   const void* handle = loaded.handle.load(std::memory_order_relaxed);
-  // What the driver refuses, the runtime gets to launch, or to refuse in its own words.
+  // If the driver refuses, the runtime launches, or refuses in its own words.
   if (!launch_by_driver(handle, shape, arguments, stream)) {
     error = launch_by_runtime(kernel.function, shape, arguments, stream);
     if (error != cudaSuccess) return fail_to_launch(kernel, error);

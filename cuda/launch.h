@@ -1,5 +1,5 @@
-// What the kernel families share on the host: what is known of a compiled kernel, how it is found,
-// loaded and launched, and how the launch is read back.
+// What kernel families share on the host: properties of a compiled kernel, how to find, load and
+// launch it, and how to read the launch back.
 #pragma once
 
 #include <atomic>
@@ -11,68 +11,68 @@
 
 namespace flashmoe {
 
-struct Plan;  // core/plan.h, which no kernel is compiled anew for
+struct Plan;  // core/plan.h; a change there recompiles no kernel
 
 // The oldest PTX that has clusters and programmatic launches.
 inline constexpr int kClusterPtx = 90;
 
 struct Kernel;
 
-// What a family does with a kernel when its code has been loaded in a context of the device, which
-// is current; one thread at a time. `first`: on the device, which is when to find out what the code
-// can do there. Else others may read that, and what is to do is to allow the kernel in another
-// context what it was allowed in the first.
+// Callback of a family after a kernel's code has been loaded in a context of the device, which is
+// current. One thread at a time calls it. `first` says that this is the first load on the device:
+// the time to find out what the code can do there. Later other threads may read those facts, and
+// the callback only repeats in the new context what it allowed the kernel in the first.
 using AfterLoading = cudaError_t (*)(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                                      const cudaFuncAttributes& attributes, bool first);
 
-// A kernel on one device. Zeros until it is loaded there.
+// A kernel on one device. All zeros until it is loaded there.
 struct LoadedKernel {
   std::atomic<int> arch;  // of the code, such as 90
-  // Of the PTX that the code was made from. Not the same: on a newer chip the code may be the
-  // chip's, made from older PTX and without what newer PTX has.
+  // Version of the PTX that the code was made from. It may differ from `arch`: on a newer chip the
+  // code may be the chip's, but made from older PTX and without the features of newer PTX.
   std::atomic<int> ptx;
-  std::atomic<int> static_shared_bytes;  // of a block, beside what a launch asks for
-  // A CUkernel, which the driver launches in whatever context is current; or nullptr, and then only
-  // the runtime can launch it.
+  std::atomic<int> static_shared_bytes;  // per block, in addition to what a launch asks for
+  // A CUkernel, which the driver launches in whatever context is current. If it is nullptr, only
+  // the runtime can launch the kernel.
   std::atomic<const void*> handle;
-  // Ids of the contexts in which it was loaded last. What was loaded in a context, and allowed
-  // there, is gone with it, while plans stay: a device that is reset, by any copy of the runtime,
-  // has a context of another id.
+  // Ids of the contexts that loaded it last. Loaded code and its permissions disappear with their
+  // context, but plans stay: after a reset by any copy of the runtime, a device has a context of
+  // another id.
   static constexpr int kContexts = 4;
   std::atomic<uint64_t> contexts[kContexts];
   AfterLoading after;  // written before `arch`
 };
 
-// A compiled kernel. The constants here and in what derives from it are those of its Traits; plan
-// and launch are filled from nowhere else.
+// A compiled kernel. The constants here and in derived structs come from its Traits; plan and
+// launch have no other source.
 struct Kernel {
   const char* name;
   const void* function;  // for the runtime
-  int shared_bytes;      // dynamic, of a block: what launches may ask for
+  int shared_bytes;      // dynamic, per block: what launches may ask for
   LoadedKernel* loaded;  // [kMaxDevices]
 };
 
-// Loads a kernel's code on a device and allows its shared memory; *arch is the architecture of that
-// code, such as 90. The first call per kernel and device costs, the others are one load.
+// Loads a kernel's code on a device and allows its shared memory. *arch is the architecture of that
+// code, such as 90. The first call per kernel and device is slow; later ones cost one load.
 flashmoe_status load_kernel(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                             int* arch, const Reason& reason, AfterLoading after = nullptr);
 
-// Whether the code of a kernel that is loaded on a device has clusters and programmatic launches.
+// Whether the code of a loaded kernel has clusters and programmatic launches.
 inline bool has_clusters(const Kernel& kernel, int device_id) {
   return kernel.loaded[device_id].ptx.load(std::memory_order_relaxed) >= kClusterPtx;
 }
 
-// Appends a launch of `blocks` blocks of a kernel, which load_kernel has loaded on the device, to a
-// plan; `shared_bytes` are dynamic ones. More dimensions of the grid, a cluster and tiles are the
-// caller's to say. The first launch's code is the plan's; `suffix` is that of its architecture: "a"
-// for sm_90a, or "".
+// Appends a launch of `blocks` blocks of a kernel to a plan. load_kernel has loaded the kernel on
+// the device; `shared_bytes` are dynamic ones. The caller sets further dimensions of the grid,
+// clusters and tiles. The first launch's code is the plan's; `suffix` is that of its architecture:
+// "a" for sm_90a, or "".
 flashmoe_launch& plan_launch(const Kernel& kernel, int device_id, const char* suffix,
                              int64_t blocks, int threads, int shared_bytes, Plan* plan);
 
-// Launches launch `index` of a plan with its kernel's one argument, which is copied, on the plan's
-// device, which is current, and records it. In a context that the kernel was not loaded in it is
-// before. Where the code has programmatic launches it may begin before what is ahead of it has
-// ended: every kernel here waits (cuda/ptx/pdl.cuh).
+// Launches launch `index` of a plan and records it. The plan's device is current. The kernel's one
+// argument is copied. If the current context lacks the kernel, it is loaded first. If the code has
+// programmatic launches, the kernel may begin before its predecessor has ended: every kernel here
+// waits (cuda/ptx/pdl.cuh).
 flashmoe_status launch_planned(const Plan& plan, int index, const void* params, void* stream);
 
 // Launches all launches of a plan, in order, each with the same argument.

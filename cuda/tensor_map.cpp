@@ -6,7 +6,7 @@
 namespace flashmoe {
 namespace {
 
-// The driver is not linked: these functions of it are asked for.
+// The driver is not linked. This asks it for its functions.
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled encode_function() {
@@ -36,10 +36,10 @@ bool encode_map(CUtensorMap* map, Dtype dtype, const void* data, const MapShape&
   cuuint32_t box[5] = {};
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
   for (int i = 0; i < shape.rank; ++i) {
-    // No rows: nothing is read, but a map of nothing is refused.
+    // Nothing is read without rows, but the driver refuses an empty map.
     const bool one = shape.extents[i] <= 1 || shape.strides[i] == 0;
     extents[i] = one ? 1 : static_cast<cuuint64_t>(shape.extents[i]);
-    // A step that is never taken: any will do.
+    // No load takes this step, so any value will do.
     if (i > 0)
       steps[i - 1] = one ? 16 : static_cast<cuuint64_t>(dtype_bytes(dtype) * shape.strides[i]);
     box[i] = static_cast<cuuint32_t>(shape.box[i]);
@@ -65,7 +65,7 @@ bool move_map(CUtensorMap* map, const void** mapped, const void* data) {
 
 bool make_context(int device_id) {
   if (cudaSetDevice(device_id) == cudaSuccess) return true;
-  cudaGetLastError();  // nothing is left behind for the next
+  cudaGetLastError();  // clears the error for the next caller
   return false;
 }
 
