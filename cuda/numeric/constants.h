@@ -1,4 +1,4 @@
-// Numbers of natural logarithms by powers of two.
+// Factors between natural logarithms and powers of two.
 #pragma once
 
 namespace flashmoe {

@@ -1,7 +1,7 @@
 // The 16-bit element types: names, packing, bit patterns, and arithmetic on two of them in a word.
 //
-// The compiler estimates how long a piece of assembly is by the parts that braces, semicolons and
-// line breaks make of it, and by that what it unrolls. Those of one instruction are all of the same
+// The compiler estimates the length of a piece of assembly from its braces, semicolons and line
+// breaks, and decides by it what to unroll. All pieces of one instruction therefore have the same
 // form.
 #pragma once
 
@@ -86,7 +86,7 @@ struct ElementTraits<__nv_bfloat16> {
   }
 };
 
-// One instruction on pairs of Element: its name, its operands, and those as `asm` takes them.
+// One instruction on pairs of Element: its name, its operands, and the arguments of `asm`.
 #define FLASHMOE_PAIR_ASM(name, operands, ...)                       \
   if constexpr (ElementTraits<Element>::kDtype == Dtype::kFloat16) { \
     asm("{ " name ".f16x2 " operands "; }\n" : __VA_ARGS__);         \
@@ -94,7 +94,7 @@ struct ElementTraits<__nv_bfloat16> {
     asm("{ " name ".bf16x2 " operands "; }\n" : __VA_ARGS__);        \
   }
 
-// The larger magnitudes of two pairs of elements; NaN if one is.
+// The larger magnitudes of two pairs of elements. NaN if either is NaN.
 template <class Element>
 __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
   uint32_t larger;
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
   return larger;
 }
 
-// All ones in the halves that are not zero. Of bf16 PTX has it for sm_90 and newer.
+// All ones in the halves that are not zero. PTX has it for bf16 from sm_90 on.
 template <class Element>
 __device__ __forceinline__ uint32_t mask_of_nonzero(uint32_t pair) {
   uint32_t mask;
@@ -112,7 +112,7 @@ __device__ __forceinline__ uint32_t mask_of_nonzero(uint32_t pair) {
   return mask;
 }
 
-// a b of pairs. Of bf16 PTX has it for sm_90 and newer.
+// a b of pairs. PTX has it for bf16 from sm_90 on.
 template <class Element>
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t product;
@@ -130,15 +130,15 @@ __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
 
 #undef FLASHMOE_PAIR_ASM
 
-// Remembers whether one of many pairs of elements was not finite: each half of what is gathered is
-// a zero until the first infinity or NaN in that half, and NaN from there on. One FMA a pair, where
+// Records whether any of many pairs of elements is not finite. Each half of `gathered` is zero
+// until the first infinity or NaN in that half, and NaN afterwards. It costs one FMA per pair;
 // max_magnitude is slower.
 template <class Element>
 __device__ __forceinline__ uint32_t gather_nonfinite(uint32_t gathered, uint32_t pair) {
   return fma<Element>(pair, 0, gathered);
 }
 
-// Whether one of a pair of elements is an infinity or a NaN: its exponent bits are all ones.
+// Whether either of a pair of elements is an infinity or a NaN: its exponent bits are all ones.
 template <class Element>
 __device__ __forceinline__ bool any_nonfinite(uint32_t pair) {
   constexpr uint32_t kLow = ElementTraits<Element>::kExponentMask;
@@ -153,7 +153,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// The larger and the smaller of two values, NaN if one is.
+// The larger and the smaller of two values. NaN if either is NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));

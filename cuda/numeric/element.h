@@ -1,8 +1,7 @@
-// CUDA's names of the 16-bit element types, by which templates are told apart.
+// CUDA's names of the 16-bit element types. Templates are told apart by them.
 //
-// Kernels hold such numbers as bits, in words of two, and need no more than the names: what
-// cuda_fp16.h and cuda_bf16.h define takes the compiler longer to read, in each source and for each
-// architecture, than all of ours.
+// Kernels hold such numbers as bits, in words of two, and need only the names. The compiler takes
+// longer to read cuda_fp16.h and cuda_bf16.h than all of our code, per source and architecture.
 #pragma once
 
 struct __half;

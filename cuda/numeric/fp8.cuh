@@ -1,4 +1,4 @@
-// fp8 (e4m3) to the 16-bit types, each of which holds every number of it.
+// Converts fp8 (e4m3) to the 16-bit types, each of which represents every fp8 number.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace flashmoe::numeric {
 
-// The four bytes of a word: the lower two as the first pair.
+// Widens the four bytes of a word. The lower two bytes become the first pair.
 template <class Element>
 __device__ __forceinline__ void widen(uint32_t (&pairs)[2], uint32_t bytes) {
   asm("{\n"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void widen(uint32_t (&pairs)[2], uint32_t bytes) {
       : "=r"(pairs[0]), "=r"(pairs[1])
       : "r"(bytes));
   if constexpr (ElementTraits<Element>::kDtype != Dtype::kFloat16) {
-    // There is no conversion to bf16. By bits it takes as many instructions, but more time.
+    // PTX has no conversion to bf16. Bit operations would take as many instructions, but more time.
 #pragma unroll
     for (uint32_t& pair : pairs) {
       const float2 wide = ElementTraits<__half>::unpack(pair);
@@ -28,7 +28,7 @@ __device__ __forceinline__ void widen(uint32_t (&pairs)[2], uint32_t bytes) {
   }
 }
 
-// One number, by which nothing is timed.
+// Widens one number. It is not on a fast path.
 template <class Element>
 __device__ __forceinline__ uint16_t widen_one(uint8_t bits) {
   uint32_t pairs[2];

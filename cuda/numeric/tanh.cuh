@@ -6,9 +6,9 @@
 
 namespace flashmoe::numeric {
 
-// tanh(x) to a relative error of 5e-7, by one division of the MUFU unit and twelve instructions
-// beside it. The hardware's tanh.approx is off by up to 2^-11, which a softcap would multiply, and
-// 1 - 2 / (1 + e^2x) loses the small values of a large softcap. A NaN stays one.
+// tanh(x) to a relative error of 5e-7, with one MUFU division and twelve other instructions. The
+// hardware's tanh.approx is off by up to 2^-11, which a softcap would multiply. 1 - 2 / (1 + e^2x)
+// loses the small values of a large softcap. A NaN stays NaN.
 __device__ __forceinline__ float tanh(float x) {
   using namespace tanh_fit;
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-kClamp));
@@ -21,7 +21,7 @@ __device__ __forceinline__ float tanh(float x) {
   return x * p * inverse;
 }
 
-// The same in fewer registers, by two of the MUFU unit: 1 - 2 / (1 + e^2x), and x - x^3 / 3 where
+// The same with fewer registers and two MUFU operations: 1 - 2 / (1 + e^2x), and x - x^3 / 3 where
 // that would lose digits. The absolute error is below 3e-7, the relative one below 5e-6.
 __device__ __forceinline__ float tanh_brief(float x) {
   constexpr float kLog2ESquared = 2.8853900817779268f;  // 2^(2 log2(e) x) is e^2x

@@ -1,5 +1,5 @@
-// Clusters of blocks: their barrier, and stores to the shared memory of another block of the
-// cluster that an mbarrier there counts. sm_90.
+// Clusters of blocks: their barrier, and stores to another block's shared memory that complete on
+// an mbarrier there. sm_90.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,14 @@
 namespace flashmoe::ptx {
 
 // Barrier of all threads of the cluster, in two halves, which whole warps call in turn. Arriving
-// orders nothing by itself: mbarriers that were initialised before are shown to the cluster by
-// fence_mbarrier_init.
+// relaxed orders nothing: fence_mbarrier_init makes earlier initialisations of mbarriers visible to
+// the cluster.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Shows the cluster what this thread has written to shared memory, its own or another block's.
+// Arrives, and makes this thread's writes to shared memory, its own or another block's, visible to
+// the cluster.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -22,14 +23,14 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The number of this block in its cluster.
+// The rank of this block in its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// The address of what block `rank` of the cluster has at this address of its own shared memory.
+// Maps an address of this block's shared memory to the same address in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank) {
   uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
@@ -41,8 +42,9 @@ __device__ __forceinline__ void store_to_rank(uint32_t address, int32_t value) {
   asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// Stores 4, 8 or 16 aligned bytes at a mapped address and tells the mbarrier, mapped to the same
-// block, of so many bytes. Asynchronous: seen by who waits at that mbarrier.
+// Stores 4, 8 or 16 aligned bytes at a mapped address and completes so many bytes on the mbarrier,
+// which is mapped to the same block. Asynchronous: a thread sees the bytes after it has waited at
+// that mbarrier.
 __device__ __forceinline__ void store_async(uint32_t address, float2 value, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
@@ -67,15 +69,15 @@ __device__ __forceinline__ void store_async(uint32_t address, int32_t value, uin
       : "memory");
 }
 
-// Arrives at a mapped barrier, of this or another block of the cluster. Of this thread's own
-// accesses to memory that orders nothing in the other block: what it says is that asynchronous
-// ones, which it has waited for, are over.
+// Arrives at a mapped barrier, of this or another block of the cluster. The arrival does not order
+// this thread's own memory accesses for the other block. It only says that asynchronous accesses,
+// for which this thread has waited, are complete.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Copies contiguous bytes of this block's shared memory, a multiple of 16, to a mapped place,
-// 16-byte aligned, and completes on the barrier, mapped to the same block.
+// Copies contiguous bytes of this block's shared memory, a multiple of 16, to a mapped, 16-byte
+// aligned address. Completes on the barrier, which is mapped to the same block.
 __device__ __forceinline__ void bulk_copy_to_rank(uint32_t destination, uint32_t source, int bytes,
                                                   uint32_t barrier) {
   asm volatile(
@@ -85,8 +87,8 @@ __device__ __forceinline__ void bulk_copy_to_rank(uint32_t destination, uint32_t
       : "memory");
 }
 
-// Waits until the phase of this parity of a barrier of this block is over, to which other blocks of
-// the cluster have contributed.
+// Waits until the phase of this parity is over at a barrier of this block to which other blocks of
+// the cluster contribute.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

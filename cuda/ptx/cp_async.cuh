@@ -1,5 +1,5 @@
-// cp.async: 16 bytes from global to shared memory without passing through registers, past L1.
-// Both addresses are 16-byte aligned. sm_80 and newer.
+// cp.async: 16 bytes from global to shared memory, past the L1 and without registers. Both
+// addresses are 16-byte aligned. sm_80 and newer.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
-// Copies if `valid`, else writes 16 zero bytes and does not touch the source.
+// Copies if `valid`. Otherwise writes 16 zero bytes and does not access the source.
 __device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const void* source,
                                                     bool valid) {
   const int bytes = valid ? 16 : 0;
@@ -20,7 +20,8 @@ __device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const 
                : "memory");
 }
 
-// Copies if `valid`, else leaves the destination as it is and does not touch the source. No branch.
+// Copies if `valid`. Otherwise leaves the destination unchanged and does not access the source. No
+// branch.
 __device__ __forceinline__ void cp_async_16_if(uint32_t destination, const void* source,
                                                bool valid) {
   asm volatile(
@@ -33,7 +34,7 @@ __device__ __forceinline__ void cp_async_16_if(uint32_t destination, const void*
       : "memory");
 }
 
-// The same through the L1, for what other warps of the multiprocessor read too.
+// The same through the L1, for data that other warps of the multiprocessor also read.
 __device__ __forceinline__ void cp_async_cached_16_or_zero(uint32_t destination, const void* source,
                                                            bool valid) {
   const int bytes = valid ? 16 : 0;
@@ -42,18 +43,18 @@ __device__ __forceinline__ void cp_async_cached_16_or_zero(uint32_t destination,
                : "memory");
 }
 
-// Closes the group of this thread's copies since the last one.
+// Closes the group of this thread's copies since the last commit.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 
-// Waits until at most kPending of this thread's newest groups are under way.
+// Waits until at most the kPending newest groups of this thread are pending.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Arrives at an mbarrier once this thread's copies so far are done; one of the arrivals that the
-// barrier was initialised with. What reads the copies there by the copy engine or wgmma needs
-// fence_proxy_async first.
+// Arrives at an mbarrier once this thread's copies so far are done. This is one of the arrivals
+// that the barrier was initialised with. Before the copy engine or wgmma reads the copies, call
+// fence_proxy_async.
 __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

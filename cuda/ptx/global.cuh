@@ -1,19 +1,19 @@
-// Loads of 16 bytes of global memory, and words by which blocks tell each other how far they are.
+// Loads of 16 bytes of global memory, and words by which blocks signal progress to each other.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::ptx {
 
-// What is read once by a multiprocessor: it passes the L1 by, and the L2 fetches 128 bytes at a
-// time. sm_80 and newer.
+// Loads data that a multiprocessor reads once. It bypasses the L1, and the L2 fetches 128 bytes at
+// a time. sm_80 and newer.
 __device__ __forceinline__ void load_streaming(uint32_t (&chunk)[4], const void* address) {
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(chunk[0]), "=r"(chunk[1]), "=r"(chunk[2]), "=r"(chunk[3])
                : "l"(address));
 }
 
-// Zeros, and no access, where not `valid`.
+// Gives zeros without an access if not `valid`.
 __device__ __forceinline__ void load_streaming_or_zero(uint32_t (&chunk)[4], const void* address,
                                                        bool valid) {
   asm volatile(
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_streaming_or_zero(uint32_t (&chunk)[4], con
       : "l"(address), "r"(static_cast<uint32_t>(valid)));
 }
 
-// The same of 8 bytes.
+// The same for 8 bytes.
 __device__ __forceinline__ void load_streaming(uint32_t (&chunk)[2], const void* address) {
   asm volatile("ld.global.L1::no_allocate.L2::128B.v2.b32 {%0, %1}, [%2];"
                : "=r"(chunk[0]), "=r"(chunk[1])
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_streaming_or_zero(uint32_t (&chunk)[2], con
       : "l"(address), "r"(static_cast<uint32_t>(valid)));
 }
 
-// The same of what other warps read too.
+// The same for data that other warps also read.
 __device__ __forceinline__ void load_or_zero(uint32_t (&chunk)[4], const void* address,
                                              bool valid) {
   asm volatile(
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_or_zero(uint32_t (&chunk)[4], const void* a
       : "l"(address), "r"(static_cast<uint32_t>(valid)));
 }
 
-// 16 bytes, each word of which other blocks may be writing. sm_70 and newer.
+// Loads 16 bytes while other blocks may be writing any of the words. sm_70 and newer.
 __device__ __forceinline__ uint4 load_relaxed(const uint32_t* address) {
   uint4 words;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -77,8 +77,8 @@ __device__ __forceinline__ uint4 load_relaxed(const uint32_t* address) {
   return words;
 }
 
-// A word that another block stores by store_release: with it comes all that the other has written
-// or seen before. sm_70 and newer.
+// Loads a word that another block stores by store_release. All that the other block wrote or saw
+// before is then visible. sm_70 and newer.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
   uint32_t word;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(address) : "memory");
@@ -88,7 +88,8 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Waits until a word that other blocks change by add_release or store_release has this value.
+// Waits until a word that other blocks change by add_release or store_release has the value
+// `value`.
 __device__ __forceinline__ void wait_for_word(const uint32_t* address, uint32_t value) {
   asm volatile(
       "{\n"
@@ -103,20 +104,20 @@ __device__ __forceinline__ void wait_for_word(const uint32_t* address, uint32_t 
       : "memory");
 }
 
-// Adds to a word after all that this thread has written or seen, as others that see the sum find.
-// sm_70 and newer.
+// Adds to a word. A thread that sees the sum also sees what this thread wrote or saw before. sm_70
+// and newer.
 __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Four numbers so many apart. Side by side they go at once, where the architecture can add them so.
+// Four numbers with a stride. Contiguous ones are one vector if the architecture can add vectors.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 inline constexpr bool kAddsVectors = true;
 #else
 inline constexpr bool kAddsVectors = false;
 #endif
 
-// What other multiprocessors wrote: past the L1.
+// Loads what other multiprocessors wrote, past the L1.
 template <int kStride>
 __device__ __forceinline__ void load_from_l2(float (&values)[4], const float* address) {
   if constexpr (kStride == 1) {
@@ -148,7 +149,7 @@ __device__ __forceinline__ void store_global(float* address, const float (&value
     }
   }
 }
-// Adds in the L2, and waits for nothing. Vectors: sm_90.
+// Adds in the L2 without waiting. Vectors need sm_90.
 template <int kStride>
 __device__ __forceinline__ void add_global(float* address, const float (&values)[4]) {
   if constexpr (kStride == 1) {

@@ -1,13 +1,13 @@
-// Where values are computed, in the order that ptxas gives to instructions.
+// Controls where ptxas computes values in its order of instructions.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::ptx {
 
-// Has four registers ready here. ptxas moves arithmetic behind waits and products that come after
-// it, up to where its results are used, and keeps what it is made of until then. A store is not
-// moved so. This one is never made: `never` is false, which ptxas must not be able to know.
+// Has four registers ready here. ptxas moves arithmetic behind later waits and products, up to the
+// use of its results, and keeps its inputs alive until then. It does not move a store. This store
+// never executes: `never` is false, which ptxas must not be able to prove.
 __device__ __forceinline__ void hold(const uint32_t (&registers)[4], uint32_t address, bool never) {
   asm volatile(
       "{\n"

@@ -1,6 +1,6 @@
-// mbarrier: barriers in shared memory that count arriving threads and the bytes of bulk copies. One
-// is 8 bytes, 8-byte aligned, and alternates between phases of parity 0 and 1, from 0 on. sm_90,
-// but for what is said to be of sm_80.
+// mbarrier: barriers in shared memory that count arriving threads and bytes of bulk copies. A
+// barrier has 8 bytes, 8-byte aligned. Its phases alternate between parity 0 and 1, starting with
+// 0. sm_90, except where a comment says sm_80.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// Makes initialised barriers visible to the copy engine; the block synchronises after it.
+// Makes initialised barriers visible to the copy engine. The block must synchronise afterwards.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -22,19 +22,19 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase wait for so many bytes of copies as well.
+// Arrives, and makes the phase also wait for `bytes` bytes of copies.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// The second half of that alone, for who arrives later.
+// Only the second half of that, for a thread that arrives later.
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// True in one lane of the warp, all of which call it.
+// True in one lane of the warp. All lanes call it.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
   return done != 0;
 }
 
-// Waits until the phase of this parity is over, asking again and again. sm_80.
+// Waits by polling until the phase of this parity is over. sm_80.
 __device__ __forceinline__ void mbarrier_spin(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

@@ -1,5 +1,5 @@
-// movmatrix: the transpose of an 8 x 8 matrix of 16-bit elements across the lanes of a warp. Lane l
-// holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, before and after. sm_75 and newer.
+// movmatrix: transposes an 8 x 8 matrix of 16-bit elements across the lanes of a warp. Lane l holds
+// elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, before and after. sm_75 and newer.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Named barriers 0 to 15 of a block: some warps of it meet. `threads`, a multiple of 32, counts
-// those that wait and those that only arrive. Barrier 0 is __syncthreads'.
+// Named barriers 0 to 15 of a block, at which some of its warps meet. `threads`, a multiple of 32,
+// counts those that wait and those that only arrive. Barrier 0 belongs to __syncthreads.
 #pragma once
 
 namespace flashmoe::ptx {
@@ -8,8 +8,8 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The same of warps that come from different places: all that wait at a bar.sync wait at one
-// instruction.
+// The same for warps that wait at different instructions: all warps at a bar.sync must wait at the
+// same instruction.
 __device__ __forceinline__ void named_barrier_sync_apart(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -18,7 +18,7 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// named_barrier_sync, and whether all threads say yes.
+// named_barrier_sync that also returns whether all threads pass true.
 __device__ __forceinline__ bool named_barrier_all(int barrier, int threads, bool yes) {
   uint32_t all;
   asm volatile(

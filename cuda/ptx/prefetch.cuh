@@ -1,4 +1,4 @@
-// prefetch: a line of global memory into the L2. A hint, which gives nothing.
+// prefetch: loads a line of global memory into the L2. It is a hint and returns nothing.
 #pragma once
 
 namespace flashmoe::ptx {

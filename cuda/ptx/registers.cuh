@@ -1,5 +1,5 @@
-// setmaxnreg: a warpgroup gives registers back, or waits for more. All warps of it take part;
-// counts are multiples of 8 from 24 to 256. sm_90a.
+// setmaxnreg: a warpgroup releases registers, or waits for more. All of its warps take part. Counts
+// are multiples of 8 from 24 to 256. sm_90a.
 #pragma once
 
 namespace flashmoe::ptx {

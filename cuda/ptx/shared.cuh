@@ -1,4 +1,4 @@
-// Loads and stores of shared memory by its 32-bit addresses, as the other wrappers take them.
+// Loads and stores of shared memory by 32-bit addresses, as in the other wrappers.
 #pragma once
 
 #include <cstdint>

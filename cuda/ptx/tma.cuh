@@ -1,9 +1,9 @@
-// The copy engine (TMA): boxes of a tensor of rank 4 or 5 between global and shared memory, one
-// thread issuing. Coordinates are in elements, innermost dimension first. Elements outside the
-// tensor are zero when read and left alone when written. The tensor map lies in kernel parameters,
-// 64-byte aligned; boxes with 128-byte rows and swizzle begin on multiples of 128 bytes, and where
-// a chunk of 16 bytes goes in its row follows from the address alone, as if boxes were parts of one
-// that begins on a multiple of 1024. sm_90.
+// The copy engine (TMA) copies boxes of a tensor of rank 4 or 5 between global and shared memory.
+// One thread issues. Coordinates are in elements, innermost dimension first. Elements outside the
+// tensor read as zero and are not written. The tensor map lies in kernel parameters, 64-byte
+// aligned. Boxes with 128-byte rows and swizzle begin on multiples of 128 bytes. The position of a
+// 16-byte chunk in its row follows from the address alone, as if all boxes were parts of one that
+// begins on a multiple of 1024. sm_90.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,15 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Fetches a box into the L2. A hint: whatever is written to the tensor meanwhile, loads see it.
+// Fetches a box into the L2. It is a hint: loads still see later writes to the tensor.
 __device__ __forceinline__ void tma_prefetch(const void* map, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
 
-// Completes on `barrier`, which expects the bytes of the whole box, also of what lies outside.
+// Completes on `barrier`, which expects the bytes of the whole box, including parts outside the
+// tensor.
 __device__ __forceinline__ void tma_load(uint32_t destination, const void* map, uint32_t barrier,
                                          uint64_t policy, int c0, int c1, int c2, int c3) {
   asm volatile(
@@ -45,8 +46,8 @@ __device__ __forceinline__ void tma_load(uint32_t destination, const void* map, 
       : "memory");
 }
 
-// The same into every block of the cluster that has its bit in `blocks`: at the same place of its
-// shared memory, completing on the barrier at the same place.
+// The same for every block of the cluster whose bit is set in `blocks`. Destination and barrier
+// have the same addresses in each block's shared memory.
 __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const void* map,
                                                    uint32_t barrier, uint64_t policy,
                                                    uint16_t blocks, int c0, int c1, int c2,
@@ -59,7 +60,7 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t destination, const v
       : "memory");
 }
 
-// Copies contiguous bytes, a multiple of 16 from a 16-byte aligned place to another, and completes
+// Copies contiguous bytes, a multiple of 16. Source and destination are 16-byte aligned. Completes
 // on `barrier`.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, int bytes,
                                           uint32_t barrier, uint64_t policy) {
@@ -70,8 +71,8 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
-// Copies contiguous bytes of shared memory, a multiple of 16, to a 16-byte aligned place, or adds
-// the fp32 numbers there to those of that place; to be committed as tensor stores are.
+// Copies contiguous bytes of shared memory, a multiple of 16, to a 16-byte aligned address, or adds
+// its fp32 numbers to those there. Commit it like tensor stores.
 __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, int bytes,
                                            uint64_t policy) {
   asm volatile(
@@ -89,7 +90,7 @@ __device__ __forceinline__ void bulk_add(void* destination, uint32_t source, int
       : "memory");
 }
 
-// Coordinates are not negative: the copy engine stops at such a store (not at such a load).
+// Coordinates must not be negative: the copy engine stops at such a store (but not at such a load).
 __device__ __forceinline__ void tma_store(const void* map, uint32_t source, int c0, int c1, int c2,
                                           int c3) {
   asm volatile(
@@ -108,7 +109,7 @@ __device__ __forceinline__ void tma_store(const void* map, uint32_t source, int 
       : "memory");
 }
 
-// Closes the group of this thread's stores since the last one.
+// Closes the group of this thread's stores since the last commit.
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -118,14 +119,13 @@ __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Waits until all of this thread's groups of stores but the kPending newest have read their
-// sources.
+// Waits until all but the kPending newest groups of this thread's stores have read their sources.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read_but() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until all of this thread's groups of stores but the kPending newest have been written.
+// Waits until all but the kPending newest groups of this thread's stores have been written.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_but() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
@@ -136,11 +136,11 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders ordinary accesses to memory before those of the copy engine and wgmma, and the reverse.
+// Orders ordinary memory accesses before those of the copy engine and wgmma, and the reverse.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
-// The same, for shared memory alone.
+// The same for shared memory only.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,5 +1,5 @@
-// Boxes of a tensor of rank 2, as of rows that are copied one by one: the fewer coordinates, the
-// fewer instructions of each. As tma.cuh's of rank 4. sm_90.
+// Boxes of a tensor of rank 2, for rows that are copied one by one: fewer coordinates need fewer
+// instructions per copy. Otherwise like tma.cuh's of rank 4. sm_90.
 #pragma once
 
 #include <cstdint>

@@ -1,12 +1,12 @@
-// wgmma: D[64, N] += A[64, 16] B[16, N] by the four warps of a warpgroup, 16-bit operands, fp32
-// accumulation, asynchronous. B lies in shared memory; A there too or in registers. sm_90a.
+// wgmma: the four warps of a warpgroup compute D[64, N] += A[64, 16] B[16, N], asynchronously, with
+// 16-bit operands and fp32 accumulation. B lies in shared memory, A there or in registers. sm_90a.
 //
-// Warp w of the group owns rows 16w..16w+15. Of lane l, with g = l / 4 and t = l % 4, element
-// d[4n + e] is D[16w + g + 8 (e / 2), 8n + 2t + e % 2] for n = 0, 1, ...: two neighbouring n,
-// packed in pairs, are the A fragment of 16 columns.
+// Warp w of the group owns rows 16w..16w+15. In lane l, with g = l / 4 and t = l % 4, element d[4n
+// + e] is D[16w + g + 8 (e / 2), 8n + 2t + e % 2] for n = 0, 1, ...: two neighbouring n, packed in
+// pairs, are the A fragment of 16 columns.
 //
 // Between the first product of a group and the wait that ends it nothing may touch the accumulators
-// or the A registers: `pin` holds the compiler to that.
+// or the A registers. `pin` makes the compiler obey.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@
 
 namespace flashmoe::ptx {
 
-// A tile in shared memory with rows of 128 bytes and 128-byte swizzle, groups of eight rows 1024
-// bytes apart. K-major (Q and K): a row holds 64 elements along k, and the next 16 of them begin 32
-// bytes on. MN-major (V): a row holds 64 elements along n, the next 64 begin `group_bytes` on, and
-// the next 16 along k are 2048 bytes on. The tile begins on a multiple of 1024 bytes.
+// A tile in shared memory with rows of 128 bytes and 128-byte swizzle. Groups of eight rows are
+// 1024 bytes apart. K-major (Q and K): a row holds 64 elements along k; the next 16 of them begin
+// 32 bytes further. MN-major (V): a row holds 64 elements along n; the next 64 begin `group_bytes`
+// further, and the next 16 along k 2048 bytes further. The tile begins on a multiple of 1024 bytes.
 __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t address, uint32_t group_bytes) {
   constexpr uint64_t kEightRows = 1024;
   constexpr uint64_t kSwizzle128 = 1;
@@ -26,22 +26,22 @@ __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t address, uint32
          static_cast<uint64_t>(group_bytes >> 4) << 16 | kEightRows >> 4 << 32 | kSwizzle128 << 62;
 }
 
-// The descriptor of what lies `bytes` further on.
+// The descriptor of an address `bytes` further on.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) {
   return descriptor + static_cast<uint64_t>(bytes >> 4);
 }
 
-// Before the first product of a group: orders what registers hold before it.
+// Precedes the first product of a group: orders earlier register accesses before it.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes the group of products since the last one.
+// Closes the group of products since the last commit.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending of the newest groups are under way.
+// Waits until at most the kPending newest groups are pending.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -61,12 +61,13 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
 
 // multiply(d, a, b, add): A and B in shared memory, both K-major. multiply_major(d, a, b, add): the
 // same with A MN-major; multiply_majors: both MN-major. multiply_values(d, a, b, add): A in
-// registers, B MN-major; multiply_by_rows: B K-major. `add` false overwrites d. A in registers is
-// what ldmatrix gives of four 8x8 matrices, rows first.
+// registers, B MN-major; multiply_by_rows: A in registers, B K-major. If `add` is false, the
+// product overwrites d. A in registers has the layout of four 8x8 matrices from ldmatrix, rows
+// first.
 template <class Element, int kColumns>
 struct Wgmma;
 
-// Placeholders %0 to %127 and operands d[0] to d[127], by eights.
+// Placeholders %0 to %127 and operands d[0] to d[127], in groups of eight.
 #define FLASHMOE_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FLASHMOE_R8 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define FLASHMOE_R16 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -120,7 +121,7 @@ struct Wgmma;
 #define FLASHMOE_D_128 FLASHMOE_D_120, FLASHMOE_D8(120)
 
 #define FLASHMOE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-// Four registers more, for odd multiples of eight columns.
+// Four more registers, for odd multiples of eight columns.
 #define FLASHMOE_R_4 "%0, %1, %2, %3"
 #define FLASHMOE_D_4 FLASHMOE_D4(0)
 #define FLASHMOE_R_12 FLASHMOE_R_8 ", %8, %9, %10, %11"
@@ -146,8 +147,8 @@ struct Wgmma;
 #define FLASHMOE_R_92 FLASHMOE_R_88 ", %88, %89, %90, %91"
 #define FLASHMOE_D_92 FLASHMOE_D_88, FLASHMOE_D4(88)
 
-// Here and below `registers` are kColumns / 2, and s0... the placeholders of the operands that
-// follow them. Of A in registers; `b_major` is 1 where B is MN-major.
+// Here and below `registers` is kColumns / 2, and s0... are the placeholders of the operands after
+// them. A is in registers. `b_major` is 1 if B is MN-major.
 #define FLASHMOE_WGMMA_OF_VALUES(name, b_major, type, columns, registers, s0, s1, s2, s3, s4, s5) \
   static __device__ __forceinline__ void name(float (&d)[registers], const uint32_t (&a)[4],      \
                                               uint64_t b, bool add) {                             \

@@ -1,12 +1,12 @@
-// Loads and copies of 4, 8 or 16 bytes of global memory, to and from a multiple of as many: for
-// what is aligned to no more.
+// Loads and copies of 4, 8 or 16 bytes of global memory. Both addresses are multiples of the size,
+// which may be less than 16.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::ptx {
 
-// Through the L1. sm_80 and newer.
+// Goes through the L1. sm_80 and newer.
 template <int kBytes>
 __device__ __forceinline__ void cp_async_cached(uint32_t destination, const void* source) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
@@ -15,8 +15,8 @@ __device__ __forceinline__ void cp_async_cached(uint32_t destination, const void
                : "memory");
 }
 
-// Not by ld.global.nc, which promises that nothing is written from the kernel's start on: the
-// launch ahead may not have ended then. sm_70 and newer.
+// This is not ld.global.nc, which promises that nothing writes the data from the kernel's start on:
+// the previous launch may not have ended then. sm_70 and newer.
 __device__ __forceinline__ void load_words(uint32_t (&words)[1], const void* address) {
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(address));
 }
