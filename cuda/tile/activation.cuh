@@ -1,4 +1,4 @@
-// Activations of the experts on fp32 sums, and the limits of what they are applied to.
+// Activations of the experts on fp32 sums, and the limits of their arguments.
 #pragma once
 
 #include "cuda/numeric/constants.h"
@@ -19,8 +19,8 @@ __device__ __forceinline__ float times_sigmoid(float z, float exponent) {
 }
 
 // z * Phi(z) by Phi(-|z|) = e^(-z^2/2) p(t) / 2, t = 1 / (1 + q |z|), Abramowitz and Stegun 7.1.26.
-// Off by less than 4.3e-7, and above z = -6 by less than 0.4 % of the value. By erff, z (1 + erf) /
-// 2 loses all digits below z = -5, where bf16 still has values.
+// The error is below 4.3e-7, and above z = -6 below 0.4 % of the value. z (1 + erf) / 2 by erff
+// would lose all digits below z = -5, where bf16 still has values.
 __device__ __forceinline__ float gelu(float z) {
   constexpr float kQ = 0.3275911f * 0.70710678118654752f;
   constexpr float kP1 = 0.5f * 0.254829592f;
@@ -35,14 +35,14 @@ __device__ __forceinline__ float gelu(float z) {
   return z * (z < 0.0f ? tail : 1.0f - tail);
 }
 
-// max(z, 0), or its square. A NaN stays one.
+// max(z, 0), or its square. A NaN stays NaN.
 __device__ __forceinline__ float relu(float z, bool squared) {
   const float positive = numeric::max_nan(z, 0.0f);
   return squared ? positive * positive : positive;
 }
 
-// act of kCount values, in place, for kernels that find out at run time which one it is. The branch
-// is uniform.
+// Applies the activation to kCount values in place, for kernels that select it at run time. The
+// branch is uniform.
 template <int kCount>
 __device__ __forceinline__ void activate(float (&z)[kCount], int activation, float alpha) {
   // tanh(s) = 2 sigmoid(2 s) - 1 with s = sqrt(2 / pi) (z + 0.044715 z^3).
@@ -66,7 +66,7 @@ __device__ __forceinline__ void activate(float (&z)[kCount], int activation, flo
   }
 }
 
-// A limit cuts a gate to at most itself, an up also to no less than its negative; a NaN stays one.
+// A limit bounds a gate from above, and an up from both sides. A NaN stays NaN.
 __device__ __forceinline__ float cut_above(float z, float limit) {
   return numeric::min_nan(z, limit);
 }

@@ -1,12 +1,12 @@
-// Activations of the experts together with their slopes, on fp32, and what comes back through the
-// limits of what they are applied to.
+// Activations of the experts with their slopes, on fp32, and gradients through the limits of their
+// arguments.
 #pragma once
 
 #include "cuda/tile/activation.cuh"
 
 namespace flashmoe {
 
-// Phi(z), as gelu() has it.
+// Phi(z), computed as in gelu().
 __device__ __forceinline__ float normal_distribution(float z) {
   constexpr float kQ = 0.3275911f * 0.70710678118654752f;
   constexpr float kP[5] = {0.5f * 0.254829592f, 0.5f * -0.284496736f, 0.5f * 1.421413741f,
@@ -17,9 +17,9 @@ __device__ __forceinline__ float normal_distribution(float z) {
   return z < 0.0f ? tail : 1.0f - tail;
 }
 
-// act(z) into z and its slope there into slope, for kernels that find out at run time which one it
-// is. The branch is uniform. Beyond +-kFlat slopes are those of a straight line, and what is
-// multiplied by what has vanished must not overflow. A NaN stays one.
+// Sets z to act(z) and slope to its slope there, for kernels that select the activation at run
+// time. The branch is uniform. Beyond +-kFlat the slope is that of a straight line: factors of a
+// vanished term must not overflow. A NaN stays NaN.
 template <int kCount>
 __device__ __forceinline__ void activate_with_slope(float (&z)[kCount], float (&slope)[kCount],
                                                     int activation, float alpha) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void activate_with_slope(float (&z)[kCount], float (&
   }
 }
 
-// What comes back through a cut: nothing from beyond the limit, at which there is something.
+// The gradient through a limit: 0 beyond it, dx at it.
 __device__ __forceinline__ float through_cut_above(float x, float limit, float dx) {
   return x > limit ? 0.0f : dx;
 }

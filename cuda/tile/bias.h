@@ -1,4 +1,4 @@
-// The bias of a matrix of each expert.
+// The bias of one of each expert's matrices.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace flashmoe {
 
-// [experts, rows]; data is nullptr where there is none.
+// [experts, rows]; data is nullptr without a bias.
 struct Bias {
   const void* data;
   int64_t expert_stride;  // elements

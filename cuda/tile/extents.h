@@ -1,4 +1,4 @@
-// Arithmetic of extents, and how many threads go together.
+// Arithmetic of extents, and numbers of threads per warp and warpgroup.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ namespace flashmoe {
 inline constexpr int kThreadsPerWarp = 32;
 inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
 
-// a / b, rounded up: a is not negative, b positive, and their sum within range.
+// a / b, rounded up. a is not negative, b is positive, and their sum does not overflow.
 template <class A, class B>
 FLASHMOE_HOST_DEVICE constexpr auto ceil_div(A a, B b) {
   return (a + b - 1) / b;
 }
-// By a constant, for kernels: the compiler folds b - 1 into the sum from the start.
+// Division by a constant, for kernels: the compiler folds b - 1 into the sum early.
 template <int kB>
 FLASHMOE_HOST_DEVICE constexpr int ceil_div(int a) {
   return (a + kB - 1) / kB;
@@ -28,7 +28,7 @@ FLASHMOE_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
-constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }  // of powers of two
+constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }  // n is a power of two
 
 }  // namespace flashmoe
 

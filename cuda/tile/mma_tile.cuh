@@ -1,5 +1,5 @@
-// Tiles of 16-bit elements in shared memory for mma.sync: how they lie, how they come by cp.async,
-// and where a lane finds its part of a fragment by ldmatrix.
+// Tiles of 16-bit elements in shared memory for mma.sync: their layout, their copies by cp.async,
+// and the addresses of a lane's fragments for ldmatrix.
 #pragma once
 
 #include "cuda/ptx/cp_async.cuh"
@@ -11,8 +11,8 @@ namespace flashmoe {
 inline constexpr int kBytesPerChunk = 16;  // one cp.async, one ldmatrix row
 inline constexpr int kElementsPerChunk = 8;
 
-// A [rows, kDim] tile of 16-bit elements in shared memory. The 16-byte chunks of a row are permuted
-// so that the eight rows of an 8x8 matrix lie in distinct banks, for any row length that is a
+// A [rows, kDim] tile of 16-bit elements in shared memory. A swizzle permutes the 16-byte chunks of
+// a row so that the eight rows of an 8x8 matrix lie in distinct banks, for any row length that is a
 // multiple of 64 bytes.
 template <int kDim_>
 struct TileLayout {
@@ -30,8 +30,8 @@ struct TileLayout {
     return static_cast<uint32_t>(row * kRowBytes) +
            (static_cast<uint32_t>(chunk) ^ swizzle(row)) * kBytesPerChunk;
   }
-  // ldmatrix addresses of one lane: `fragment_base` once, then `fragment` per 16-element column
-  // pair. 2 * pair has its low bit clear and rows step by multiples of 8, so the swizzle is one
+  // ldmatrix addresses of one lane: `fragment_base` once, then `fragment` per pair of 16-element
+  // columns. 2 * pair has a clear low bit and rows step by multiples of 8, so the swizzle is one
   // exclusive or with a constant.
   static __device__ __forceinline__ uint32_t fragment_base(uint32_t tile, int row, int half) {
     return tile + chunk_offset(row, half);
@@ -44,32 +44,31 @@ struct TileLayout {
   }
 };
 
-// Which of the matrix's rows a row of a tile is: the same. Others permute the bits of its index,
-// all within a tile.
+// Maps a row of a tile to a row of the matrix: the same row. Other orders permute bits of the index
+// within a tile.
 struct InOrder {
   static constexpr __host__ __device__ int row_of(int row) { return row; }
 };
 
-// Copies kRows consecutive rows of a [rows, dim] matrix into a tile, all threads of the block
-// taking part, and moves on to the next kRows. Rows past the end and columns from `dim` on become
-// zero.
+// Copies kRows consecutive rows of a [rows, dim] matrix into a tile and moves on to the next kRows.
+// All threads of the block take part. Rows past the end and columns from `dim` on become zero.
 template <class Layout, int kRows, int kThreads, class Order = InOrder>
 class TileLoader {
  public:
-  // `base` is the first row to copy; `tile` the address in shared memory that offsets count from.
+  // `base` is the first row to copy. Offsets count from `tile`, an address in shared memory.
   __device__ __forceinline__ TileLoader(const uint16_t* base, int64_t row_stride, uint32_t tile)
       : source_(base + Order::row_of(row()) * row_stride + chunk() * kElementsPerChunk),
         address_(tile + Layout::chunk_offset(row(), chunk())) {
     pin(address_);
   }
-  // For a matrix whose tiles have the same layout as another's, `offset` bytes behind them: the two
-  // share a register.
+  // For a matrix whose tiles have the layout of another's, `offset` bytes behind them. The two
+  // share an address register.
   __device__ __forceinline__ TileLoader(const uint16_t* base, int64_t row_stride,
                                         const TileLoader& other, uint32_t offset)
       : source_(base + Order::row_of(row()) * row_stride + chunk() * kElementsPerChunk),
         address_(other.address_ + offset) {}
 
-  // `rows` of the matrix are left from the first one of this tile on.
+  // The matrix has `rows` rows left, counted from the first one of this tile.
   __device__ __forceinline__ void load_next(uint32_t offset, int64_t row_stride, int rows,
                                             int dim) {
     const uint32_t tile = address_ + offset;
@@ -83,7 +82,7 @@ class TileLoader {
     } else {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
-        // An address past the end is not touched when there is nothing to copy.
+        // Without anything to copy, an address past the end is not accessed.
         const bool valid = Order::row_of(row()) + Order::row_of(i * kRowsPerPass) < rows &&
                            chunk() * kElementsPerChunk < dim;
         if (copies(i)) ptx::cp_async_16_or_zero(pass_address(tile, i), source_, valid);
@@ -92,9 +91,9 @@ class TileLoader {
     }
   }
 
-  // The same of rows anywhere: row_of(row) is where a row of the tile is, or nullptr for one that
-  // is to become zero. All are asked for before the first is copied, since they may be looked up.
-  // The loader's own matrix plays no part.
+  // The same for rows at any address: row_of(row) is the source of a row of the tile, or nullptr
+  // for a row of zeros. All addresses are computed before the first copy because they may need
+  // look-ups. The loader's own matrix is not used.
   template <class RowOf>
   __device__ __forceinline__ void load_rows(uint32_t offset, int dim, const RowOf& row_of) const {
     const uint32_t tile = address_ + offset;
@@ -119,18 +118,17 @@ class TileLoader {
     while (power < n) power *= 2;
     return power;
   }
-  // Rows whose length is no power of two leave some lanes idle: cheaper than divisions.
+  // Row lengths that are no power of two leave some lanes idle. That is cheaper than divisions.
   static constexpr int kLanesPerRow = next_power_of_two(Layout::kChunksPerRow);
   static constexpr int kRowsPerPass = kThreads / kLanesPerRow;
   static constexpr int kPasses = (kRows + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr uint32_t kPassBytes = static_cast<uint32_t>(kRowsPerPass * Layout::kRowBytes);
-  // What a pass changes in the swizzle of a thread's chunk: nothing, or one bit with every odd
-  // pass.
+  // How a pass changes the swizzle of a thread's chunk: not at all, or one bit with every odd pass.
   static constexpr uint32_t kOddPassBit =
       kRowsPerPass % 8 == 0 ? 0 : Layout::kSwizzleChunks / 2 * kBytesPerChunk;
   static_assert(kRowsPerPass % 8 == 0 || kRowsPerPass == 4);
 
-  // A pass has whole bits of the index.
+  // A pass covers whole bits of the row index.
   static __device__ __forceinline__ int64_t stride_to_next_pass(int pass, int64_t pass_stride,
                                                                 int64_t row_stride) {
     const int rows = Order::row_of((pass + 1) * kRowsPerPass) - Order::row_of(pass * kRowsPerPass);
@@ -150,7 +148,7 @@ class TileLoader {
   uint32_t address_;
 };
 
-// Addresses in shared memory of a lane's part of the fragments of a tile, for Layout::fragment.
+// Shared-memory addresses of a lane's part of the fragments of a tile, for Layout::fragment.
 template <class Layout>  // A operand: rows x k
 __device__ __forceinline__ uint32_t a_fragments(uint32_t tile, int first_row) {
   const int lane = reread::lane_index();

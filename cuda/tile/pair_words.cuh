@@ -1,11 +1,10 @@
-// What a lane of mma.sync reads of a bias or a mask: the numbers of its fragments' pairs, packed in
-// words, which come to its registers or, by cp.async, to a place of the warp's own in shared
-// memory.
+// The numbers of a bias or a mask that a lane of mma.sync reads: those of its fragments' pairs,
+// packed in words. They go to registers or, by cp.async, to the warp's own area of shared memory.
 //
 // A fragment of scores gives a lane two keys of every eight. Kernels that read pairs therefore
-// permute the keys of a tile where they copy it (SideBySide), so that a lane's keys of a row follow
-// one another, and one copy of up to 16 bytes has the numbers of several. The products do not
-// notice: scores and probabilities have their columns where keys and values have their rows.
+// permute the keys of a tile when they copy it (SideBySide). A lane's keys of a row are then
+// consecutive, and one copy of up to 16 bytes has the numbers of several. The products do not
+// change: columns of scores and probabilities are permuted like rows of keys and values.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +15,8 @@
 
 namespace flashmoe {
 
-// The order of a tile's keys: kSide of each kGroup are a lane's. Column 8n + 2c + e of a group,
-// which fragment n gives lane c of four, has key kSide c + 2n + e.
+// The order of a tile's keys: a lane has kSide keys of each kGroup. Column 8n + 2c + e of a group,
+// which fragment n gives to lane c of four, has key kSide c + 2n + e.
 template <int kSide_>
 struct SideBySide {
   static constexpr int kSide = kSide_;
@@ -28,9 +27,10 @@ struct SideBySide {
     return row / kGroup * kGroup + row % 8 / 2 * kSide + row % kGroup / 8 * 2 + row % 2;
   }
   static __device__ __forceinline__ int first_of_lane(int lane) { return lane % 4 * kSide; }
-  // Of number i of a lane's in a row, i % 2 of fragment i / 2: how far behind its first key.
+  // The distance of a lane's number i in a row from its first key. Number i is element i % 2 of
+  // fragment i / 2.
   static constexpr __host__ __device__ int key_of(int i) { return i / kSide * kGroup + i % kSide; }
-  // Bit i is set where key i of kCount, of which the first is `first`, is in `keys`.
+  // Bit i is set if key i of kCount is in `keys`. The first key is `first`.
   template <int kCount>
   static __device__ __forceinline__ uint32_t visible(int first, const KeyRange& keys) {
     uint32_t bits = 0;
@@ -45,7 +45,7 @@ struct SideBySide {
   }
 };
 
-// kCount numbers of kBytes each of a lane in a row: number i is in word i / kPerWord.
+// A lane's kCount numbers of kBytes bytes in a row. Number i is in word i / kPerWord.
 template <class Element, class Keys_, int kBytes_, int kCount_>
 struct PairWords {
   using Keys = Keys_;
@@ -54,29 +54,29 @@ struct PairWords {
   static constexpr int kPerWord = 4 / kBytes;
   static constexpr int kWords = kCount / kPerWord;
   using Row = uint32_t[kWords];
-  // What is copied at once, and what rows begin at multiples of where that can be done.
+  // Bytes per copy. Rows must begin at multiples of it.
   static constexpr int kCopyBytes = smaller(Keys::kSide * kBytes, 16);
   static constexpr int kCopyWords = kCopyBytes / 4;
-  static constexpr int kCopies = kWords / kCopyWords;  // of a row
+  static constexpr int kCopies = kWords / kCopyWords;  // copies per row
   static_assert(kCount % Keys::kSide == 0);
-  // A number that hides its key: 0 of a mask, -inf of a bias.
+  // The number that hides its key: 0 in a mask, -inf in a bias.
   static constexpr uint32_t kHidden = kBytes == 1 ? 0
                                       : kBytes == 2
                                           ? 0x8000u | numeric::ElementTraits<Element>::kExponentMask
                                           : 0xff800000u;
   static constexpr uint32_t kOnes = kBytes == 4 ? ~0u : (1u << 8 * kBytes % 32) - 1;
 
-  // Of row r the copy c, in the place of the warp: those of its lanes are side by side.
+  // Offset of copy c of row r in the warp's area. The copies of its lanes are contiguous.
   static __device__ __forceinline__ int offset_of(int lane, int r, int c) {
     return ((r * kCopies + c) * kThreadsPerWarp + lane) * kCopyBytes;
   }
 
-  // Whether numbers can be copied side by side; else they are loaded one by one.
+  // Whether numbers can be copied in runs. If not, they are loaded one by one.
   static __device__ __forceinline__ bool can_copy(const PairNumbers& numbers) {
     return numbers.alignment >= kCopyBytes;
   }
-  // Copies kRows rows, whose key 0 is at row_at(r): the numbers of the lane's keys from `first`,
-  // its own, on, all of which there are.
+  // Copies kRows rows. Key 0 of row r is at row_at(r). Copies the numbers of the lane's keys from
+  // `first` on, its first key. All of these keys exist.
   template <int kRows, class RowAt>
   static __device__ __forceinline__ void copy(unsigned char* place, int lane, int first,
                                               const RowAt& row_at) {
@@ -91,7 +91,7 @@ struct PairWords {
       }
     }
   }
-  // The same one by one, of keys before `end`; the others' are zeros.
+  // The same one by one, for keys before `end`. Those of other keys are zeros.
   template <int kRows, class RowAt>
   static __device__ __forceinline__ void load(unsigned char* place, int lane,
                                               const PairNumbers& numbers, int first, int end,
@@ -124,7 +124,7 @@ struct PairWords {
     return *reinterpret_cast<const uint32_t*>(address);
   }
 
-  // The same of one row to registers: `all` keys exist, or not.
+  // The same for one row, to registers. `all`: all keys exist.
   static __device__ __forceinline__ void load(Row& words, const PairNumbers& numbers,
                                               const char* row, int first, int end, bool all) {
     if (all && can_copy(numbers)) {
@@ -141,7 +141,7 @@ struct PairWords {
     }
   }
 
-  // A row that has been copied.
+  // Reads a row that has been copied.
   static __device__ __forceinline__ void read(Row& words, const unsigned char* place, int lane,
                                               int r) {
     struct alignas(kCopyBytes) Copy {
@@ -158,13 +158,13 @@ struct PairWords {
   static __device__ __forceinline__ uint32_t number(const uint32_t* words, int i) {
     return words[i / kPerWord] >> 8 * kBytes * (i % kPerWord) & kOnes;
   }
-  // Bit i is set where number i does not hide its key.
+  // Bit i is set if number i does not hide its key.
   static __device__ __forceinline__ uint32_t visible(const uint32_t* words) {
     uint32_t bits = 0;
     if constexpr (kBytes == 1) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        // A bit of each byte, gathered in the highest one.
+        // Each byte gives one bit. The product gathers them in the highest byte.
         const uint32_t ones = __vsetne4(words[w], 0);
         bits |= ones * 0x01020408u >> 24 << 4 * w;
       }
@@ -174,7 +174,7 @@ struct PairWords {
     }
     return bits;
   }
-  // What number i adds to its logit, of a bias.
+  // The bias that number i adds to its logit.
   static __device__ __forceinline__ float bias(const uint32_t* words, int i) {
     if constexpr (kBytes == 4) {
       return __uint_as_float(words[i]);

@@ -1,4 +1,4 @@
-// Where a role is in a ring of stages, each of which has barriers that say it is full or empty.
+// The position of a role in a ring of stages. Each stage has barriers that signal full and empty.
 #pragma once
 
 #include <cstdint>

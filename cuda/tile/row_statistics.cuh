@@ -1,5 +1,5 @@
-// Online softmax of the rows that a lane has scores of: what their probabilities are relative to,
-// and their sums. How scores become probabilities, and what becomes of those, is each kernel's own.
+// Online softmax state of the rows whose scores a lane has: the row max and the sum of
+// probabilities. Each kernel converts scores to probabilities and uses them in its own way.
 #pragma once
 
 #include "cuda/tile/score_fragments.cuh"
@@ -20,9 +20,10 @@ struct RowStatistics {
     }
   }
 
-  // Sets row maxima that the scores have outgrown to the highest score. False, warp-uniformly, if
-  // there are none; else calls apply(r, factor) for every row: what its accumulators are to be
-  // multiplied by, 1 if its maximum stays. One row after another, since registers are short here.
+  // Raises the row max to the highest score where scores have outgrown it. Returns false,
+  // warp-uniformly, if that is so in no row. Otherwise it calls apply(r, factor) for every row,
+  // with the factor of its accumulators: 1 if its maximum stays. It handles rows one after another
+  // because registers are short here.
   template <class Fragments, class Apply>
   __device__ __forceinline__ bool rescale(const typename Fragments::Scores& scores,
                                           float scale_log2, const Apply& apply) {
@@ -47,12 +48,12 @@ struct RowStatistics {
     return true;
   }
 
-  // The same for all rows at once, and for any scores: a NaN among them makes the row's maximum a
-  // NaN, and with it the whole row.
+  // The same for all rows at once, and for any scores: a NaN score makes the row's maximum NaN, and
+  // with it the whole row.
   template <class Fragments>
   __device__ __forceinline__ void rescale_nan(const typename Fragments::Scores& scores,
                                               float scale_log2, float (&factor)[kRows]) {
-    constexpr int kChains = 4;  // of dependent maxima
+    constexpr int kChains = 4;  // chains of dependent maxima
     float tops[kRows][kChains];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

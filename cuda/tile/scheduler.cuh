@@ -1,15 +1,15 @@
-// Which tile a block takes next. Tiles have positions, from 0 on, and a position has a tile of a
+// Which tile a block takes next. Tiles have positions, from 0 on. A position maps to a tile of a
 // head.
 //
-// A block of a kernel that is not persistent takes the position of its index, or some blocks share
-// one. Blocks of persistent kernels take theirs
+// A block of a kernel that is not persistent takes the position of its index, or several blocks
+// share one. Blocks of persistent kernels take positions by one of these schedules:
 //
-// - In order: rounds of one tile for each block. Every other round runs backwards: whoever had the
-//   longest tile of one has the shortest of the next.
-// - L2 swizzle: rounds that begin anew with each group of so many tiles, of heads whose keys and
-//   values fit the L2 together, and which come longest first. One group of all tiles is in order.
-// - Stream-K: the steps of all tiles, laid end to end, in one range for each block. The host has
-//   found where these begin.
+// - In order: rounds of one tile per block. Every other round runs backwards: a block with the
+//   longest tile of one round has the shortest of the next.
+// - L2 swizzle: rounds start again with each group of tiles. The keys and values of a group's heads
+//   fit the L2 together, and its longest tiles come first. A single group of all tiles is in order.
+// - Stream-K: the steps of all tiles, laid end to end, are cut into one range per block. The host
+//   computes where ranges begin.
 #pragma once
 
 #include <cstdint>
@@ -18,27 +18,27 @@
 
 namespace flashmoe {
 
-// What is at a position.
+// The tile at a position.
 struct TileOfHead {
-  int head;  // of those of all batches
+  int head;  // counted over all batches
   int rank;  // of the tile among those of the head
 };
 
-// The tile of a rank: longest_tiles_first says that the last ones are the longest, and come first.
+// The tile of a rank. longest_tiles_first: the last tiles are the longest and come first.
 template <class Params>
 __device__ __forceinline__ int tile_of_rank(const Params& params, int rank) {
   return params.longest_tiles_first ? params.tiles_per_head - 1 - rank : rank;
 }
 
-// Head by head.
+// Tiles in order, head by head.
 __device__ __forceinline__ TileOfHead tile_in_order(const Divisor& by_tiles_per_head,
                                                     int tiles_per_head, int position) {
   const int head = by_tiles_per_head.quotient(position);
   return {head, position - head * tiles_per_head};
 }
 
-// L2 swizzle: groups of heads_per_swizzle of the heads, the last of which may hold fewer, and in a
-// group the first tiles of its heads, the second ones, and so on.
+// L2 swizzle: each group has heads_per_swizzle heads, the last group maybe fewer. Within a group,
+// the first tiles of all heads come first, then the second ones, and so on.
 template <class Params>
 __device__ __forceinline__ TileOfHead tile_in_swizzle(const Params& params, int position) {
   const int swizzle = params.by_tiles_per_swizzle.quotient(position);
@@ -52,9 +52,9 @@ __device__ __forceinline__ TileOfHead tile_in_swizzle(const Params& params, int 
 
 class SwizzledRounds {
  public:
-  // Calls take(position) for the next tile. `params` has tiles_per_head of `heads`, and where
-  // longest_tiles_first the groups: tiles of one, and these modulo the number of blocks. False when
-  // there are no more.
+  // Calls take(position) for the next tile. Returns false when there are no more. `params` has
+  // tiles_per_head, `heads` and, with longest_tiles_first, the groups: tiles per group, and that
+  // number modulo the number of blocks.
   template <class Params, class Take>
   __device__ __forceinline__ bool next(const Params& params, const Take& take) {
     const int blocks = static_cast<int>(gridDim.x);
@@ -74,8 +74,8 @@ class SwizzledRounds {
       first_ += swizzle;
       round_ = first_;
       forwards_ = true;
-      // Behind the block that had this one's end: groups may hold fewer tiles than there are
-      // blocks.
+      // Follows the block that had the end of this group: groups may have fewer tiles than there
+      // are blocks.
       slot_ -= params.slots_per_swizzle;
       if (slot_ < 0) slot_ += blocks;
     }
@@ -83,7 +83,7 @@ class SwizzledRounds {
   }
 
  private:
-  int slot_ = static_cast<int>(blockIdx.x);  // of this block in a round of the group
+  int slot_ = static_cast<int>(blockIdx.x);  // this block's slot in a round of the group
   int first_ = 0;                            // position of the group
   int round_ = 0;                            // position of the round
   bool forwards_ = true;
@@ -91,8 +91,8 @@ class SwizzledRounds {
 
 class StreamK {
  public:
-  // `start` says where the block's range begins: `tile`, and `step` of it. Without, tiles come
-  // whole.
+  // `start` says where the block's range begins: `tile`, and `step` in it. Without a start, tiles
+  // are whole.
   template <class Start>
   __device__ __forceinline__ void begin(const Start& start) {
     next_ = start.tile;
@@ -100,8 +100,8 @@ class StreamK {
   }
 
   // Calls take(position, first_step, cut) for the next tile of the range, which ends where the next
-  // block's begins. A block before has the steps before first_step, and of a tile that is cut the
-  // next block has those from its own start on. False when there are no more.
+  // block's range begins. Returns false when there are no more. An earlier block has the steps
+  // before first_step. If a tile is cut, the next block has the steps from its own start on.
   template <class Start, class Take>
   __device__ __forceinline__ bool next_of_range(const Start& end, const Take& take) {
     const bool cut = next_ == end.tile;
@@ -112,8 +112,8 @@ class StreamK {
     return true;
   }
 
-  // Calls take(position) for the next of so many whole tiles, in rounds. False when there are no
-  // more.
+  // Calls take(position) for the next of `tiles` whole tiles, in rounds. Returns false when there
+  // are no more.
   template <class Take>
   __device__ __forceinline__ bool next_of_rounds(int tiles, const Take& take) {
     const int blocks = static_cast<int>(gridDim.x);

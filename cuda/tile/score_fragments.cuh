@@ -1,6 +1,6 @@
-// Where a lane has the scores of its rows, one layout for each way that their products are
-// computed. Row r of a lane's, from its first on, is row_of(r) further down; score i of each is of
-// the key key_of(i) behind the lane's first.
+// Where a lane has the scores of its rows: one layout per way of computing the products. A lane's
+// row r is row_of(r) rows below its first row. Score i of a row is of the key key_of(i) behind the
+// lane's first key.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@ template <int kRowAtoms, int kKeys>
 struct ScoreFragments {
   using Scores = float[kRowAtoms][kKeys / 8][4];
   static constexpr int kRows = 2 * kRowAtoms;
-  static constexpr int kScores = kKeys / 4;  // of a row
+  static constexpr int kScores = kKeys / 4;  // per row
 
   template <class Array>
   static __device__ __forceinline__ auto& at(Array& scores, int r, int i) {
@@ -61,7 +61,7 @@ struct GroupScoreFragments {
   }
 };
 
-// Hides the keys that a row does not see: row(r) makes a function sees(i) of row r.
+// Masks the keys that a row does not see. row(r) returns a function sees(i) for row r.
 template <class Fragments, class Row>
 __device__ __forceinline__ void mask_scores(typename Fragments::Scores& scores, const Row& row) {
 #pragma unroll

@@ -1,7 +1,7 @@
-// What a call makes of its scores Q K^T between the products and the end of the softmax: the scale,
-// the softcap, which keys a query sees, and the sinks. Every attention kernel has them from here:
-// an option is added to this struct, to score_options, which fills it, and to what the kernels
-// call, here and in cuda/tile/softmax.cuh.
+// The options of a call that change its scores Q K^T between the products and the end of the
+// softmax: scale, softcap, visible keys, and sinks. Every attention kernel takes them from here. A
+// new option goes into this struct, into score_options, which fills it, and into the functions that
+// kernels call, here and in cuda/tile/softmax.cuh.
 #pragma once
 
 #include <algorithm>
@@ -18,34 +18,34 @@
 
 namespace flashmoe {
 
-// Keys from `first` to the one before `end`, none where end <= first.
+// Keys from `first` to before `end`. Empty if end <= first.
 struct KeyRange {
   int first;
   int end;
 };
 
-// By which function a softcap is computed: one that is exact, or one with fewer registers.
+// How a softcap is computed: exactly, or with fewer registers.
 enum class Softcap { kExact, kBrief };
 
 struct ScoreOptions {
-  // Query i sees the keys from i + left_offset to i + right_offset, as far as there are such keys.
-  // An absent bound lies beyond all of them; row + offset + 1 fits. Of ragged, padded and paged
-  // batches each sequence's diagonal is still to be added to i (cuda/tile/sequence_tables.h), and
-  // the three numbers behind the offsets say what may be.
+  // Query i sees the existing keys from i + left_offset to i + right_offset. An absent bound lies
+  // beyond all keys; row + offset + 1 fits in int32. In ragged, padded and paged batches each
+  // sequence's diagonal is added to i (cuda/tile/sequence_tables.h), and the three numbers after
+  // the offsets say what is possible.
   int32_t left_offset;
   int32_t right_offset;
   int32_t masked;         // some row does not see every key
   int32_t blind_rows;     // some row sees no key
   int32_t bounded_right;  // right_offset is a bound
-  float scale_log2;       // scale * log2(e); with a softcap softcap * log2(e)
-  float cap_ratio;        // scale / softcap; 0 without
+  float scale_log2;       // scale * log2(e); with a softcap, softcap * log2(e)
+  float cap_ratio;        // scale / softcap; 0 without a softcap
   int32_t sinks_are_fp32;
-  // [heads_q], of fp32 or else of the elements' type, in natural units; nullptr: none.
+  // [heads_q], fp32 or the elements' type, in natural units; nullptr: no sinks.
   const void* sinks;
   int64_t sink_stride;  // elements
 
 #ifdef __CUDACC__
-  // The keys that a query sees of so many. Neither end decreases with the query.
+  // The keys, of seq_k, that a query sees. Neither end decreases with the query.
   __device__ __forceinline__ int first_key(int query) const { return max(0, query + left_offset); }
   __device__ __forceinline__ int end_key(int query, int seq_k) const {
     return max(0, min(seq_k, query + right_offset + 1));
@@ -53,7 +53,7 @@ struct ScoreOptions {
   __device__ __forceinline__ KeyRange keys(int query, int seq_k) const {
     return {max(0, query + left_offset), min(seq_k, query + right_offset + 1)};
   }
-  // The queries of so many that see a key; as for keys, none where the end is not behind the first.
+  // The queries, of seq_q, that see a key. Empty if end <= first, as for keys.
   __device__ __forceinline__ int first_query(int key) const { return max(0, key - right_offset); }
   __device__ __forceinline__ int end_query(int key, int seq_q) const {
     return max(0, min(seq_q, key - left_offset + 1));
@@ -62,8 +62,8 @@ struct ScoreOptions {
     return first_key(query) < end_key(query, seq_k);
   }
 
-  // With a softcap scores, or an array of them, become tanh(cap_ratio * scores), which scale_log2
-  // is then of.
+  // With a softcap, scores, or an array of them, become tanh(cap_ratio * scores). scale_log2
+  // applies to that.
   __device__ __forceinline__ bool capped() const { return cap_ratio != 0.0f; }
   template <Softcap kSoftcap = Softcap::kExact, class Scores>
   __device__ __forceinline__ void cap(Scores& scores) const {
@@ -79,16 +79,16 @@ struct ScoreOptions {
 #endif
 };
 
-// Bounds beyond all keys: those of a side on which a row sees every key.
+// Bounds beyond all keys, for a side on which every row sees every key.
 inline constexpr int32_t kNoLeftOffset = -(1 << 30);
 inline constexpr int32_t kNoRightOffset = (1 << 30) - 1;
 
-// Offsets from the diagonal of a sequence, which no length of the call tells.
+// Offsets from a sequence's diagonal, which does not follow from the call's lengths.
 inline void set_offsets_of_sequences(const AttentionMask& mask, ScoreOptions* score) {
   const bool left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0;
   const bool right =
       mask.causal != FLASHMOE_CAUSAL_NONE || (mask.window & FLASHMOE_WINDOW_RIGHT) != 0;
-  // Windows beyond all keys hide none.
+  // Windows that reach beyond all keys hide none.
   const int64_t window_left = std::min<int64_t>(mask.window_left, -int64_t{kNoLeftOffset});
   const int64_t window_right = std::min<int64_t>(mask.window_right, kNoRightOffset);
   score->left_offset = left ? static_cast<int32_t>(-window_left) : kNoLeftOffset;
@@ -98,7 +98,7 @@ inline void set_offsets_of_sequences(const AttentionMask& mask, ScoreOptions* sc
   score->blind_rows = 1;
 }
 
-// The scale is finite: it may be as large as fp32 holds.
+// The scale is finite, and may be as large as fp32 allows.
 inline ScoreOptions score_options(const AttentionProblem& p) {
   constexpr double kLog2E = 1.4426950408889634;
   const double factor = p.softcap != 0.0f ? p.softcap : p.scale;
@@ -115,7 +115,8 @@ inline ScoreOptions score_options(const AttentionProblem& p) {
       static_cast<float>(std::min(factor * kLog2E, double{std::numeric_limits<float>::max()}));
   if (p.sequences.given) set_offsets_of_sequences(p.sequences.mask, &score);
   if (p.bias.data != nullptr || p.mask.data != nullptr) {
-    // Kernels that take them make logits of scores (score_pairs.h), and any row may see no key.
+    // Kernels with a bias or a mask turn scores into logits (score_pairs.h), and any row may see no
+    // key.
     score.masked = 1;
     score.blind_rows = 1;
     score.scale_log2 = static_cast<float>(kLog2E);

@@ -1,5 +1,5 @@
-// What a call says of each pair of a query and a key: a bias of its logit, and a mask. Kernels
-// without them do not know of these: an instance of its own has them behind its parameters.
+// Options per pair of a query and a key: a bias of its logit, and a mask. Kernels without them do
+// not have them in their parameters: separate instances have them at the end.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct PairNumbers {
   int64_t head_stride;
   int64_t query_stride;
   int64_t key_stride;
-  // Numbers of a row lie side by side, and rows begin at multiples of so many bytes, 16 at most;
-  // 0 where they do not.
+  // The numbers of a row are contiguous, and rows begin at multiples of this many bytes, at most
+  // 16. 0 if not.
   int32_t alignment;
 
 #ifdef __CUDACC__
@@ -31,15 +31,15 @@ struct PairNumbers {
 #endif
 };
 
-// Scores become logits, of which ScoreOptions::scale_log2 is then.
+// Turns scores into logits. ScoreOptions::scale_log2 applies to these.
 struct ScorePairs {
   PairNumbers bias;
   PairNumbers mask;  // bytes, 0 where a key is hidden
   int32_t bias_is_fp32;
-  float factor;  // of scores; with a softcap of their tanh
+  float factor;  // factor of scores, or with a softcap of their tanh
 
 #ifdef __CUDACC__
-  // A bias hides a key, too.
+  // A bias can hide a key, too.
   static constexpr float kHidden = -INFINITY;
 #endif
 };
@@ -61,7 +61,7 @@ inline ScorePairs score_pairs(const AttentionProblem& p) {
 
 #ifdef __CUDACC__
 
-// The numbers of one query, of keys that there are.
+// The numbers of one query. Callers ask for existing keys only.
 template <class Element>
 struct PairRow {
   const ScorePairs& pairs;
@@ -77,7 +77,7 @@ struct PairRow {
     if (mask != nullptr) mask += pairs.mask.offset_of(batch, head, query);
   }
 
-  // What is added to the logit of a key, or kHidden.
+  // The bias of a key's logit, or kHidden.
   __device__ __forceinline__ float bias_of(int key) const {
     if (mask != nullptr && mask[key * pairs.mask.key_stride] == 0) return ScorePairs::kHidden;
     if (bias == nullptr) return 0.0f;
@@ -87,7 +87,7 @@ struct PairRow {
   }
 };
 
-// Of a hidden key whatever its score.
+// A hidden key stays hidden whatever its score.
 __device__ __forceinline__ float biased_logit(float score, float factor, float bias) {
   return bias == ScorePairs::kHidden ? bias : fmaf(score, factor, bias);
 }

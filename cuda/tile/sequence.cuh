@@ -1,5 +1,5 @@
-// The sequence of a tile: where its queries and keys lie in the tensors, how many there are, and
-// where the diagonal between them is. A kernel asks for it where it decodes a tile.
+// The sequence of a tile: the position of its queries and keys in the tensors, their numbers, and
+// the diagonal between them. A kernel asks for it when it decodes a tile.
 #pragma once
 
 #include "cuda/tile/score_options.h"
@@ -7,11 +7,11 @@
 namespace flashmoe {
 
 struct Sequence {
-  int begin_q;  // the tensors' row of query 0
-  int begin_k;  // of key 0
+  int begin_q;  // row of query 0 in the tensors
+  int begin_k;  // row of key 0
   int length_q;
   int length_k;
-  int diagonal;  // how much further the keys of a query lie than the score options say
+  int diagonal;  // added to a query's index before the score options apply
 
   // The keys that a query sees, as in ScoreOptions.
   __device__ __forceinline__ int first_key(const ScoreOptions& options, int query) const {
@@ -27,13 +27,14 @@ struct Sequence {
     return options.sees_keys(query + diagonal, length_k);
   }
 
-  // The same rows of the tensors.
+  // The same keys as rows of the tensors.
   __device__ __forceinline__ KeyRange rows_of(const KeyRange& keys) const {
     return {begin_k + keys.first, begin_k + keys.end};
   }
 };
 
-// Of one of the batch. In dense batches all are alike, and the score options know their diagonal.
+// The sequence of a row of the batch. In dense batches all are alike, and the score options include
+// their diagonal.
 template <class Params>
 __device__ __forceinline__ Sequence sequence_of(const Params& params, int /*batch*/) {
   return {0, 0, params.seq_q, params.seq_k, 0};

@@ -1,11 +1,11 @@
 // The sequences of a ragged, padded or paged batch, as kernels read them: the tables of
-// flashmoe_attention_sequences in the memory of a device, and what their numbers come to.
+// flashmoe_attention_sequences in device memory, and what their numbers mean.
 //
-// Tables hold any numbers, and none of them leads outside a tensor: offsets and lengths are cut to
-// what is there, so that those that make no sense count as no query and no key, and a page is
-// looked at before it is used. The CPU does the same (cpu/attention_sequences.cpp).
+// Tables may hold any numbers, but none leads outside a tensor. Offsets and lengths are clamped, so
+// that senseless ones count as no query and no key. A page is checked before it is used. The CPU
+// does the same (cpu/attention_sequences.cpp).
 //
-// This is host code, too, for its tests.
+// This is also host code, for its tests.
 #pragma once
 
 #include <algorithm>
@@ -22,17 +22,17 @@
 
 namespace flashmoe {
 
-// So many sequences, rows of a tensor, and keys of a sequence's pages, at most: sums of two rows,
-// an offset and a tile fit in int32.
+// Upper bound on sequences, rows of a tensor, and keys of a sequence's pages: sums of two rows, an
+// offset and a tile fit in int32.
 inline constexpr int64_t kMostTableRows = int64_t{1} << 29;
 
-// The same of sequences that say where their queries stand (q_offset), where some do not see every
-// key, and how wide a window may be then: a query, its diagonal, an absent bound and 1 fit in
-// int32.
+// The same bound for sequences that give the position of their queries (q_offset), if some query
+// does not see every key, and the bound on the width of a window then. A query, its diagonal, an
+// absent bound and 1 fit in int32.
 inline constexpr int64_t kMostOffsetRows = int64_t{1} << 27;
 inline constexpr int64_t kMostOffsetWindow = int64_t{1} << 29;
 
-// int32 numbers; data is nullptr: absent.
+// int32 numbers. data is nullptr if they are absent.
 struct TableNumbers {
   const int32_t* data;
   int64_t stride;  // elements
@@ -41,35 +41,34 @@ struct TableNumbers {
   FLASHMOE_IN_KERNEL int at(int i) const { return data[i * stride]; }
 };
 
-// Consecutive rows of a row of the batch; of pages, as if those of a sequence were one behind the
-// other.
+// Consecutive rows of a row of the batch. The pages of a sequence count as if they were contiguous.
 struct SequenceRows {
   int batch;
   int begin;
   int length;
-  int skipped = 0;  // of keys, by k_begin
+  int skipped = 0;  // keys that k_begin skips
 };
 
 struct KeyTables {
-  TableNumbers page_table;  // from one sequence's pages to the next
-  int64_t page_step;        // from one of them to the next
-  int32_t batch_k;          // of k: with a page table its pages
+  TableNumbers page_table;  // strided from one sequence's pages to the next
+  int64_t page_step;        // stride from one page to the next
+  int32_t batch_k;          // rows of k's batch; with a page table, its pages
   int32_t page_size;
   Divisor by_page_size;
 
-  // A sequence's pages.
+  // The pages of a sequence.
   FLASHMOE_IN_KERNEL const int32_t* pages_of(int sequence) const {
     return page_table.data + sequence * page_table.stride;
   }
 
-  // One of them, or -1 where it is none.
+  // One page of a sequence, or -1 if it is invalid.
   FLASHMOE_IN_KERNEL int page_at(const int32_t* pages, int index) const {
     const int page = TableNumbers{pages, page_step}.at(index);
     return page >= 0 && page < batch_k ? page : -1;
   }
 
-  // Where a row of a sequence's pages is. The batch is -1 where its page is none: the row is
-  // hidden.
+  // The position of a row of a sequence's pages. The batch is -1 if its page is invalid: the row is
+  // hidden then.
   struct Place {
     int batch;
     int row;
@@ -87,17 +86,17 @@ struct SequenceParams {
   TableNumbers seqused_k;
   TableNumbers k_begin;
   TableNumbers batch_index;
-  TableNumbers q_offset;  // where it matters
+  TableNumbers q_offset;  // given only if it matters
   KeyTables keys;
-  int32_t count;      // of sequences
-  int32_t rows_q;     // of a row of q's batch
-  int32_t room_k;     // rows of a row of k's batch; with a page table those of a sequence's pages
-  int32_t most_q;     // queries of a sequence
-  int32_t most_k;     // keys
-  int32_t pair_keys;  // rows of keys, skipped ones too, that a bias or a mask has numbers of
+  int32_t count;      // sequences
+  int32_t rows_q;     // rows per row of q's batch
+  int32_t room_k;     // rows per row of k's batch; with a page table, rows of a sequence's pages
+  int32_t most_q;     // queries per sequence
+  int32_t most_k;     // keys per sequence
+  int32_t pair_keys;  // rows of keys, with skipped ones, in a bias or a mask
   int32_t paged;      // there is a page table
   int32_t from_ends;  // masks count from the last query and key, else from the first
-  // What an offset is cut to, which no query can tell from the offset itself.
+  // Offsets are clamped to these. No query can tell a clamped offset from the original.
   int32_t least_offset;
   int32_t most_offset;
 
@@ -109,7 +108,7 @@ struct SequenceParams {
     return rows;
   }
 
-  // With a page table `batch` means nothing.
+  // With a page table, `batch` has no meaning.
   FLASHMOE_IN_KERNEL SequenceRows keys_of(int sequence) const {
     SequenceRows rows = {sequence, 0, room_k};
     if (cu_seqlens_k.given()) rows = packed(cu_seqlens_k, sequence, room_k);
@@ -128,7 +127,7 @@ struct SequenceParams {
     return rows;
   }
 
-  // How much further the keys of a query lie than the score options of such a batch say.
+  // The number that is added to a query's index before the score options of such a batch apply.
   FLASHMOE_IN_KERNEL int diagonal_of(int sequence, int length_q, int length_k) const {
     if (q_offset.given()) return cut(q_offset.at(sequence), least_offset, most_offset);
     return from_ends != 0 ? length_k - length_q : 0;
@@ -147,21 +146,21 @@ struct SequenceParams {
   }
 };
 
-// Tiles of queries have slots, which the host can count without the lengths: either so many of
-// every sequence as the longest may need, or, of queries one behind the other, all that whole tiles
-// of their rows have, and one more of each sequence. Of the latter, sequence s has those from
-// begin / tile_q + s on, and whose a slot is, must be searched for; the others have none, or little
-// enough to do.
+// Tiles of queries have slots, which the host can count without the lengths. Either every sequence
+// has as many slots as the longest may need. Or, for packed queries, there are as many slots as
+// their rows have whole tiles, plus one per sequence. In the second case sequence s has the slots
+// from begin / tile_q + s on, and a search finds the owner of a slot. Other slots have no or little
+// work.
 //
-// Where offsets decrease, rows are of several sequences, and a slot may be of several, too: each
-// has its own tiles within the slots all the same.
+// If offsets decrease, sequences share rows and may share a slot. Each still has its own tiles
+// within the slots.
 struct TileSlots {
   int32_t count;
   int32_t tiles_per_sequence;  // 0: by rows
   Divisor by_tiles_per_sequence;
 };
 
-// Whether slots are by rows, and how many there are. Of at most 2^31 - 1 sequences.
+// Whether slots are by rows, and how many there are. p has at most 2^31 - 1 sequences.
 inline bool has_slots_by_rows(const AttentionProblem& p, int64_t tile_q, int64_t* count) {
   const int64_t by_sequence = p.batch * ((p.seq_q + tile_q - 1) / tile_q);
   const int64_t by_rows = p.sequences.rows_q / tile_q + p.batch;
@@ -170,7 +169,7 @@ inline bool has_slots_by_rows(const AttentionProblem& p, int64_t tile_q, int64_t
   return packed && by_rows < by_sequence;
 }
 
-// Where their number fits.
+// The number of slots must fit in int32.
 inline TileSlots tile_slots(const AttentionProblem& p, int64_t tile_q) {
   int64_t count = 0;
   const bool by_rows = has_slots_by_rows(p, tile_q, &count);
@@ -185,8 +184,9 @@ struct SlotOwners {
   int count;
 };
 
-// Of those by rows: among the sequences from `begin` on, in steps. Only some can have it: the rows
-// before a tile are not more than there are, and every sequence moves it by one slot.
+// Owners of a slot by rows, among the sequences from `begin` on, in steps of `step`. Only some can
+// have it: the rows before a tile are bounded by the rows that exist, and every sequence shifts it
+// by one slot.
 template <int kTileQ>
 FLASHMOE_IN_KERNEL SlotOwners owners_of_slot(const SequenceParams& sequences, int slot, int begin,
                                              int step) {
@@ -200,7 +200,7 @@ FLASHMOE_IN_KERNEL SlotOwners owners_of_slot(const SequenceParams& sequences, in
   for (int s = begin; s < end; s += step) {
     const SequenceRows queries = sequences.queries_of(s);
     const int tile = slot - queries.begin / kTileQ - s;
-    // Two rows and a tile fit, so the product does where it is looked at.
+    // Two rows and a tile fit in int32, so the product does not overflow where it is evaluated.
     if (tile < 0 || tile > queries.length / kTileQ || tile * kTileQ >= queries.length) continue;
     if (owners.count == 0) owners.first = s;
     ++owners.count;
@@ -212,7 +212,7 @@ inline TableNumbers table_numbers(const Numbers& numbers) {
   return {static_cast<const int32_t*>(numbers.data), numbers.stride};
 }
 
-// Within kMostTableRows (cuda/attention/launch.h).
+// p is within kMostTableRows (cuda/attention/launch.h).
 inline SequenceParams sequence_params(const AttentionProblem& p) {
   const SequenceTables& tables = p.sequences;
   const int64_t room_k = tables.paged ? tables.page_count * tables.rows_k : tables.rows_k;

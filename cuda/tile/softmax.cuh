@@ -1,4 +1,4 @@
-// The online softmax of a row, whose probabilities are 2^(score * scale_log2 - row_max).
+// The online softmax of a row. Its probabilities are 2^(score * scale_log2 - row_max).
 #pragma once
 
 #include "cuda/numeric/constants.h"
@@ -8,25 +8,24 @@
 
 namespace flashmoe {
 
-// Below every maximum of a row's scores, yet finite: masked scores less it are -inf, not NaN.
+// Below every row max, yet finite: a masked score minus it is -inf, not NaN.
 inline constexpr float kNoRowMax = -1.0e38f;
 
-// The FMA of a probability rounds the difference alone, but row_max is a product that was rounded.
-// It is rounded up, so that no probability of the scores that it was made of exceeds 1 and
-// overflows, and up to this magnitude by less than 4, so that none of a row's highest ones
-// vanishes.
+// The FMA of a probability rounds only the difference, but row_max is a rounded product. It is
+// rounded up, so that no probability of its scores exceeds 1 and overflows. Up to this magnitude it
+// is rounded up by less than 4, so that none of a row's highest probabilities vanishes.
 inline constexpr float kMostRowMax = 67108864.0f;  // 2^26
 
 // row_max follows a row's maximum when a score exceeds it by more than this power of two. Until
-// then probabilities reach at most 2^8 instead of 1, which neither fp16 nor bf16 nor the fp32 sums
-// mind, and accumulators are not touched.
+// then probabilities reach at most 2^8 instead of 1. fp16, bf16 and the fp32 sums tolerate that,
+// and accumulators need no rescale.
 inline constexpr float kLazyBits = 8.0f;
 
 __device__ __forceinline__ float row_max_of(float top, float scale_log2) {
   return __fmul_ru(top, scale_log2);
 }
 
-// How much a score exceeds a row's maximum, in powers of two.
+// How much a score exceeds the row max, as a power of two.
 __device__ __forceinline__ float excess(float score, float scale_log2, float row_max) {
   return fmaf(score, scale_log2, -row_max);
 }
@@ -35,8 +34,8 @@ __device__ __forceinline__ float probability(float score, float scale_log2, floa
   return numeric::exp2_approx(excess(score, scale_log2, row_max));
 }
 
-// Sets row_max to a row's highest score `top` if that has outgrown it, and rescales its sum.
-// Returns what its accumulators are to be multiplied by: 1 if row_max stays.
+// Raises row_max to a row's highest score `top` if that has outgrown it, and rescales its sum.
+// Returns the factor of its accumulators: 1 if row_max stays.
 __device__ __forceinline__ float rescale_row(float top, float scale_log2, float& row_max,
                                              float& sum) {
   const float new_max = row_max_of(top, scale_log2);
@@ -47,7 +46,7 @@ __device__ __forceinline__ float rescale_row(float top, float scale_log2, float&
   return factor;
 }
 
-// The same for any `top`: a NaN makes row_max a NaN, and with it the whole row.
+// The same for any `top`: a NaN makes row_max NaN, and with it the whole row.
 __device__ __forceinline__ float rescale_row_nan(float top, float scale_log2, float& row_max,
                                                  float& sum) {
   const bool stays = excess(top, scale_log2, row_max) <= kLazyBits;
@@ -58,7 +57,8 @@ __device__ __forceinline__ float rescale_row_nan(float top, float scale_log2, fl
   return factor;
 }
 
-// Of a row of a fragment of products, four lanes side by side: their largest, and their sum.
+// The maximum and the sum over the four neighbouring lanes that hold a row of a fragment of
+// products.
 __device__ __forceinline__ float max_of_quad(float value) {
   value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, 1));
   return fmaxf(value, __shfl_xor_sync(kFullWarp, value, 2));
@@ -77,28 +77,28 @@ __device__ __forceinline__ float sum_of_quad(float value) {
 }
 
 // Whether a row that sees keys may have lost all of its probabilities to the rounding of row_max. A
-// NaN of its scores is no such loss.
+// NaN score is not such a loss.
 __device__ __forceinline__ bool is_rounded_away(float row_max, float sum) {
   return fabsf(row_max) > kMostRowMax && sum == sum;
 }
 
-// What a row comes to behind its last key.
+// The result of a row after its last key.
 struct RowEnd {
   float lse;
   float factor;       // of its accumulators
-  bool rounded_away;  // the row needs the fallback: factor is infinite, by which it can be found
+  bool rounded_away;  // the row needs the fallback; `factor` is infinite, which marks the row
 };
 
-// By which functions a quotient and a logarithm are computed.
+// How quotients and logarithms are computed.
 enum class RowEndBy { kExact, kApprox };
 
-// Some of a row's probabilities: the maximum that they are relative to, and their sum.
+// Part of a row's probabilities: the maximum that they are relative to, and their sum.
 struct RowState {
   float row_max;
   float sum;
 };
 
-// The sink of a query head, in natural units; -inf where there are none.
+// The sink of a query head, in natural units; -inf without sinks.
 template <class Element>
 __device__ __forceinline__ float sink_of(const ScoreOptions& options, int head) {
   if (options.sinks == nullptr) return -INFINITY;
@@ -107,12 +107,12 @@ __device__ __forceinline__ float sink_of(const ScoreOptions& options, int head) 
   return numeric::ElementTraits<Element>::to_float(static_cast<const uint16_t*>(options.sinks)[at]);
 }
 
-// A sink counts as so many powers of two: by that much may scores lie below it until their
-// probabilities are small numbers, which fp16 rounds.
+// A sink counts as 2^kSinkBits: scores may lie below it by that power before their probabilities
+// become small numbers, which fp16 rounds.
 inline constexpr int kSinkBits = 16;
 
-// A sink is a score that has no value. Its state is what a row begins with, or what is added at its
-// end. It is finite: the row of a sink beyond kMostRowMax needs the fallback.
+// A sink is a score without a value. Its state is what a row begins with, or what is added at its
+// end. The state is finite: the row of a sink beyond kMostRowMax needs the fallback.
 __device__ __forceinline__ RowState state_of_sink(float sink) {
   if (sink == -INFINITY) return {kNoRowMax, 0.0f};
   const float power = sink * kLog2E;
@@ -120,9 +120,9 @@ __device__ __forceinline__ RowState state_of_sink(float sink) {
   return {finite - kSinkBits, static_cast<float>(1 << kSinkBits)};
 }
 
-// Ends a row whose sink counts in its state already. One of nothing but -inf scores and no sink is
-// 0 / 0 = NaN. lse of one that sees no key is its sink, and its output 0 by definition. `factor`
-// brings the accumulators to the state's maximum.
+// Ends a row whose state already includes its sink. A row with only -inf scores and no sink gives 0
+// / 0 = NaN. A row that sees no key has its sink as lse, and 0 as output by definition. `factor`
+// scales the accumulators to the state's maximum.
 template <RowEndBy kBy>
 __device__ __forceinline__ RowEnd end_row(float sink, bool sees_keys, const RowState& state,
                                           float factor = 1.0f) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ RowEnd end_row(float sink, bool sees_keys, const RowS
           rounded_away};
 }
 
-// Ends a row of a query head, whose sink is still to be added.
+// Adds the sink of a query head to its row's state and ends the row.
 template <class Element, RowEndBy kBy>
 __device__ __forceinline__ RowEnd add_sink_and_end_row(const ScoreOptions& options, int head,
                                                        bool sees_keys, RowState state) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ RowEnd add_sink_and_end_row(const ScoreOptions& optio
   return end_row<kBy>(sink, sees_keys, state, factor);
 }
 
-// Ends a row whose maximum `top` is a score, of any size: `factor` is never infinite for it.
+// Ends a row whose maximum `top` is a score, of any size. Its `factor` is never infinite.
 template <class Element>
 __device__ __forceinline__ RowEnd end_row_of_scores(const ScoreOptions& options, int head,
                                                     bool sees_keys, float top, float sum) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ RowEnd end_row_of_scores(const ScoreOptions& options,
   if (!sees_keys) return {sink, 0.0f, false};
   const float excess = fmaf(-top, options.scale_log2, sink * kLog2E);
   const float power = numeric::exp2_approx(-fabsf(excess));
-  // Whichever is larger is what the others are relative to.
+  // The larger of the two is the reference of the other.
   const bool of_sink = excess > 0.0f;
   const float total = of_sink ? fmaf(sum, power, 1.0f) : sum + power;
   const float log_max = of_sink ? sink : top * (options.scale_log2 * kLn2);

@@ -1,4 +1,4 @@
-// Which thread of its block, warp and warpgroup a thread is.
+// Indices of a thread in its block, warp and warpgroup.
 #pragma once
 
 #include "cuda/tile/extents.h"
@@ -15,13 +15,13 @@ __device__ __forceinline__ int lane_index() {
 __device__ __forceinline__ int warp_count() {
   return static_cast<int>(blockDim.x / kThreadsPerWarp);
 }
-// For whole warps: it shuffles, so that the compiler knows the result to be uniform.
+// Whole warps call it: it shuffles, so that the compiler knows that the result is uniform.
 __device__ __forceinline__ int warp_index() {
   return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kThreadsPerWarp, 0));
 }
 
-// The same, read anew where they are used: kept across a main loop they, and what follows from
-// them, would cost registers that the accumulators need. A kernel's namespace takes these by
+// The same indices, read anew at each use. Kept across a main loop, they and values derived from
+// them would take registers that the accumulators need. A kernel's namespace imports these by
 // `using`.
 namespace reread {
 
@@ -31,7 +31,8 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 __device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-// From another register: what follows from it, ptxas keeps apart from what follows from the others.
+// Read from another register: ptxas then keeps values derived from it apart from values derived
+// from the others.
 __device__ __forceinline__ int lane_id() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -44,8 +45,8 @@ __device__ __forceinline__ int warp_of_group() { return thread_index() / kThread
 
 }  // namespace reread
 
-// Keeps a value in its register: without this, ptxas computes addresses again at every step, from
-// the thread index on.
+// Keeps a value in its register. Without it, ptxas recomputes addresses from the thread index at
+// every step.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 }  // namespace flashmoe

@@ -1,11 +1,11 @@
-// What four lanes exchange to write longer runs.
+// Exchanges between four lanes, so that each writes longer runs.
 #pragma once
 
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe {
 
-// Lane 4 q + t gets word t of lanes 4 q to 4 q + 3, in their order.
+// Gives lane 4 q + t word t of lanes 4 q to 4 q + 3, in their order.
 __device__ __forceinline__ void transpose_4x4(uint32_t (&words)[4], int lane) {
   const auto exchange = [&](uint32_t& first, uint32_t& second, int distance) {
     const bool upper = (lane & distance) != 0;
