@@ -1,5 +1,5 @@
-// Checks the tables of sequences: a warp has a sequence, and its lanes have pages in turn. The CPU
-// counts the same as wrong (cpu/check_sequences.cpp).
+// Checks the tables of sequences: one warp per sequence; its lanes take the pages in turn. The CPU
+// counts the same entries as wrong (cpu/check_sequences.cpp).
 #include "cuda/check_sequences/check.h"
 #include "cuda/ptx/pdl.cuh"
 #include "flashmoe/flashmoe.h"

@@ -8,7 +8,7 @@
 
 namespace flashmoe::check_sequences {
 
-inline constexpr int kThreads = 128;  // a warp a sequence
+inline constexpr int kThreads = 128;  // one warp per sequence
 
 struct Params {
   TableNumbers cu_seqlens_q;
@@ -20,10 +20,10 @@ struct Params {
   TableNumbers page_table;
   int64_t page_step;
   int64_t rows_q;
-  int64_t room_k;  // of pages those of a sequence together
+  int64_t room_k;  // rows per row of k's batch; with pages, rows of all pages of a sequence
   int64_t batch_k;
   int64_t page_size;
-  int64_t most_q;  // 0: not said
+  int64_t most_q;  // 0: not given
   int64_t most_k;
   int32_t* status;
   int64_t status_step;

@@ -1,5 +1,5 @@
-// The check of the tables of sequences on a GPU, one implementation for all of them: how its kernel
-// is planned and launched.
+// The check of the tables of sequences on a GPU. One implementation serves all GPUs. This file
+// plans and launches its kernel.
 #include <climits>
 
 #include "core/backends.h"
@@ -12,7 +12,7 @@ namespace {
 using Problem = CheckSequencesProblem;
 
 constexpr int kSequencesOfBlock = kThreads / 32;
-constexpr double kMicroseconds = 2.5;  // nobody chooses by it
+constexpr double kMicroseconds = 2.5;  // no choice depends on it
 
 flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   const int device_id = p.device.device_id;
@@ -59,7 +59,7 @@ flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, 
 
 namespace flashmoe {
 
-// Named as the oldest GPU family: the check is the same on all.
+// The check has the name of the oldest GPU family because it is the same on all GPUs.
 const CheckSequencesFamily kCudaCheckSequences = {"sm89", FLASHMOE_DEVICE_CUDA,
                                                   &check_sequences::plan, &check_sequences::launch};
 

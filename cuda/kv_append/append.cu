@@ -12,7 +12,7 @@ static LoadedKernel loaded[kEntries][kMaxDevices];
    turn,                                                                               \
    packed}
 
-// Of one dtype and one way of turning.
+// The kernels of one dtype and one kind of rotation.
 #define FLASHMOE_KV_APPENDS(index, name, dtype, element, turn)                            \
   FLASHMOE_KV_APPEND(index, name, dtype, (kv_append_kernel<element, turn>), turn, false), \
       FLASHMOE_KV_APPEND((index) + 1, "packed_" name, dtype,                              \

@@ -1,15 +1,15 @@
-// Appending to a cache: every new row of k and v goes to its place in the cache, every row of q to
-// q_out, and those of k and q are rotated on the way where that is asked for.
+// Appends to a cache: every new row of k and v goes to its place in the cache, and every row of q
+// to q_out. Rows of k and q are rotated on the way if requested.
 //
-// The kernel is bound by memory: a thread has 32 bytes of a head at a time, and nothing is shared
-// but a packed batch's owners. What it reads of a row depends on no table, so that is on its way
-// before the first table is read. Where the row goes each thread finds out for itself meanwhile:
-// the tables are small, all threads of a row read the same of them, and these reads hit the L1.
-// Blocks have consecutive rows and, of few rows, parts of one.
+// The kernel is bound by memory. A thread has 32 bytes of a head at a time, and threads share only
+// the owners of a packed batch. The data of a row does not depend on tables, so its loads are
+// issued before the first table is read. Meanwhile each thread finds the row's place by itself: the
+// tables are small, all threads of a row read the same entries, and these reads hit the L1. Blocks
+// have consecutive rows or, if rows are few, parts of one.
 //
-// Tables hold any numbers, and none of them leads outside of a tensor: a row whose place, or whose
-// position, there is none of is not written. The CPU does the same (cpu/kv_append.cpp), and
-// rotation has its bits: fp32, each product and each sum rounded.
+// Tables may hold any numbers, but none leads outside a tensor: a row without a valid place or
+// position is not written. The CPU does the same (cpu/kv_append.cpp), and rotation has its bits:
+// fp32, with each product and each sum rounded.
 #pragma once
 
 #include <climits>
@@ -25,8 +25,8 @@
 
 namespace flashmoe::kv_append {
 
-// For what the kernels ahead of this one on the stream wrote; no thread reads memory before. The
-// next one may begin.
+// Waits for writes of earlier kernels of the stream; no thread reads memory before. Then lets the
+// next kernel begin.
 __device__ __forceinline__ void wait_for_others() {
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
@@ -46,7 +46,7 @@ struct Numbers16 {
   using Numeric = numeric::ElementTraits<Element>;
   static constexpr int kPiece = 8;
 
-  // Of kWords words from `words` on.
+  // Unpacks kWords words.
   template <int kWords>
   static __device__ __forceinline__ void unpack(const uint32_t* words, float (&x)[2 * kWords]) {
 #pragma unroll
@@ -89,7 +89,7 @@ struct NumbersOf<float> {
   static __device__ __forceinline__ Storage round(float x) { return x; }
 };
 
-// (a, b) by the angle of cos and sin.
+// Rotates (a, b) by the angle of cos and sin.
 __device__ __forceinline__ void turn(float* a, float* b, float cos, float sin) {
   const float first = __fsub_rn(__fmul_rn(*a, cos), __fmul_rn(*b, sin));
   *b = __fadd_rn(__fmul_rn(*b, cos), __fmul_rn(*a, sin));
@@ -110,8 +110,8 @@ struct AngleRows {
   const char* sin;
 };
 
-// Of half a piece's numbers: a thread has the angles of half of its unit at a time, which is what
-// lets as many threads run as it takes.
+// The angles of half a piece: a thread holds those of half of its unit at a time, so that enough
+// threads fit.
 template <class Element>
 struct Angles {
   using Numbers = NumbersOf<Element>;
@@ -119,7 +119,7 @@ struct Angles {
   float cos[kPairs];
   float sin[kPairs];
 
-  // Of pairs from `first` on, a multiple of kPairs; beyond the last pair 0.
+  // Loads the angles of pairs from `first` on, a multiple of kPairs; 0 beyond the last pair.
   __device__ __forceinline__ void load(const Rotary& rotary, const AngleRows& rows, int first) {
     if (rotary.vectors == 0) return load_singly(rotary, rows, first);
     if (rotary.wide != 0) {
@@ -177,7 +177,7 @@ struct Angles {
   }
 };
 
-// The numbers of two pieces' words from kWord on, of either half.
+// Rotates the numbers in the words of two pieces from kWord on, one piece per half.
 template <int kWord, class Element>
 __device__ __forceinline__ void turn_halves(const Angles<Element>& angles, Piece& low,
                                             Piece& high) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ void turn_halves(const Angles<Element>& angles, Piece
   Numbers::template pack<kHalfWords>(b, high + kWord);
 }
 
-// The first `count` of a piece's neighbouring pairs.
+// Rotates the first `count` neighbouring pairs of a piece.
 template <class Element>
 __device__ __forceinline__ void turn_neighbours(const Angles<Element>& angles, int count,
                                                 Piece& piece) {
@@ -208,15 +208,15 @@ __device__ __forceinline__ void turn_neighbours(const Angles<Element>& angles, i
 
 // ---- where rows are and where they go -----------------------------------------------------------
 
-// Whose a row of k, v and q is.
+// The owner of a row of k, v and q.
 struct Owner {
   int sequence;
-  int index;   // of the row, in its sequence
-  int length;  // of its sequence's rows of k
+  int index;   // of the row in its sequence
+  int length;  // rows of k in its sequence
 };
 
-// A row of the cache. Its batch is one or the other number: what a table says is not touched before
-// it is needed, since that waits for it.
+// A row of the cache. Its batch is one of the two numbers. The table's entry is not used before it
+// is needed, because that waits for its load.
 struct Place {
   int64_t row;
   int64_t of_slot;
@@ -229,8 +229,8 @@ __device__ __forceinline__ int64_t number_at(const Tokens& tokens, int batch, in
                           : static_cast<const int32_t*>(tokens.data)[element];
 }
 
-// Of number >= 0 and a divisor > 0. What no product with a reciprocal divides is divided bit by
-// bit: a call of the compiler's division would take registers from all that is done else.
+// For number >= 0 and divisor > 0. Where a product with a reciprocal is not exact, it divides bit
+// by bit: a call of the compiler's division would take registers from everything else.
 __device__ __forceinline__ int64_t quotient(const RowDivisor& divisor, int64_t number) {
   if (divisor.fits != 0 && number <= INT_MAX) return divisor.by.quotient(static_cast<int>(number));
   uint64_t found = 0, rest = 0;
@@ -245,8 +245,8 @@ __device__ __forceinline__ int64_t quotient(const RowDivisor& divisor, int64_t n
   return static_cast<int64_t>(found);
 }
 
-// Where row `row` of the tensors goes, as the tables say, which may be nowhere. `begin`: what the
-// cache has of its sequence.
+// The place of row `row` of the tensors according to the tables; it may be nowhere. `begin`: rows
+// that the cache already has of its sequence.
 __device__ __forceinline__ Place place_of(const Params& params, const Owner& owner, int batch,
                                           int row, int begin) {
   const RowDivisor& rows = params.rows_cache;
@@ -281,7 +281,8 @@ __device__ __forceinline__ bool is_there(const Params& params, int64_t batch, in
   return batch >= 0 && batch < params.batch_cache && row < params.rows_cache.value;
 }
 
-// Where a row stands; false where no table reaches.
+// Finds the angles of a row's position. Returns false if the tables of angles have no such
+// position.
 __device__ __forceinline__ bool stands_at(const Params& params, const Owner& owner, int batch,
                                           int row, int begin, bool is_query, AngleRows* angles) {
   const Rotary& rotary = params.rotary;
@@ -301,19 +302,19 @@ __device__ __forceinline__ char* row_at(const Rows& rows, int64_t batch, int64_t
 
 // ---- caches of fp8 ------------------------------------------------------------------------------
 
-// The nearest numbers of fp8, as bytes of a word: of 448 and beyond 448.
+// The nearest fp8 numbers, as bytes of a word. Beyond 448 they saturate at 448.
 __device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
   uint16_t pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-// What numbers of a head are divided by.
+// The scale that divides a head's numbers.
 __device__ __forceinline__ float scale_of(const Scales& scales, int64_t batch, int head) {
   return scales.data == nullptr ? 1.0f : scales.data[batch * scales.batch + head * scales.head];
 }
 
-// The numbers of a piece, kPiece of them, to element `index` of a head.
+// Stores a piece of kPiece numbers at element `index` of a head.
 template <class Element>
 __device__ __forceinline__ void store_narrow(const Piece& piece, float scale, char* to, int index) {
   using Numbers = NumbersOf<Element>;
@@ -336,10 +337,10 @@ __device__ __forceinline__ void store_narrow(const Piece& piece, float scale, ch
 
 // ---- units --------------------------------------------------------------------------------------
 
-// What a thread moves at a time: of one row, two pieces of each of so many heads side by side, or a
-// pair of numbers of one head. The halves' pieces are the first ones, where halves are turned, and
-// then come those behind, in two halves. Everything that a thread reads of a row it has read before
-// it writes: q_out may be q.
+// What a thread moves at a time. It has two pieces of each of several neighbouring heads of one
+// row, or a pair of numbers of one head. If halves are rotated, their pieces come first, one per
+// half; the remaining pieces are also paired by halves. A thread reads all of its data of a row
+// before it writes: q_out may be q.
 template <class Element, Turn kTurn>
 struct Unit {
   static constexpr int kPiece = NumbersOf<Element>::kPiece;
@@ -347,10 +348,10 @@ struct Unit {
   int batch;
   int row;
   int stream;
-  int head;    // the first
-  int number;  // of each head's
+  int head;    // the first one
+  int number;  // within each head
   int low;     // pieces of a head
-  int high;    // negative: none
+  int high;    // negative: no second piece
   Piece pieces[kHeads][2];
 
   __device__ __forceinline__ bool is_query() const { return stream == kQueries; }
@@ -360,7 +361,7 @@ struct Unit {
   __device__ __forceinline__ bool is_by_number() const {
     return kTurn == Turn::kNumbers && is_turned();
   }
-  // Pieces of either half.
+  // Pieces per half.
   static __device__ __forceinline__ int halves_of(const Params& params) {
     return kTurn == Turn::kHalves ? params.rotary.pairs / kPiece : 0;
   }
@@ -368,7 +369,7 @@ struct Unit {
     return min(params.unit_heads, params.heads[stream] - head);
   }
 
-  // The unit that is so many behind its row's first.
+  // Finds the unit with index `of_row` in its row.
   __device__ __forceinline__ void find(const Params& params, int of_row) {
     stream = (of_row >= params.ends[kKeys]) + (of_row >= params.ends[kValues]);
     if (stream > 0) of_row -= params.ends[stream - 1];
@@ -402,7 +403,7 @@ struct Unit {
     if (kTurn != Turn::kNone && !stands_at(params, owner, batch, row, begin, is_query(), &rows)) {
       return;
     }
-    // The first angles are asked for before the place is looked at, which is another load further.
+    // The first angles are loaded before the place is used, which needs a further load.
     Place place = {row, batch, 0};
     if (!is_query()) place = place_of(params, owner, batch, row, begin);
     Angles<Element> angles;
@@ -423,12 +424,12 @@ struct Unit {
   }
 
  private:
-  // Of either half of a turned unit's pairs; INT_MAX where there is none.
+  // The first pair of either half of a rotated unit; INT_MAX if there is none.
   __device__ __forceinline__ int first_pair(const Params& params, int half) const {
     if (!is_turned() || kTurn == Turn::kNumbers) return INT_MAX;
     if (kTurn == Turn::kNeighbours) {
       int piece = half == 0 ? low : high;
-      asm volatile("" : "+r"(piece));  // where it is asked for, and not ahead: it would be spilled
+      asm volatile("" : "+r"(piece));  // computed here and not earlier: it would be spilled
       return piece < 0 ? INT_MAX : piece * Angles<Element>::kPairs;
     }
     return low < halves_of(params) ? low * kPiece + half * Angles<Element>::kPairs : INT_MAX;
@@ -468,7 +469,7 @@ struct Unit {
 
   __device__ __forceinline__ void store_fp8(const Params& params, int64_t place_batch,
                                             char* to) const {
-    // As if they were other numbers: products kept from where pairs are found would be spilled.
+    // Hides the values from the compiler: products kept since pairs were found would be spilled.
     int first = low, second = high;
     asm volatile("" : "+r"(first), "+r"(second));
     const int count = heads(params);
@@ -483,7 +484,7 @@ struct Unit {
     }
   }
 
-  // A pair of numbers of halves that are no whole pieces, or one of those behind.
+  // Moves a pair of numbers from halves that are no whole pieces, or numbers behind the halves.
   __device__ __forceinline__ void move_numbers(const Params& params, const AngleRows& rows,
                                                int64_t place_batch, char* to) const {
     using Numbers = NumbersOf<Element>;
@@ -530,10 +531,10 @@ __device__ __forceinline__ Share share_of(const Params& params) {
 
 // ---- packed batches -----------------------------------------------------------------------------
 
-// Whose the rows of a block are. Where offsets decrease, rows are of several sequences: each round
-// has the next one of every row.
+// The owners of a block's rows. If offsets decrease, a row may belong to several sequences: each
+// round handles the next one of every row.
 struct Owners {
-  int of_row[kMostBlockRows];  // INT_MAX: none
+  int of_row[kMostBlockRows];  // INT_MAX: no owner
   int counts[kMostBlockRows];
   int rounds;
 };
@@ -550,7 +551,7 @@ __device__ __forceinline__ PackedRows packed_rows(const Params& params, int sequ
           SequenceParams::cut(params.cu_seqlens.at(sequence + 1), begin, params.rows) - begin};
 }
 
-// The first sequence of each row behind the round's `last`, by all threads of the block.
+// Finds the next owner of each row after the previous round's. All threads of the block take part.
 class OwnerSearch {
  public:
   __device__ __forceinline__ OwnerSearch(const Params& params, const Share& share, bool again,
@@ -563,7 +564,7 @@ class OwnerSearch {
     if (again_ && thread < share_.count) last = owners_->of_row[thread];
     __syncthreads();
     if (thread < share_.count) {
-      // What a row's last owner was is kept in its count, which no later round reads.
+      // The previous owner of a row is kept in its count, which no later round reads.
       owners_->counts[thread] = again_ ? last : 0;
       owners_->of_row[thread] = INT_MAX;
     }
@@ -578,8 +579,8 @@ class OwnerSearch {
   }
 
  private:
-  // Every block looks through all offsets, so there is little in this loop: what an offset is cut
-  // to is asked only of those that have some of the block's rows.
+  // Every block searches all offsets, so this loop is short: only offsets that have some of the
+  // block's rows are clamped.
   template <bool kContiguous>
   __device__ __forceinline__ void look_through() const {
     constexpr int kUnroll = 4;
@@ -671,13 +672,13 @@ __device__ __forceinline__ void move_rows(const Params& params) {
     unit.row = share.first + row - unit.batch * params.rows_of_batch.number();
     unit.find(params, i - row * params.row_units.number());
   };
-  // Nearly always once: a part of a row has as many units as the block has threads.
+  // Nearly always one iteration: a part of a row has as many units as the block has threads.
   const int threads = static_cast<int>(blockDim.x);
 #pragma unroll 1
   for (int begin = share.begin; begin == share.begin || begin < share.end; begin += threads) {
     const bool any = begin + static_cast<int>(threadIdx.x) < share.end;
     if (any) find(begin + static_cast<int>(threadIdx.x));
-    wait_for_others();  // all threads, whatever they have to do (cuda/ptx/pdl.cuh)
+    wait_for_others();  // all threads, even those without work (cuda/ptx/pdl.cuh)
     if (!any) continue;
     int length = params.seq;
     if (params.seqused.given()) {
@@ -689,7 +690,7 @@ __device__ __forceinline__ void move_rows(const Params& params) {
   }
 }
 
-inline constexpr int kBlocks = 3;  // of a multiprocessor, at least
+inline constexpr int kBlocks = 3;  // per multiprocessor, at least
 
 template <class Element, Turn kTurn>
 __global__ void __launch_bounds__(kThreads, kBlocks)

@@ -7,18 +7,18 @@
 
 namespace flashmoe::kv_append {
 
-using rows::kMostBlockRows;  // of packed batches, whose owners a block keeps
+using rows::kMostBlockRows;  // per block of a packed batch, which keeps their owners
 using rows::kPieceBytes;
 using rows::kThreads;
 
 inline constexpr int kMostUnitHeads = 4;
 
-// What is done to heads of k and q. Each has kernels of its own: what one needs registers for would
+// How heads of k and q are rotated. Each kind has its own kernels: registers that one needs would
 // cost the others threads.
 enum class Turn : int {
   kNone,
-  kHalves,      // numbers i and pairs + i are a pair, and halves are whole pieces of 16 bytes
-  kNeighbours,  // numbers 2 i and 2 i + 1 are
+  kHalves,      // numbers i and pairs + i are a pair; halves are whole pieces of 16 bytes
+  kNeighbours,  // numbers 2 i and 2 i + 1 are a pair
   kNumbers,     // halves that are no whole pieces
 };
 

@@ -1,5 +1,5 @@
-// Appending to a cache on a GPU, one implementation for all of them: how its kernel is planned, and
-// with what parameters it is launched.
+// Appending to a cache on a GPU. One implementation serves all GPUs. This file plans its kernel and
+// makes the parameters of its launch.
 #include <algorithm>
 #include <climits>
 #include <cstdint>
@@ -26,20 +26,20 @@ using rows::scales_of;
 using rows::Shares;
 using Problem = KvAppendProblem;
 
-// Threads of a multiprocessor that run at a time.
+// Threads per multiprocessor that run at a time.
 constexpr int64_t kThreadsAtATime = 768;
 
-// A block of a packed batch looks through all offsets before it begins. So many of them take a
-// thread at most a tenth of what it takes to move a unit of four heads.
+// A block of a packed batch searches all offsets before it begins. This many offsets cost a thread
+// at most a tenth of the time to move a unit of four heads.
 constexpr int64_t kOffsetsOfUnit = 8;
 constexpr int64_t kMostThreadUnits = 32;
 
-// Units of a thread that moves numbers, where there are very many: each is little to begin a thread
-// for.
+// Units of a thread that moves numbers, if there are very many: starting a thread for a single one
+// is not worthwhile.
 constexpr int64_t kNumberUnits = 4;
 constexpr double kManyNumberUnits = 1 << 20;
 
-// Nobody chooses by it.
+// No choice depends on these.
 constexpr double kMicroseconds = 2.5;
 constexpr double kMemoryShare = 0.88;
 
@@ -49,10 +49,10 @@ bool is_packed(const Problem& p) { return p.cu_seqlens.data != nullptr; }
 
 int64_t rows_of_batch(const Problem& p) { return std::max(p.seq, p.seq_q); }
 
-// Of all sequences, each counted with all the rows that there are for it.
+// Rows of all sequences, each counted with all the rows that it has room for.
 int64_t rows_of_call(const Problem& p) { return is_packed(p) ? p.seq : p.batch * rows_of_batch(p); }
 
-// Halves of rotated numbers are whole pieces, or none are paired.
+// Whether the halves of rotated numbers are whole pieces, or no halves are paired.
 bool has_whole_halves(const Problem& p) {
   return p.rotary.interleaved || p.rotary.dim / 2 % numbers_of_piece(p) == 0;
 }
@@ -63,7 +63,7 @@ Turn turn_of(const Problem& p) {
   return has_whole_halves(p) ? Turn::kHalves : Turn::kNumbers;
 }
 
-// Of a head, or several, of so many numbers.
+// Units of a head, or of several heads side by side, of `dim` numbers.
 int64_t units_of_head(const Problem& p, int64_t dim, bool turned) {
   const int64_t pairs = turned ? p.rotary.dim / 2 : 0;
   if (turned && turn_of(p) == Turn::kNumbers) return dim - pairs;
@@ -71,7 +71,7 @@ int64_t units_of_head(const Problem& p, int64_t dim, bool turned) {
   return halves + ceil_div(dim / numbers_of_piece(p) - 2 * halves, 2);
 }
 
-// Of a row, in units of so many heads.
+// Units of a row, if a unit has `unit_heads` heads.
 int64_t units_of_row(const Problem& p, int64_t unit_heads) {
   const int64_t of_key = units_of_head(p, p.dim, true);
   return ceil_div(p.heads_kv, unit_heads) * (of_key + units_of_head(p, p.dim_v, false)) +
@@ -83,8 +83,8 @@ bool fits_in_31_bits(const Problem& p) {
          p.heads_q <= INT_MAX;
 }
 
-// As few heads as keep all threads busy, since what is on its way at a time is what makes a small
-// call fast. More heads share what a thread finds out about their row.
+// As few heads as keep all threads busy: the number of loads in flight decides how fast a small
+// call is. With more heads, a thread's look-ups for a row serve more of them.
 int unit_heads_of(const Problem& p, int multiprocessors) {
   if (turn_of(p) == Turn::kNumbers) return 1;
   const auto units = static_cast<double>(rows_of_call(p)) * static_cast<double>(units_of_row(p, 1));
@@ -94,8 +94,9 @@ int unit_heads_of(const Problem& p, int multiprocessors) {
   return heads;
 }
 
-// Cuts so many rows of so many units: blocks of so many threads that as few as can be have nothing
-// to do, each with `thread_units` units of a thread. False where something does not fit in 31 bits.
+// Cuts rows of row_units units each into blocks. It chooses the number of threads that leaves the
+// fewest idle; each thread has `thread_units` units. Returns false if something does not fit in 31
+// bits.
 bool cut_rows(int64_t rows, int64_t row_units, int64_t thread_units, Shares* shares) {
   constexpr int64_t kStep = 32;
   Shares& s = *shares;
@@ -120,7 +121,7 @@ bool cut_rows(int64_t rows, int64_t row_units, int64_t thread_units, Shares* sha
   return fit_parts(shares);
 }
 
-// False where something does not fit in 31 bits.
+// Returns false if something does not fit in 31 bits.
 bool shares_of(const Problem& p, int unit_heads, Shares* shares) {
   int64_t thread_units = 1;
   const double units =
@@ -139,7 +140,7 @@ const Entry& find_entry(const Problem& p) {
   });
 }
 
-// Of a call whose sequences have all the rows that there are.
+// Time of a call whose sequences use all of their rows.
 double microseconds_of(const Problem& p, const Shares& shares, const DeviceFacts& facts) {
   const auto numbers = static_cast<double>(p.heads_kv) * static_cast<double>(p.dim + p.dim_v) +
                        static_cast<double>(p.heads_q) * static_cast<double>(p.dim);
@@ -190,7 +191,7 @@ Rotary rotary_of(const Problem& p) {
   rotary.pairs = static_cast<int32_t>(given.dim / 2);
   rotary.wide = given.dtype == Dtype::kFloat32 ? 1 : 0;
   rotary.q_stays = given.q_stays ? 1 : 0;
-  // A piece's angles are loaded at once where none of them is beyond the row.
+  // A piece's angles are loaded at once if none of them is beyond the row.
   const int64_t of_piece = numbers_of_piece(p) / (given.interleaved ? 2 : 1);
   const auto is_aligned = [](const RotaryTable& table, int64_t stride) {
     return reinterpret_cast<uintptr_t>(table.data) % kPieceBytes == 0 && stride % kPieceBytes == 0;
@@ -257,7 +258,7 @@ flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, 
 
 namespace flashmoe {
 
-// Named as the oldest GPU family: appending is the same on all.
+// Appending has the name of the oldest GPU family because it is the same on all GPUs.
 const KvAppendFamily kCudaKvAppend = {"sm89", FLASHMOE_DEVICE_CUDA, &kv_append::plan,
                                       &kv_append::launch};
 

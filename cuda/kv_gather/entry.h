@@ -7,14 +7,14 @@
 
 namespace flashmoe::kv_gather {
 
-using rows::kMostBlockRows;  // whose places a block keeps
+using rows::kMostBlockRows;  // a block keeps the places of so many rows
 using rows::kPieceBytes;
 using rows::kThreads;
 
 struct Entry {
   Kernel kernel;
   Dtype dtype;
-  bool fp8;  // what caches are of, else of the same dtype
+  bool fp8;  // caches are fp8, otherwise of the same dtype
 };
 
 inline constexpr int kEntries = 6;

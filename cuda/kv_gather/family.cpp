@@ -1,5 +1,5 @@
-// Gathering keys and values of a cache on a GPU, one implementation for all of them: how its kernel
-// is planned, and with what parameters it is launched.
+// Gathering keys and values of a cache on a GPU. One implementation serves all GPUs. This file
+// plans its kernel and makes the parameters of its launch.
 #include <algorithm>
 #include <climits>
 #include <cstdint>
@@ -25,10 +25,10 @@ using rows::scales_of;
 using rows::Shares;
 using Problem = KvGatherProblem;
 
-constexpr int64_t kManyUnits = 4;  // of a thread, where there are many
+constexpr int64_t kManyUnits = 4;  // per thread, if there are many
 static_assert(kManyUnits <= rows::kMostUnits);
 
-// Nobody chooses by it.
+// No choice depends on these.
 constexpr double kMicroseconds = 3.0;
 constexpr double kMemoryShare = 0.9;
 
@@ -36,14 +36,14 @@ int64_t numbers_of_piece(const Problem& p) { return kPieceBytes / dtype_bytes(p.
 
 bool is_packed(const Problem& p) { return p.cu_seqlens_k.data != nullptr; }
 
-// Of the results, of all sequences.
+// Rows of the results, over all sequences.
 int64_t rows_of_call(const Problem& p) { return is_packed(p) ? p.seq : p.batch * p.seq; }
 
-// Cuts so many rows of so many units. Units of a thread: one where that gives so few blocks that
-// all run at a time, and else kManyUnits, so that blocks take longer than it takes to begin them.
-// False where something does not fit in 31 bits.
+// Cuts rows of row_units units each into blocks. A thread has one unit if all blocks then run at a
+// time. Otherwise it has kManyUnits, so that a block runs longer than it takes to start. Returns
+// false if something does not fit in 31 bits.
 bool cut_rows(int64_t rows, int64_t row_units, int multiprocessors, Shares* shares) {
-  constexpr int64_t kFewBlocks = 8;  // of a multiprocessor
+  constexpr int64_t kFewBlocks = 8;  // per multiprocessor
   if (rows > INT_MAX || row_units > kMostRowUnits) return false;
   const bool few = static_cast<double>(rows) * static_cast<double>(row_units) <=
                    static_cast<double>(kFewBlocks * multiprocessors * kThreads);
@@ -58,7 +58,7 @@ bool cut_rows(int64_t rows, int64_t row_units, int multiprocessors, Shares* shar
   return fit_parts(shares);
 }
 
-// False where something does not fit in 31 bits.
+// Returns false if something does not fit in 31 bits.
 bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
   if (p.batch > INT_MAX || p.seq > INT_MAX || p.heads_kv > INT_MAX) return false;
   const int64_t row_units = p.heads_kv * ((p.dim + p.dim_v) / numbers_of_piece(p));
@@ -72,7 +72,7 @@ const Entry& find_entry(const Problem& p) {
   });
 }
 
-// Of a call whose sequences have all the rows that there are.
+// Time of a call whose sequences use all of their rows.
 double microseconds_of(const Problem& p, const Shares& shares, const DeviceFacts& facts) {
   const auto numbers = static_cast<double>(p.heads_kv) * static_cast<double>(p.dim + p.dim_v);
   const double bytes = static_cast<double>(shares.rows) * numbers *
@@ -98,7 +98,7 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   return FLASHMOE_OK;
 }
 
-// Keys of a sequence; no length is more than 31 bits.
+// Upper bound on the keys of a sequence. Lengths have at most 31 bits.
 int32_t room_of(const Problem& p) {
   int64_t room = p.rows_cache;
   if (p.page_table.data != nullptr && __builtin_mul_overflow(p.page_count, p.rows_cache, &room)) {
@@ -146,7 +146,7 @@ flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, 
 
 namespace flashmoe {
 
-// Named as the oldest GPU family: gathering is the same on all.
+// Gathering has the name of the oldest GPU family because it is the same on all GPUs.
 const KvGatherFamily kCudaKvGather = {"sm89", FLASHMOE_DEVICE_CUDA, &kv_gather::plan,
                                       &kv_gather::launch};
 

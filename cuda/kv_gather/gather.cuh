@@ -1,13 +1,13 @@
-// Gathering keys and values of a cache: every key of a sequence goes from its page, or row of the
+// Gathers keys and values of a cache: every key of a sequence goes from its page, or row of the
 // cache, to its row of the results.
 //
-// The kernel is bound by memory. A block has consecutive rows of the results or, of few large rows,
-// a part of one. First its threads find out where each row comes from, one thread a row: whose the
-// row is, how many keys that sequence has, and which page. That waits for the tables, so it is done
-// once, and the places are kept in shared memory. Then all threads move 16 bytes of a head of the
-// results at a time, and have kUnroll such loads on their way before the first store.
+// The kernel is bound by memory. A block has consecutive rows of the results or, if rows are few
+// and large, a part of one. First, its threads find the source of each row, one thread per row: the
+// owner of the row, the number of keys of that sequence, and the page. That waits for the tables,
+// so it is done once, and shared memory keeps the places. Then all threads move 16 bytes of a head
+// of the results at a time, with kUnroll loads in flight before the first store.
 //
-// Tables hold any numbers, and none of them leads outside of a tensor. The CPU does the same
+// Tables may hold any numbers, but none leads outside a tensor. The CPU does the same
 // (cpu/kv_gather.cpp), with the same bits.
 #pragma once
 
@@ -41,7 +41,7 @@ struct Place {
 
 struct SharedStorage {
   Place places[kMostBlockRows];
-  int owners[kMostBlockRows];  // of a packed batch; INT_MAX: none
+  int owners[kMostBlockRows];  // of a packed batch; INT_MAX: no owner
 };
 
 struct Range {
@@ -49,14 +49,14 @@ struct Range {
   int length;
 };
 
-// Rows of k that a sequence of a packed batch has.
+// Rows of k of a sequence in a packed batch.
 __device__ __forceinline__ Range packed_rows(const Params& params, int sequence) {
   const int begin = SequenceParams::cut(params.cu_seqlens_k.at(sequence), 0, params.rows);
   return {begin,
           SequenceParams::cut(params.cu_seqlens_k.at(sequence + 1), begin, params.rows) - begin};
 }
 
-// Keys that a sequence has; of pages as if they were one behind the other.
+// Keys of a sequence. Pages count as if they were contiguous.
 __device__ __forceinline__ Range keys_of(const Params& params, int sequence) {
   Range keys = {0, params.room};
   if (params.seqused_k.given()) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ Range keys_of(const Params& params, int sequence) {
   return keys;
 }
 
-// The first sequence that has each row of the block, by all threads.
+// Finds the first sequence that has each row of the block. All threads take part.
 __device__ __forceinline__ void find_owners(const Params& params, int first, int count,
                                             int* owners) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -88,7 +88,7 @@ __device__ __forceinline__ int64_t offset_of(const Rows& rows, int64_t batch, in
   return batch * rows.batch + row * rows.seq;
 }
 
-// Of row `index` of a sequence, which is row `row` of row `batch` of the results' batch.
+// The place of row `index` of a sequence, which is row `row` of row `batch` of the results.
 __device__ __forceinline__ Place place_of(const Params& params, int sequence, int index, int batch,
                                           int row) {
   Place place = {};
@@ -141,7 +141,7 @@ __device__ __forceinline__ void find_places(const Params& params, int first, int
 
 // ---- units --------------------------------------------------------------------------------------
 
-// 16 bytes of a head of the results, from those of a cache of the same dtype.
+// 16 bytes of a head of the results, from a cache of the same dtype.
 template <class Element, bool kFp8>
 struct Piece {
   static constexpr int kSourceBytes = kPieceBytes;
@@ -155,7 +155,7 @@ struct Piece {
   }
 };
 
-// The four numbers of a word.
+// Widens the four numbers of a word.
 __device__ __forceinline__ void widen(float2 (&numbers)[2], uint32_t word) {
   uint32_t pairs[2];
   numeric::widen<__half>(pairs, word);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void widen(float2 (&numbers)[2], uint32_t word) {
   for (int i = 0; i < 2; ++i) numbers[i] = numeric::ElementTraits<__half>::unpack(pairs[i]);
 }
 
-// Of a cache of fp8: eight numbers of 16 bits, widened and multiplied in fp32.
+// Eight 16-bit numbers from an fp8 cache, widened and multiplied in fp32.
 template <class Element>
 struct Piece<Element, true> {
   static constexpr int kSourceBytes = 8;
@@ -188,7 +188,7 @@ struct Piece<Element, true> {
   }
 };
 
-// Four of fp32.
+// Four fp32 numbers from an fp8 cache.
 template <>
 struct Piece<float, true> {
   static constexpr int kSourceBytes = 4;
@@ -211,7 +211,7 @@ __device__ __forceinline__ float scale_of(const Scales& scales, int64_t page, in
   return scales.data == nullptr ? 1.0f : scales.data[page * scales.batch + head * scales.head];
 }
 
-// The block's units of its rows.
+// Moves the block's units of its rows.
 template <class Element, bool kFp8>
 __device__ __forceinline__ void move_rows(const Params& params, int count,
                                           const SharedStorage& shared) {

@@ -1,5 +1,5 @@
 // Arguments of the kernel that gathers keys and values of a cache, as the device sees them. Strides
-// of rows are bytes, those of integers elements.
+// of rows are bytes, those of integers are elements.
 #pragma once
 
 #include <cstdint>
@@ -28,17 +28,17 @@ struct Params {
   TableNumbers page_table;
   int64_t page_step;
   int64_t batch_cache;
-  int32_t room;  // keys of a sequence, at most
+  int32_t room;  // upper bound on the keys of a sequence
   Divisor page_size;
 
   int32_t sequences;
   int32_t rows;  // of all results: a packed batch's, or sequences * rows_of_batch
   Divisor rows_of_batch;
-  Divisor units[kStreams];  // of a head
-  int32_t end_of_keys;      // of a row's units
+  Divisor units[kStreams];  // per head
+  int32_t end_of_keys;      // end of the keys among a row's units
   Divisor row_units;
   int32_t block_rows;
-  int32_t block_units;  // of those rows, that one block moves
+  int32_t block_units;  // units of those rows per block
 };
 
 }  // namespace flashmoe::kv_gather

@@ -7,19 +7,19 @@
 
 namespace flashmoe::merge_states {
 
-using rows::kMostBlockRows;  // whose weights a block keeps
+using rows::kMostBlockRows;  // a block keeps the weights of so many rows
 using rows::kThreads;
 
-inline constexpr int kUnitNumbers = 8;  // of a row, that a thread merges at a time
+inline constexpr int kUnitNumbers = 8;  // numbers of a row that a thread merges at a time
 
-inline constexpr int kMostWeights = 4096;  // that a block keeps
-inline constexpr int kLsesOfThread = 4;    // of a row's, as long as a warp suffices
+inline constexpr int kMostWeights = 4096;  // per block
+inline constexpr int kLsesOfThread = 4;    // per row, if a warp suffices
 
 struct Entry {
   Kernel kernel;
-  Dtype dtype;  // of outs
-  // A unit is twice four numbers, half a row apart, so that those of fp32 are 16 bytes beside the
-  // next thread's; where no tensor is of fp32, eight numbers of 16 bits are.
+  Dtype dtype;  // dtype of outs
+  // A unit is two groups of four numbers, half a row apart, so that fp32 groups are 16 bytes beside
+  // those of the next thread. If no tensor is fp32, a unit is eight consecutive 16-bit numbers.
   bool halves;
 };
 

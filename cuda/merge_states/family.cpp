@@ -1,5 +1,5 @@
-// Merging partial results of attention on a GPU, one implementation for all of them: how its kernel
-// is planned, and with what parameters it is launched.
+// Merging partial results of attention on a GPU. One implementation serves all GPUs. This file
+// plans its kernel and makes the parameters of its launch.
 #include <algorithm>
 #include <climits>
 #include <cstdint>
@@ -22,15 +22,15 @@ using rows::launch_one;
 using rows::rows_of;
 using Problem = MergeStatesProblem;
 
-constexpr int64_t kUnitsOfThread = 8;      // at the most
-constexpr int64_t kPartialsOfThread = 64;  // of all of these units: of more partials units are less
-constexpr int64_t kFewBlocks = 8;  // of a multiprocessor: those that run at a time, or nearly
+constexpr int64_t kUnitsOfThread = 8;      // at most
+constexpr int64_t kPartialsOfThread = 64;  // over all units: more partials, fewer units
+constexpr int64_t kFewBlocks = 8;  // per multiprocessor: as many as run at a time, or nearly
 
-// What a launch costs, and what of the memory's speed there is. Nobody chooses by it.
+// Fixed cost of a launch, and the achieved share of the memory's speed. No choice depends on it.
 constexpr double kMicroseconds = 3.0;
 constexpr double kMemoryShare = 0.9;
 
-// Rows that a block has, and how many such blocks there are. See Params.
+// Rows per block, and the number of blocks. See Params.
 struct Shares {
   int64_t rows;
   int64_t row_units;
@@ -38,9 +38,8 @@ struct Shares {
   int64_t blocks;
 };
 
-// False where something does not fit in 31 bits. A thread has one unit where that gives so few
-// blocks that all run at a time, and else several, so that blocks take longer than it takes to
-// begin them.
+// False if something does not fit in 31 bits. A thread has one unit if all blocks then run at a
+// time. Otherwise it has several, so that a block runs longer than it takes to start.
 bool cut_rows(const Problem& p, int multiprocessors, Shares* shares) {
   Shares& s = *shares;
   s.row_units = p.dim_v / kUnitNumbers;
@@ -116,14 +115,15 @@ Format format_of(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? kFp32 : dtype == Dtype::kBFloat16 ? kBf16 : kFp16;
 }
 
-// Threads of a row's weights: as many as load each lse of it at a time, in a warp.
+// Log2 of the threads that make a row's weights: enough to load all lse of the row at once, within
+// a warp.
 int32_t threads_log2(int64_t partials) {
   int32_t log2 = 0;
   while (log2 < 5 && (int64_t{kLsesOfThread} << log2) < partials) ++log2;
   return log2;
 }
 
-// The magnitude of a stride, which may be any number.
+// The magnitude of a stride, which may be any int64.
 uint64_t distance(int64_t stride) {
   const auto wrapped = static_cast<uint64_t>(stride);
   return stride < 0 ? uint64_t{0} - wrapped : wrapped;
@@ -171,7 +171,7 @@ flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, 
 
 namespace flashmoe {
 
-// Named as the oldest GPU family: merging is the same on all.
+// Merging has the name of the oldest GPU family because it is the same on all GPUs.
 const MergeStatesFamily kCudaMergeStates = {"sm89", FLASHMOE_DEVICE_CUDA, &merge_states::plan,
                                             &merge_states::launch};
 

@@ -1,22 +1,22 @@
-// Merging partial results of attention: of each row and head
+// Merging partial results of attention. For each row and head:
 //
 //   lse = log sum_i exp(lse_i)          out = sum_i exp(lse_i - lse) out_i
 //
-// The kernel is bound by memory: every partial is read once. A block has consecutive rows.
-// First its threads make the rows' weights, exp(lse_i - largest)
-// over their sum: a few threads a row, as many as its partials ask for, whose numbers lie anywhere
-// in memory. Weights and places are kept in shared memory. Then all threads merge a unit of a row
-// at a time, in the order of the partials, and have kBatch of them on their way before the first is
-// used; of two partials those of kFewBatch units. Of a partial whose lse is -inf, no number is
-// read.
+// The kernel is bound by memory: it reads every partial once. A block has consecutive rows.
+// First, its threads make the rows' weights: exp(lse_i - largest) over their sum. The number of
+// threads per row grows with the number of partials; the lse may lie anywhere in memory. The block
+// keeps weights and addresses in shared memory. Then all threads merge one unit of a row at a time,
+// in the order of the partials. Each thread loads kBatch partials before it uses the first; with at
+// most two partials, it loads those of kFewBatch units. A partial whose lse is -inf is not read.
 //
-// A row is one block's, and a unit one thread's, which reads it before it writes: out may be
-// prior_out, and lse prior_lse.
+// One block owns a row, and one thread a unit. The thread reads the unit before it writes it, so
+// out may be prior_out, and lse prior_lse.
 //
-// Sums begin with -0: a partial alone comes out with all of its bits, which are those of 0 + x but
-// for -0. The CPU does the same (cpu/merge_states.cpp) but for the bits of exp and of the division.
+// Sums begin with -0, so a single partial keeps all of its bits: 0 + x would lose -0. The CPU does
+// the same (cpu/merge_states.cpp), except for the bits of exp and of the division.
 //
-// Shared memory: kMostBlockRows rows of 48 bytes, kMostWeights weights, and which tokens there are.
+// Shared memory: kMostBlockRows rows of 48 bytes, kMostWeights weights, and flags of existing
+// tokens.
 #pragma once
 
 #include <type_traits>
@@ -32,8 +32,8 @@
 
 namespace flashmoe::merge_states {
 
-// Partials of a unit that are on their way at a time, in 32 registers or less. Where there are no
-// more than two partials, as many units are.
+// Partials of a unit in flight at a time, in 32 registers or less. kFewBatch: units in flight if
+// there are at most two partials.
 template <class Element, bool kHalves>
 inline constexpr int kBatch = std::is_same_v<Element, float> ? 4
                               : kHalves                      ? 6
@@ -41,29 +41,29 @@ inline constexpr int kBatch = std::is_same_v<Element, float> ? 4
 template <bool kHalves>
 inline constexpr int kFewBatch = kHalves ? 2 : 4;
 
-inline constexpr float kNotRead = -1.0f;  // in place of a weight
-inline constexpr int kBlocks = 4;         // of a multiprocessor, at least
+inline constexpr float kNotRead = -1.0f;  // replaces a weight
+inline constexpr int kBlocks = 4;         // per multiprocessor, at least
 
 // ---- weights ------------------------------------------------------------------------------------
 
 struct Row {
   const char* outs;
-  const char* prior;  // nullptr: not to be read
-  char* out;          // nullptr: not to be written
+  const char* prior;  // nullptr: not read
+  char* out;          // nullptr: not written
   const float* lses;
-  float largest;  // of all lse
-  float inverse;  // of the sum of powers
+  float largest;  // largest lse of the row
+  float inverse;  // 1 / sum of powers
   float prior_weight;
-  float start;  // of the sum: -0, or 0 where no partial has a key
+  float start;  // start of the sum: -0, or 0 if no partial has a key
 };
 
 struct SharedStorage {
   Row rows[kMostBlockRows];
   float weights[kMostWeights];  // [block_rows][kept]
-  int there[kMostBlockRows];    // tokens of a packed batch
+  int there[kMostBlockRows];    // flags of tokens of a packed batch
 };
 
-// Where a row is.
+// The position of a row.
 struct Index {
   int batch;
   int seq;
@@ -85,7 +85,8 @@ __device__ __forceinline__ float* at(const RowFloats& rows, const Index& index) 
   return rows.data + index.batch * rows.batch + index.seq * rows.seq + index.head * rows.head;
 }
 
-// Of a partial that has a key; NaN for NaN. Of +inf each has the same, and others none.
+// exp(lse - largest) of a partial that has a key; NaN for NaN. If `largest` is +inf, every lse of
+// +inf counts 1, and others 0.
 __device__ __forceinline__ float power_of(float lse, float largest) {
   if (largest < INFINITY) return expf(lse - largest);
   return lse == INFINITY ? 1.0f : lse != lse ? lse : 0.0f;
@@ -93,7 +94,8 @@ __device__ __forceinline__ float power_of(float lse, float largest) {
 // NaN is not empty.
 __device__ __forceinline__ bool is_empty(float lse) { return lse == -INFINITY; }
 
-// Which of a packed batch's tokens from `first` on sequences have, by all threads.
+// Finds which tokens of a packed batch belong to a sequence, from `first` on. All threads take
+// part.
 __device__ __forceinline__ void find_tokens(const Params& params, int first, int count,
                                             int* there) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -120,7 +122,8 @@ __device__ __forceinline__ bool is_there(const Params& params, const Index& inde
   return index.seq < min(length, params.most_q);
 }
 
-// A row's weights, by 2^threads_log2 neighbouring threads of a warp, of which this is the `lane`th.
+// Makes a row's weights by 2^threads_log2 neighbouring threads of a warp. This thread is the
+// `lane`-th.
 __device__ __forceinline__ void weigh(const Params& params, const Index& index, int lane, Row& row,
                                       float* weights, bool valid) {
   const int lanes = 1 << params.threads_log2;
@@ -129,15 +132,15 @@ __device__ __forceinline__ void weigh(const Params& params, const Index& index, 
   const bool first = lane == 0 && valid;
   const bool has_prior = first && params.prior_out.data != nullptr;
   const float prior_lse = has_prior ? *at(params.prior_lse, index) : -INFINITY;
-  float own[kLsesOfThread];  // all on their way together
+  float own[kLsesOfThread];  // all loads in flight together
 #pragma unroll
   for (int j = 0; j < kLsesOfThread; ++j) {
     const int i = lane + j * lanes;
     own[j] = i < partials ? lses[i * params.lses_step] : -INFINITY;
   }
   const int further = lane + kLsesOfThread * lanes;
-  float largest = -INFINITY;  // NaN aside
-  int any = 0;                // partial has a key
+  float largest = -INFINITY;  // ignores NaN
+  int any = 0;                // some partial has a key
   const auto see = [&](float lse) {
     any |= is_empty(lse) ? 0 : 1;
     largest = fmaxf(largest, lse);
@@ -189,7 +192,7 @@ __device__ __forceinline__ void weigh(const Params& params, const Index& index, 
   }
 }
 
-// Of all of the block's rows.
+// Makes the weights of all rows of the block.
 __device__ __forceinline__ void weigh_rows(const Params& params, int first, int count,
                                            SharedStorage& shared) {
   const int first_token = params.inner.quotient(first);
@@ -214,12 +217,12 @@ __device__ __forceinline__ void weigh_rows(const Params& params, int first, int 
 
 // ---- units --------------------------------------------------------------------------------------
 
-// kUnitNumbers of a row as they lie in memory, of fp32 at the most.
+// kUnitNumbers numbers of a row as they lie in memory, fp32 at most.
 struct Stored {
   uint32_t words[kUnitNumbers];
 };
 
-// Where a unit's numbers are, in its row.
+// The columns of a unit in its row.
 template <bool kHalves>
 struct Columns {
   int first;
@@ -309,7 +312,7 @@ __device__ __forceinline__ void store(char* row, const Columns<kHalves>& at,
   }
 }
 
-// A unit of a row, partial by partial.
+// Merges a unit of a row, partial by partial.
 template <class Element, bool kHalves>
 class Unit {
  public:
@@ -342,7 +345,8 @@ class Unit {
     return is_empty(lse) ? kNotRead : power_of(lse, row_.largest) * row_.inverse;
   }
 
-  // Partials `first` to before `end`, kAtOnce at the most. kFromShared: their weights are kept.
+  // Adds the partials from `first` to before `end`, at most kAtOnce. kFromShared: the block keeps
+  // their weights.
   template <bool kFromShared>
   __device__ __forceinline__ void add_batch(int first, int end) {
     Stored batch[kAtOnce];
@@ -370,7 +374,7 @@ class Unit {
   float sums_[kUnitNumbers];
 };
 
-// All of the block's units.
+// Merges all units of the block.
 template <class Element, bool kHalves>
 __device__ __forceinline__ void merge_units(const Params& params, const SharedStorage& shared,
                                             int end) {
@@ -383,7 +387,7 @@ __device__ __forceinline__ void merge_units(const Params& params, const SharedSt
   }
 }
 
-// The same of two partials at the most, the prior one among them, whose weights are all kept.
+// The same for at most two partials, including the prior one. The block keeps all their weights.
 template <class Element, bool kHalves>
 __device__ __forceinline__ void merge_units_of_few(const Params& params,
                                                    const SharedStorage& shared, int end) {
@@ -393,7 +397,7 @@ __device__ __forceinline__ void merge_units_of_few(const Params& params,
   const bool has_prior = params.prior_out.data != nullptr;
   const Format first_format = has_prior ? params.prior_format : kFormat;
   const int second = has_prior ? 0 : 1;  // partial of outs
-  // Of a row that is not written none are read.
+  // Nothing is read for a row that is not written.
   const auto first_weight = [&](const Row& row, const float* weights) {
     if (has_prior) return row.prior != nullptr ? row.prior_weight : kNotRead;
     return params.partials > 0 ? weights[0] : kNotRead;

@@ -12,7 +12,7 @@ namespace flashmoe::merge_states {
 
 using rows::Rows;
 
-// A number of each row, such as its log-sum-exp; data is nullptr: absent.
+// One number per row, such as its log-sum-exp. data is nullptr if it is absent.
 struct RowFloats {
   float* data;
   int64_t batch;
@@ -23,33 +23,33 @@ struct RowFloats {
 // How the numbers of a row are stored.
 enum Format : int32_t { kFp16, kBf16, kFp32 };
 
-// Rows are counted in an order in which those of outs lie in memory: heads within tokens, or tokens
-// within heads. A unit is kUnitNumbers of a row.
+// Rows are counted in the order in which those of outs lie in memory: heads within tokens, or
+// tokens within heads. A unit has kUnitNumbers numbers of a row.
 struct Params {
   Rows outs;
   Rows prior_out;  // data is nullptr: absent
   Rows out;
   RowFloats lses;
-  RowFloats prior_lse;  // there with prior_out
+  RowFloats prior_lse;  // present if prior_out is
   RowFloats lse;        // absent: not wanted
   int64_t outs_step;    // from one partial to the next
   int64_t lses_step;
-  int32_t partials;  // of outs
+  int32_t partials;  // partials in outs
   Format prior_format;
   Format out_format;
 
   int32_t rows;
   Divisor inner;  // heads of a token, or tokens of a head
-  Divisor outer;  // the others
+  Divisor outer;  // the other dimension
   int32_t heads_inside;
   Divisor row_units;
   int32_t half_row;  // numbers
   int32_t block_rows;
-  int32_t kept;          // partials of outs whose weights a block keeps: others' are made again
-  int32_t threads_log2;  // of a row, where its weights are made
+  int32_t kept;  // partials of outs whose weights a block keeps; it makes those of others again
+  int32_t threads_log2;  // log2 of the threads that make a row's weights
 
-  // The tokens that there are; of others nothing is read or written. Without tables all are.
-  TableNumbers cu_seqlens_q;  // heads are inside, and the batch is one row
+  // The tokens that exist. Others are neither read nor written. Without tables all exist.
+  TableNumbers cu_seqlens_q;  // heads are the inner dimension, and the batch is one row
   TableNumbers seqused_q;
   int32_t sequences;
   int32_t most_q;  // tokens of a sequence; 0: no sequences

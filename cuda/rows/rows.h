@@ -1,16 +1,16 @@
 // Rows of heads that kernels move or merge, as the device sees them, and how blocks share them.
-// Strides of rows are bytes, others elements.
+// Strides of rows are bytes, others are elements.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::rows {
 
-inline constexpr int kThreads = 256;        // of a block
-inline constexpr int kPieceBytes = 16;      // that a thread loads or stores at a time
-inline constexpr int kMostBlockRows = 128;  // of which a block keeps something each
+inline constexpr int kThreads = 256;        // per block
+inline constexpr int kPieceBytes = 16;      // bytes that a thread loads or stores at a time
+inline constexpr int kMostBlockRows = 128;  // a block keeps data of each of its rows
 
-// Read, or written.
+// Rows that a kernel reads or writes.
 struct Rows {
   char* data;
   int64_t batch;
@@ -18,7 +18,7 @@ struct Rows {
   int64_t head;
 };
 
-// Factors of a cache of fp8: [batch or pages, heads]; data is nullptr: all are 1.
+// Factors of an fp8 cache: [batch or pages, heads]. data is nullptr if all are 1.
 struct Scales {
   const float* data;
   int64_t batch;
