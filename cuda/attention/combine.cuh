@@ -1,11 +1,10 @@
-// Parts of a row's output, of some of its keys each, and their sum under a common row maximum. The
-// second kernel of a call whose tiles' keys are split over blocks: it adds up the parts that these
-// left in the workspace, and writes out and lse.
+// Sums parts of rows of the output under a common row max. Each part covers some of a row's keys.
+// This is the second kernel of a call whose tiles' keys are split over blocks: it adds up the parts
+// that these left in the workspace, and writes out and lse.
 //
-// A block takes one row or several. Each has one thread or more for every unit of four columns; a
-// thread adds up every so many-th part, kCombineBatch at a time, whose loads are all on their way
-// together, and then the sums of a unit's threads are added up through shared memory. The order is
-// fixed.
+// A block takes one row or several. Every unit of four columns has one or more threads. A thread
+// adds up every so many-th part, kCombineBatch at a time with all loads in flight together. Then
+// shared memory sums over the threads of a unit. The order is fixed.
 #pragma once
 
 #include "cuda/attention/combine.h"
@@ -18,7 +17,7 @@
 
 namespace flashmoe {
 
-// Four columns of one row, relative to a row maximum.
+// Four columns of one row, relative to a row max.
 struct Sum {
   float4 out;
   float row_max;
@@ -29,7 +28,7 @@ struct Sum {
   }
 };
 
-// Adds up parts 0 to `parts` - 1, whose statistics and units are given by functions.
+// Adds up parts 0 to `parts` - 1. Two functions return their statistics and units.
 template <class Statistics, class Unit>
 __device__ __forceinline__ Sum add_parts(int parts, Statistics statistics, Unit unit) {
   Sum total = Sum::none();
@@ -56,9 +55,9 @@ __device__ __forceinline__ uint2 output_of(const Sum& total, const RowEnd& end) 
                     Numeric::pack(total.out.z * end.factor, total.out.w * end.factor));
 }
 
-// Whether a row needs the fallback (cuda/attention/masked_row_fallback.cuh): rounded away, or with
-// a mask, an infinity or a NaN among outputs that the sum does not explain. A NaN of it is one of
-// the keys that the row sees.
+// Whether a row needs the fallback (cuda/attention/masked_row_fallback.cuh): its probabilities are
+// rounded away, or with a mask an output is infinite or NaN but the sum is not NaN. A NaN sum comes
+// from a key that the row sees.
 template <class Element>
 __device__ __forceinline__ bool is_suspect(const Sum& total, const RowEnd& end, bool masked,
                                            uint2 output) {
@@ -67,11 +66,11 @@ __device__ __forceinline__ bool is_suspect(const Sum& total, const RowEnd& end, 
   return end.rounded_away || (masked && nonfinite && total.sum == total.sum);
 }
 
-// A row's parts in the workspace: `first` is the place of the first, in rows, from which the others
-// are `step` each on. All are within kMostWorkspaceBytes.
+// A row's parts in the workspace. `first` is the place of the first part, in rows; the others
+// follow every `step` rows. All are within kMostWorkspaceBytes.
 struct RowParts {
   const float4* outs;        // [places][units]
-  const float2* statistics;  // [places]: row maximum and sum; -inf: there is no output
+  const float2* statistics;  // [places]: row max and sum; a row max of -inf: no output
   int first;
   int step;
   int count;
@@ -84,7 +83,7 @@ __device__ __forceinline__ Sum add_sums(const Sum& first, const Sum& second) {
       [&](int i) { return both[i].out; });
 }
 
-// The parts from `worker` on, one in `workers`.
+// Adds up the parts from `worker` on, every `workers`-th.
 template <int kUnitsPerRow>
 __device__ __forceinline__ Sum add_own_parts(const RowParts& parts, int worker, int workers,
                                              int unit) {
@@ -109,12 +108,13 @@ __device__ __forceinline__ Sum add_own_parts(const RowParts& parts, int worker, 
   return total;
 }
 
-// Grid: blocks of packed rows of a KV head, KV heads of all batches. A family's `Row` is one of the
-// rows of its kernels' Params, in which it has kUnitsPerRow units:
+// Grid: blocks of packed rows of a KV head, KV heads of all batches. A family's `Row` is a row of
+// its kernels' Params and has kUnitsPerRow units:
 //   Row(params, packed, head)
-//   parts(params)             RowParts
-//   write(params, total, unit)  writes a unit, and lse with the first; whether it is suspect
-//   Row::compute_again(params, packed, head)  writes it anew, by a warp
+//   parts(params)             returns RowParts
+//   write(params, total, unit)  writes a unit, and lse with the first one; returns whether it is
+//   suspect
+//   Row::compute_again(params, packed, head)  recomputes and writes the row, by a warp
 template <class Row>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     attention_combine_kernel(const __grid_constant__ typename Row::Params params) {

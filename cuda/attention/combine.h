@@ -1,19 +1,19 @@
-// What the host knows of the second kernel of a call whose keys are split over blocks
-// (combine.cuh), and of the workspace between the two.
+// What the host knows about the second kernel of a call whose keys are split over blocks
+// (combine.cuh), and about the workspace between the two kernels.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe {
 
-inline constexpr int kCombineThreads = 256;              // of a block
-inline constexpr int kCombineBlocks = 2;                 // of a multiprocessor, at least
+inline constexpr int kCombineThreads = 256;              // per block
+inline constexpr int kCombineBlocks = 2;                 // per multiprocessor, at least
 inline constexpr int kCombineBatch = 8;                  // parts that a thread loads at a time
-inline constexpr double kMostWorkspaceBytes = 16 << 20;  // of all parts of a call
+inline constexpr double kMostWorkspaceBytes = 16 << 20;  // for all parts of a call
 
-// A block combines rows of `units` units of four columns; each by 2^this threads for each unit: as
-// many as have all parts on their way at a time, and while rows are few more, so that the device is
-// busy.
+// Log2 of the threads per unit of four columns, in a block that combines rows of `units` units.
+// There are enough threads to have all parts in flight at once, and more while rows are few, so
+// that the device is busy.
 constexpr int combine_workers_log2(int parts, int64_t rows, int units) {
   constexpr int64_t kManyThreads = 1 << 16;
   int log2 = 0;

@@ -44,7 +44,8 @@ Work work_of(const AttentionProblem& p) {
   work.keys = work.most_keys = work.seq_k;
   if ((p.bounded_left || p.bounded_right) && p.batch > 0 && p.seq_q > 0) {
     work.keys = attention_flops(p) / (2 * work.heads_q * work.dims * work.seq_q);
-    // The number of visible keys bends where a bound meets an end of the keys, and nowhere else.
+    // The number of visible keys as a function of the query bends only where a bound meets an end
+    // of the keys.
     const auto query = [&](int64_t i) { return std::clamp<int64_t>(i, 0, p.seq_q - 1); };
     const int64_t left = p.bounded_left ? query(-p.left_offset) : 0;
     const int64_t right = p.bounded_right ? query(p.seq_k - 1 - p.right_offset) : 0;

@@ -1,5 +1,5 @@
-// What the attention families share on the host: what is known of a kernel, how it is found and
-// planned, and how its plan is launched.
+// What the attention families share on the host: properties of a kernel, how to find and plan it,
+// and how to launch its plan.
 #pragma once
 
 #include <cstddef>
@@ -18,14 +18,14 @@ namespace flashmoe {
 
 inline constexpr int64_t kMaxSequence = int64_t{1} << 30;  // row + offset + 1 fits in int32
 
-// Of a family whose kernels do not read tables: what it says of ragged, padded and paged batches.
+// For a family whose kernels do not read tables: refuses ragged, padded and paged batches.
 inline flashmoe_status refuse_sequences(const AttentionProblem& problem, const Reason& reason) {
   if (!problem.sequences.given) return FLASHMOE_OK;
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
                        "ragged, padded and paged batches, whose tables its kernels do not read");
 }
 
-// Of a family whose kernels are for the head dimensions that have gradients, too.
+// For a family whose kernels cover only the head dimensions that also have gradients.
 inline flashmoe_status refuse_wide_heads(const AttentionProblem& problem, const Reason& reason) {
   if (problem.dim <= kMaxGradientHeadDim && problem.dim_v <= kMaxGradientHeadDim) {
     return FLASHMOE_OK;
@@ -36,7 +36,7 @@ inline flashmoe_status refuse_wide_heads(const AttentionProblem& problem, const 
                        static_cast<long long>(kMaxGradientHeadDim));
 }
 
-// Of a family whose kernels read keys and values of the queries' type.
+// For a family whose kernels read only keys and values of the queries' type.
 inline flashmoe_status refuse_scaled_keys(const AttentionProblem& problem, const Reason& reason) {
   if (!has_scaled_keys(problem)) return FLASHMOE_OK;
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
@@ -44,8 +44,8 @@ inline flashmoe_status refuse_scaled_keys(const AttentionProblem& problem, const
                        "without");
 }
 
-// Of a family whose kernels compute each sequence alone: with chunks the choice would be what bits
-// depend on, and it knows the batch.
+// For a family whose kernels compute each sequence as a whole. With chunks, bits would depend on
+// the choice of family, and that choice depends on the batch.
 inline flashmoe_status refuse_split_size(const AttentionProblem& problem, const Reason& reason) {
   if (problem.sequences.split_size == 0) return FLASHMOE_OK;
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
@@ -56,14 +56,14 @@ inline bool has_bias_or_mask(const AttentionProblem& problem) {
   return problem.bias.data != nullptr || problem.mask.data != nullptr;
 }
 
-// Of a family whose kernels know no numbers of pairs.
+// For a family whose kernels do not read a bias or a mask.
 inline flashmoe_status refuse_bias_and_mask(const AttentionProblem& problem, const Reason& reason) {
   if (!has_bias_or_mask(problem)) return FLASHMOE_OK;
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s, which its kernels do not read",
                        problem.bias.data != nullptr ? "attn_bias" : "attn_mask");
 }
 
-// Of a family whose kernels read tables: extents that these do not count.
+// For a family whose kernels read tables: checks extents that the kernels could not count.
 inline flashmoe_status check_sequences_fit(const AttentionProblem& problem, const Reason& reason) {
   const SequenceTables& tables = problem.sequences;
   if (!tables.given) return FLASHMOE_OK;
@@ -90,7 +90,7 @@ inline flashmoe_status check_sequences_fit(const AttentionProblem& problem, cons
       "more than 2^29 rows of q or k, or of the pages of a sequence, or sequences");
 }
 
-// What the parameters of every family have in common.
+// Fills the parameters that every family has.
 template <class Params>
 void fill_tensors_and_score(const AttentionProblem& p, Params* params) {
   AttentionTensors& tensors = params->tensors;
@@ -109,14 +109,14 @@ void fill_tensors_and_score(const AttentionProblem& p, Params* params) {
   params->score = score_options(p);
 }
 
-// The same of a dense batch.
+// The same for a dense batch.
 template <class Params>
 void fill_common(const AttentionProblem& p, Params* params) {
   fill_tensors_and_score(p, params);
   params->seq_k = static_cast<int32_t>(p.seq_k);
 }
 
-// The parameters of kernels whose tiles are of one query head, in the order of an L2 swizzle
+// Fills the parameters of kernels whose tiles are of one query head, in the order of an L2 swizzle
 // (cuda/tile/scheduler.cuh).
 template <class Params>
 void fill_swizzle(const AttentionProblem& p, int64_t tiles_per_head, int64_t heads_per_swizzle,
@@ -134,7 +134,7 @@ void fill_swizzle(const AttentionProblem& p, int64_t tiles_per_head, int64_t hea
   params->by_tiles_per_swizzle = divisor(heads_per_swizzle * tiles_per_head);
 }
 
-// A kernel whose blocks are all alike. Families add their own.
+// A kernel whose blocks are all alike. Families add their own members.
 struct AttentionKernel : Kernel {
   Dtype dtype;
   int dim;
@@ -145,9 +145,9 @@ struct AttentionKernel : Kernel {
   int threads;
 };
 
-// Of the kernels for the problem's dtype and head dimensions that serve it in other respects, too:
-// the one that it names, else the one with the least padding; among alike the first that `fits`.
-// nullptr if there is none.
+// Finds a kernel for the problem's dtype and head dimensions that also passes `serves`. A kernel
+// that the problem names wins, otherwise the one with the least padding; among equals, the first
+// that `fits`. nullptr if there is none.
 template <class Entry, size_t kCount, class Serves, class Fits>
 const Entry* find_entry(const Entry* const (&entries)[kCount], const AttentionProblem& problem,
                         const Serves& serves, const Fits& fits) {
@@ -164,21 +164,20 @@ const Entry* find_entry(const Entry* const (&entries)[kCount], const AttentionPr
   return best;
 }
 
-// Appends the launch of `blocks` blocks of a kernel, as cuda/launch.h says, and what it says of
+// Appends the launch of `blocks` blocks of a kernel, as in cuda/launch.h, and adds the kernel's
 // tiles.
 flashmoe_launch& plan_launch(const AttentionKernel& kernel, int device_id, const char* suffix,
                              int64_t blocks, Plan* plan);
 
-// What a second kernel combines the parts of (cuda/attention/combine.h): rows, of KV heads or of
-// tiles.
+// The parts that a second kernel combines (cuda/attention/combine.h): rows of KV heads or of tiles.
 struct PartsToCombine {
-  int32_t rows;   // of each
+  int32_t rows;   // per KV head or tile
   int64_t count;  // of KV heads or tiles
-  int units;      // of a row
+  int units;      // per row
   int workers_log2;
 };
 
-// Appends the launch of that kernel, behind the one that leaves the parts. It is loaded.
+// Appends the launch of that kernel after the one that leaves the parts. The kernel is loaded.
 void plan_combine(const Kernel& kernel, int device_id, const char* suffix,
                   const PartsToCombine& parts, Plan* plan);
 

@@ -1,10 +1,10 @@
-// One row of attention by plain arithmetic, for rows that the tensor cores cannot serve:
+// Computes one row of attention by plain arithmetic, for rows that the tensor cores cannot serve:
 //
-// - Rows of a mask that came out with an infinity or a NaN. Where a step holds keys that some row
-//   does not see, the tensor cores spread one in V to that row, since they multiply it by a masked
-//   probability and 0 * NaN is NaN. Here a row reads its visible keys only.
+// - Rows of a mask that came out with an infinity or a NaN. If a step holds keys that some row does
+//   not see, the tensor cores spread a non-finite value of V to that row: they multiply it by a
+//   masked probability, and 0 * NaN is NaN. Here a row reads its visible keys only.
 // - Rows with logits beyond kMostRowMax. Here scores are subtracted from each other before they are
-//   scaled, so that no rounding comes between them.
+//   scaled, so that no rounding comes between.
 #pragma once
 
 #include <cfloat>
@@ -31,9 +31,9 @@ __device__ __forceinline__ int64_t row_offset(const RowStrides& strides, const M
   return row.batch * strides.batch + row.head * strides.head + row.query * strides.seq;
 }
 
-// Keys whose rows are evenly apart in the row's batch. Others say where a key's rows are, by k(key)
-// and v(key): nullptr for a key that is hidden. Where keys have scales, they say k_scale(key) and
-// v_scale(key).
+// Keys whose rows are evenly spaced in the row's batch. Other key types give the address of a key's
+// rows by k(key) and v(key): nullptr for a hidden key. If keys have scales, they give them by
+// k_scale(key) and v_scale(key).
 struct EvenKeys {};
 
 template <class Keys>
@@ -55,16 +55,16 @@ __device__ __forceinline__ float v_scale_of(const Keys&, int, long) {
   return 1.0f;
 }
 
-// Whether such keys have a bias, too: logit(score, key) of one that is not hidden.
+// Whether a key type also has a bias: logit(score, key) of a key that is not hidden.
 template <class Keys, class = void>
 inline constexpr bool kHasBias = false;
 template <class Keys>
 inline constexpr bool kHasBias<Keys, std::void_t<decltype(&Keys::logit)>> = true;
 
-// Of a call with a bias or a mask.
+// Keys of a call with a bias or a mask.
 template <class Element>
 struct BiasedKeys {
-  const uint16_t* k_rows;  // of key 0
+  const uint16_t* k_rows;  // row of key 0
   const uint16_t* v_rows;
   int64_t k_stride;
   int64_t v_stride;
@@ -94,8 +94,8 @@ struct BiasedKeys {
   }
 };
 
-// Computes a row and writes its output and log-sum-exp; a whole warp. `writes(column)` says which
-// columns are to be written; the log-sum-exp goes with column 0.
+// Computes a row and writes its output and log-sum-exp. A whole warp calls it. `writes(column)`
+// returns whether to write a column; column 0 decides about the log-sum-exp.
 template <class Element, int kDimV, class Writes, class Keys = EvenKeys>
 __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tensors,
                                                     const ScoreOptions& options,
@@ -121,9 +121,9 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
   float acc[kColumnsPerLane] = {};
   float sum = 0.0f;
   float top = -FLT_MAX;
-  bool any_seen = false;  // of keys of which some may be hidden
-  // 2^((score - other) * scale_log2). Halves, since the difference of two finite scores may
-  // overflow.
+  bool any_seen = false;  // whether any key is visible, where some may be hidden
+  // 2^((score - other) * scale_log2). It halves both scores because the difference of two finite
+  // scores may overflow.
   const auto power = [&](float score, float other) {
     const float half = (0.5f * score - 0.5f * other) * scale_log2;
     return numeric::exp2_approx(half + half);
@@ -201,7 +201,7 @@ __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tens
   tensors.lse[row_offset(tensors.lse_strides, row)] = end.lse;
 }
 
-// The same where the warp writes all of the row.
+// The same if the warp writes the whole row.
 template <class Element, int kDimV>
 __device__ __forceinline__ void masked_row_fallback(const AttentionTensors& tensors,
                                                     const ScoreOptions& options,

@@ -1,4 +1,4 @@
-// Ragged maps on the host (ragged_rows.h): of which views there are some, and what they are.
+// Ragged maps on the host (ragged_rows.h): which views can have one, and how it is made.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,16 @@
 
 namespace flashmoe {
 
-// A view in a ragged map (ragged_rows.h).
+// The ragged map of a view (ragged_rows.h).
 struct RaggedMap {
   MapShape shape;
   const void* data;
 };
 
-// The rows of a view as a ragged map counts them, with those of its batch one behind the other.
+// The rows of a view as a ragged map counts them: those of its batch one after the other.
 struct CountedRows {
   int64_t stride;
-  int64_t per_batch;  // from one row of the batch to the next
+  int64_t per_batch;  // rows from one row of the batch to the next
   int64_t count;
 };
 
@@ -28,7 +28,8 @@ struct StridesOfRows {
   int64_t batch;
 };
 
-// Of a single row the stride may be anything: then the batch's are the rows, if it has several.
+// The stride of a single row may be anything. Then the rows of the batch count as the rows, if
+// there are several.
 template <class Data>
 StridesOfRows strides_of_rows(const RowsView<Data>& view, int64_t batch, int64_t rows,
                               int columns) {
@@ -37,7 +38,7 @@ StridesOfRows strides_of_rows(const RowsView<Data>& view, int64_t batch, int64_t
   return {of_batch > 0 ? of_batch : columns, of_batch};
 }
 
-// Of a view that check_counted_rows takes.
+// The view must have passed check_counted_rows.
 template <class Data>
 CountedRows counted_rows(const RowsView<Data>& view, int64_t batch, int64_t rows, int columns) {
   const auto [stride, batch_stride] = strides_of_rows(view, batch, rows, columns);
@@ -64,7 +65,7 @@ flashmoe_status check_counted_rows(const char* name, const RowsView<Data>& view,
                          static_cast<long long>(stride));
   }
   const int64_t per_batch = batch_stride / stride;
-  // `base` is below the end of its dimension, and that fits in int32.
+  // `base` is below the end of its dimension, which fits in int32.
   constexpr int64_t kEnd = RaggedRow::kMost - 1;
   if (rows >= kEnd || (per_batch > 0 && batch - 1 > (kEnd - 1 - rows) / per_batch)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,

@@ -5,8 +5,8 @@
 namespace flashmoe {
 namespace {
 
-// Whether the copy engine can walk a view: strides above 0 and below 2^40 bytes, or 0 for batches
-// and heads, whose map then holds one.
+// Whether the copy engine can walk a view. Strides are above 0 and below 2^40 bytes, or 0 for
+// batches and heads; the map then has an extent of 1.
 template <class Data>
 bool can_walk(const RowsView<Data>& view, int64_t batch, int64_t seq, int64_t heads) {
   const int64_t end = kMaxStrideBytes / dtype_bytes(view.dtype);
@@ -31,7 +31,7 @@ flashmoe_status check_walkable(bool walkable, flashmoe_device device, const Reas
 
 flashmoe_status check_walkable(const AttentionProblem& p, const Reason& reason) {
   const TensorRows rows = tensor_rows(p);
-  const bool empty = p.batch == 0 || p.seq_q == 0;  // and strides are 0 then
+  const bool empty = p.batch == 0 || p.seq_q == 0;  // strides are 0 then
   const bool walkable = empty || (can_walk(p.q, rows.batch_q, rows.rows_q, p.heads_q) &&
                                   can_walk(p.k, rows.batch_k, rows.rows_k, p.heads_kv) &&
                                   can_walk(p.v, rows.batch_k, rows.rows_k, p.heads_kv) &&

@@ -1,5 +1,5 @@
-// What the attention families whose kernels load by the copy engine share on the host: which views
-// it can walk, and the maps of rows.
+// What attention families with TMA loads share on the host: which views the copy engine can walk,
+// and maps of rows.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace flashmoe {
 
-// First and second extents of the tensors of a problem, those of q and out and those of k and v.
+// First and second extents of the tensors of a problem: those of q and out, and those of k and v.
 struct TensorRows {
   int64_t batch_q;
   int64_t rows_q;
@@ -19,13 +19,13 @@ struct TensorRows {
 };
 TensorRows tensor_rows(const AttentionProblem& problem);
 
-// Whether the copy engine can walk the views of a problem, and the driver can tell it of them.
+// Whether the copy engine can walk the views of a problem, and the driver can encode their maps.
 flashmoe_status check_walkable(const AttentionProblem& problem, const Reason& reason);
-// The same of the views of a backward problem that are there. Not of out, nor of gradients that are
-// added to or of fp32: kernels do not walk these so.
+// The same for the given views of a backward problem. It skips out, gradients that are accumulated,
+// and fp32 gradients: the copy engine does not access these.
 flashmoe_status check_walkable(const AttentionBackwardProblem& problem, const Reason& reason);
 
-// Of a [batch, seq, heads, dim] view in boxes of so many columns and rows of one head.
+// Map of a [batch, seq, heads, dim] view in boxes of so many columns and rows of one head.
 MapShape rows_map(const RowStrides& strides, int64_t dim, int64_t seq, int64_t heads, int64_t batch,
                   int columns, int rows);
 

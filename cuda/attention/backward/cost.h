@@ -1,5 +1,4 @@
-// What a call takes by a backward kernel. Families have a Speed of their own, in a cost.h of
-// theirs.
+// Time of a call with a backward kernel. Each family has its own Speed in its cost.h.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +10,12 @@
 namespace flashmoe::attention_backward {
 
 struct Speed {
-  double rate;  // floating-point operations of a multiprocessor in a microsecond
-  double item;  // microseconds of an item beside its steps
+  double rate;  // floating-point operations per multiprocessor and microsecond
+  double item;  // microseconds of an item in addition to its steps
 };
 
 inline constexpr double kLaunches = 6.0;             // microseconds, fitted on an H200
-inline constexpr double kPrologueMemoryShare = 0.7;  // of the memory's peak
+inline constexpr double kPrologueMemoryShare = 0.7;  // of the memory's peak rate
 
 inline double prologue_microseconds(const AttentionProblem& p, const DeviceFacts& facts) {
   if (facts.memory_bytes_per_microsecond <= 0) return 0;
@@ -25,8 +24,8 @@ inline double prologue_microseconds(const AttentionProblem& p, const DeviceFacts
   return rows * row_bytes / (facts.memory_bytes_per_microsecond * kPrologueMemoryShare);
 }
 
-// A step is a tile of queries and one of keys. Blocks share the items; the longest one is never
-// shared.
+// A step multiplies a tile of queries with a tile of keys. Blocks share the items, but a single
+// item, and so the longest one, is one block's.
 inline double main_microseconds(const AttentionProblem& p, const Entry& entry, const Speed& speed,
                                 const DeviceFacts& facts) {
   const Work work = work_of(p);
@@ -36,7 +35,7 @@ inline double main_microseconds(const AttentionProblem& p, const Entry& entry, c
   const double tiles_k = ceil_of(work.seq_k, tile_k);
   const double step = tile_q * tile_k * 2.0 * (3 * entry.dim + 2 * entry.dim_v) /
                       (speed.rate * entry.cluster);  // microseconds
-  // Each bound cuts through tiles, of which all is computed.
+  // Each bound cuts through tiles, which are computed in full.
   const double bounds = (p.bounded_left ? 1.0 : 0.0) + (p.bounded_right ? 1.0 : 0.0);
   const double cut = bounds * (tile_q + tile_k) / 2;
   const double seen_tiles = std::min(tiles_k, (work.keys + cut) / tile_k);
@@ -51,7 +50,7 @@ inline double main_microseconds(const AttentionProblem& p, const Entry& entry, c
   return std::max(all / std::min<double>(items, facts.multiprocessors / entry.cluster), longest);
 }
 
-inline constexpr double kTables = 5.0;  // microseconds, a guess: who reads them
+inline constexpr double kTables = 5.0;  // microseconds of the kernel that reads the tables, a guess
 
 inline double microseconds_of(const AttentionProblem& p, const Entry& entry, const Speed& speed,
                               const DeviceFacts& facts) {

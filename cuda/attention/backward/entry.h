@@ -1,5 +1,5 @@
-// One instantiated attention backward kernel with its prologue and what comes behind it, as the
-// host sees them. Families add their own.
+// One instantiated attention backward kernel with its prologue and the kernel after it, as the host
+// sees them. Families add their own members.
 #pragma once
 
 #include "cuda/attention/launch.h"
@@ -7,19 +7,19 @@
 namespace flashmoe::attention_backward {
 
 struct Entry : AttentionKernel {
-  int dq_panels;  // of a tile of dQ: each has its turns
+  int dq_panels;  // panels of a tile of dQ, each with turns of its own
   Kernel prologue;
-  int prologue_rows;  // of a block
+  int prologue_rows;  // per block
   int prologue_threads;
   Kernel behind;  // dsinks, and the repair of families that have one
   int behind_threads;
-  int split_floats;          // dV and dK of a split of an item; 0: the kernel splits none
-  int repair_blocks;         // of a call with bounds that adds to nothing; 0: there is no repair
+  int split_floats;          // dV and dK of a split of an item; 0: the kernel splits no items
+  int repair_blocks;         // of a call with bounds that does not accumulate; 0: no repair
   int cluster = 1;           // blocks that share an item
-  bool ragged = false;       // of ragged and padded batches, and of no others
-  bool biased = false;       // of calls with a bias or a mask, and of no others
-  bool one_of_both = false;  // a bias of fp32 and a mask are not for it
-  int wave_heads = 0;        // with so many query heads to a KV head items run in waves; 0: never
+  bool ragged = false;       // only for ragged and padded batches
+  bool biased = false;       // only for calls with a bias or a mask
+  bool one_of_both = false;  // it does not take an fp32 bias together with a mask
+  int wave_heads = 0;        // items run in waves from so many query heads per KV head on; 0: never
 };
 
 }  // namespace flashmoe::attention_backward

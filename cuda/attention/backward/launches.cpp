@@ -9,15 +9,15 @@ namespace {
 
 constexpr int64_t kMostTiles = int64_t{1} << 30;
 
-// Of a batch of none there are none: gradients of sinks are zeros then.
+// An empty batch has no queries: gradients of sinks are zeros then.
 int64_t queries_of(const AttentionProblem& p) { return p.batch > 0 ? p.seq_q : 0; }
 
-// Without queries there is one tile of none: the prologue sets the ticket in any case.
+// Without queries there is one empty tile: the prologue must set the ticket in any case.
 int64_t tiles_q_of(const AttentionProblem& p, const Entry& entry) {
   return std::max<int64_t>(1, ceil_div(queries_of(p), int64_t{entry.tile_q}));
 }
 
-// Tiles of rows, of all query heads; of a batch of none those that the prologue's block is of.
+// Tiles of rows over all query heads. An empty batch has those of the prologue's one block.
 int64_t tiles_of(const AttentionProblem& p, const Entry& entry) {
   return std::max<int64_t>(1, p.batch * p.heads_q * tiles_q_of(p, entry));
 }

@@ -1,5 +1,5 @@
 // What the families of the attention backward share on the host: the workspace, the launches, and
-// the parameters that all kernels get.
+// the parameters of all kernels.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace flashmoe::attention_backward {
 
-// The workspace, as offsets of its parts.
+// The offsets of the parts of the workspace.
 struct Layout {
   int64_t row_lse;
   int64_t row_delta;
@@ -28,7 +28,7 @@ struct Layout {
 
 Layout layout_of(const AttentionProblem& problem, const Entry& entry);
 
-// How many tiles of dQ, of all query heads, and of keys, of all KV heads, a call has at most.
+// Upper bounds on the tiles of dQ over all query heads, and of keys over all KV heads.
 struct TileCounts {
   int64_t queries;
   int64_t keys;
@@ -36,27 +36,27 @@ struct TileCounts {
 
 TileCounts tile_counts_of(const AttentionProblem& problem, const Entry& entry);
 
-// Whether a row may see some of the keys alone, so that what is not finite is to stay apart.
+// Whether a row may see only some of the keys, so that non-finite values must stay out of others.
 bool is_bounded(const AttentionProblem& problem);
 
-// What the steps of an item read, and add to a sum, of a row of q.
+// Bytes of a row of q that the steps of an item read and add to a sum.
 int64_t row_bytes_of(const AttentionProblem& problem);
 
 flashmoe_status check_lengths(const AttentionProblem& problem, const Reason& reason);
 
-// Plans the launches: the prologue, the kernel by at most `most_blocks` blocks, as many as run at a
-// time, and what comes behind it: dsinks where they are wanted, a repair where there are bounds.
+// Plans the launches: the prologue; the kernel with at most `most_blocks` blocks, as many as run at
+// a time; and the kernel after it, which does dsinks if wanted and a repair if there are bounds.
 // `suffix` is that of plan_launch.
 flashmoe_status plan_launches(const AttentionBackwardProblem& problem, const Entry& entry,
                               const DeviceFacts& facts, const char* suffix, int64_t most_blocks,
                               const Reason& reason, Plan* plan);
 
-// Of these the kernel, for so many items, and what comes behind it. The kernel is loaded.
+// Plans only the kernel, for `items` items, and the kernel after it. The kernel is loaded.
 flashmoe_status plan_items(const AttentionBackwardProblem& problem, const Entry& entry,
                            const DeviceFacts& facts, const char* suffix, int64_t items,
                            int64_t most_blocks, const Reason& reason, Plan* plan);
 
-// Fills the parameters but for addresses.
+// Fills the parameters except addresses.
 void fill_params(const AttentionBackwardProblem& problem, const Entry& entry, CommonParams* params);
 
 void fill_addresses(const AttentionBackwardProblem& problem, const Layout& layout, char* workspace,

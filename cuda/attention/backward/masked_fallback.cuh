@@ -1,6 +1,6 @@
-// A part of a gradient of a masked call by plain arithmetic, for what the tensor cores made
-// infinite or NaN. They multiply what a row does not see by a probability of 0, and 0 * NaN is NaN;
-// here only pairs are touched of which the query sees the key. It is slow: a lane for each pair.
+// Computes a part of a gradient of a masked call by plain arithmetic, after the tensor cores made
+// it infinite or NaN. They multiply what a row does not see by a probability of 0, and 0 * NaN is
+// NaN. This code only touches pairs whose query sees the key. It is slow: one lane per pair.
 #pragma once
 
 #include "cuda/attention/backward/params.h"
@@ -11,7 +11,7 @@
 
 namespace flashmoe::attention_backward {
 
-// Rows of one head and columns, of those that exist.
+// Existing rows and columns of one head.
 struct Part {
   static constexpr bool kRagged = false;
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ float to_float(const uint16_t* at) {
   return numeric::ElementTraits<Element>::to_float(*at);
 }
 
-// Writes two neighbours, or adds to what is there.
+// Writes two neighbours, or adds to the old values.
 template <class Element>
 __device__ __forceinline__ void store_pair(const Gradient& to, int64_t at, bool accumulate,
                                            float low, float high) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ const uint16_t* row_of(const Rows& rows, int batch, i
   return rows.data + batch * rows.strides.batch + head * rows.strides.head + row * rows.strides.seq;
 }
 
-// Of 8 columns at a time: rows are aligned to 16 bytes.
+// Reads 8 columns at a time: rows are aligned to 16 bytes.
 template <class Element>
 __device__ __forceinline__ float dot_of_rows(const uint16_t* a, const uint16_t* b, int dim) {
   using Numeric = numeric::ElementTraits<Element>;
@@ -79,7 +79,7 @@ __device__ __forceinline__ float dot_of_rows(const uint16_t* a, const uint16_t* 
   return sum;
 }
 
-// What is added to the logit of a pair; ScorePairs::kHidden if the query does not see the key.
+// The bias of a pair's logit; ScorePairs::kHidden if the query does not see the key.
 template <class Traits, class AnyPart>
 __device__ __forceinline__ float bias_of(const CommonParams& params, const AnyPart& part, int head,
                                          int query, int key) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ float bias_of(const CommonParams& params, const AnyPa
   }
 }
 
-// P of a pair, or dS.
+// P or dS of a pair.
 template <class Traits, bool kDs, class AnyPart>
 __device__ __forceinline__ float weight_of(const CommonParams& params, const AnyPart& part,
                                            int head, int query, int key) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ float weight_of(const CommonParams& params, const Any
   return p * slope * (dp - params.row_delta[row]);
 }
 
-// A whole warp.
+// A whole warp calls it.
 template <class Traits, Wanted kWanted, class AnyPart = Part>
 __device__ __noinline__ void masked_fallback(const CommonParams& params, const AnyPart part) {
   using Element = typename Traits::Element;
@@ -146,7 +146,7 @@ __device__ __noinline__ void masked_fallback(const CommonParams& params, const A
   const int batch_of_others = kOfQueries ? batch_k_of(part) : batch_q_of(part);
   const int begin_of_others = kOfQueries ? begin_k_of(part) : begin_q_of(part);
   const int group = params.heads_per_kv;
-  // Heads of what is summed over.
+  // Heads that the sum runs over.
   const int first_head = kOfQueries ? part.head / group : part.head * group;
   const int end_head = first_head + (kOfQueries ? 1 : group);
   for (int row = part.first_row; row < part.end_row; ++row) {

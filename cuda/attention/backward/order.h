@@ -1,6 +1,6 @@
-// In which order blocks take the items of KV heads that have as many tiles of keys: how many of the
-// heads descend, how many alternate, and in what waves they run (tile.cuh). Of a dense batch the
-// host decides, of sequences the kernel that reads their tables (tables.cuh).
+// The order in which blocks take the items of KV heads with the same number of key tiles: how many
+// heads descend, how many alternate, and in what waves they run (tile.cuh). The host decides it for
+// a dense batch, the kernel that reads the tables (tables.cu) for sequences.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@
 namespace flashmoe::attention_backward {
 
 struct HeadOrder {
-  int32_t descending;        // the first so many heads descend
+  int32_t descending;        // heads that descend, the first ones
   int32_t descending_group;  // heads whose items alternate
   int32_t ascending_group;
-  int32_t wave_tiles;  // of a head that ascends: so many run the same way; 0: all
+  int32_t wave_tiles;  // tiles of a head that ascends which run the same way; 0: all
 };
 
-// No count of the GPU at hand is in the order: the bits of dQ depend on it.
+// The order depends on no property of the GPU at hand: the bits of dQ depend on it.
 inline constexpr int64_t kBlocksOfLargest = 132;
 inline constexpr int64_t kGroupBytes = int64_t{16} << 20;
 inline constexpr int64_t kWaveTiles = 8;
@@ -35,23 +35,23 @@ struct Bounded {
 FLASHMOE_HOST_DEVICE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 FLASHMOE_HOST_DEVICE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Of so many heads as few groups as have at most `most` each: how many heads these then have.
+// Heads per group if `heads` heads form as few groups as possible of at most `most` heads each.
 FLASHMOE_HOST_DEVICE int32_t heads_of_group(int64_t heads, int64_t most) {
   heads = larger_of(heads, 1);
   const int64_t groups = ceil_div(heads, smaller_of(larger_of(most, 1), heads));
   return static_cast<int32_t>(ceil_div(heads, groups));
 }
 
-// Items of other heads than these: of sequences of other lengths.
+// Items of other heads: those of sequences of other lengths.
 struct OtherItems {
   int64_t before;
   int64_t behind;
 };
 
-// A wave has an item for each block: others would begin with the next wave, and wait for this one.
-// Its items wait for each other at its beginning, which takes the longer the more tiles it has;
-// with few tiles sums come and go to memory the more often. Where heads or tiles do not suit, or of
-// less than two waves, there are none.
+// A wave has one item per block: further items would begin with the next wave, and wait for this
+// one. Items of a wave wait for each other at its beginning, longer with more tiles. With fewer
+// tiles, sums go to and from memory more often. There are no waves if heads or tiles do not fit, or
+// if there were fewer than two waves.
 FLASHMOE_HOST_DEVICE void set_waves(int64_t heads, int64_t tiles_k, int64_t at_a_time,
                                     HeadOrder* order) {
   const int64_t most_idle = at_a_time / 20;
@@ -65,27 +65,27 @@ FLASHMOE_HOST_DEVICE void set_waves(int64_t heads, int64_t tiles_k, int64_t at_a
   }
 }
 
-// `head_bytes` is what the items of a head read and add again and again, `wave_heads` with how many
-// query heads to a KV head the family's items run in waves, `at_a_time` how many items the largest
-// GPU runs.
+// `head_bytes`: what the items of a head read and add repeatedly. `wave_heads`: the family's items
+// run in waves from so many query heads per KV head on. `at_a_time`: items that the largest GPU
+// runs at a time.
 FLASHMOE_HOST_DEVICE HeadOrder order_of(int64_t heads, int64_t heads_per_kv, int64_t tiles_k,
                                         int64_t head_bytes, Bounded bounded, int64_t wave_heads = 0,
                                         int64_t at_a_time = kBlocksOfLargest,
                                         OtherItems others = {0, 0}) {
   tiles_k = larger_of(tiles_k, 1);
-  // Up to two items for each block: the longest ones come first among so many heads.
+  // Up to two items per block. Among so many heads the longest items come first.
   const int64_t filling = larger_of(2 * at_a_time / tiles_k, 1);
   HeadOrder order = {0, 1, 1, 0};
-  // With query heads inside an item, neighbours that descend are too far from each other for the
-  // L2. Without a bound all items begin with the same query tile, whatever the order.
+  // With several query heads inside an item, descending neighbours are too far from each other for
+  // the L2. Without a bound all items begin with the same query tile in any order.
   const int64_t items = heads * tiles_k + others.before + others.behind;
   if (bounded.right && heads_per_kv == 1 && items >= 2 * filling * tiles_k) {
     const int64_t left = larger_of(filling * tiles_k - others.behind, 0);
     order.descending = static_cast<int32_t>(larger_of(heads - ceil_div(left, tiles_k), 0));
   }
-  // What heads that alternate use stays in the L2, and their items wait for each other less.
+  // The data of heads that alternate stays in the L2, and their items wait less for each other.
   order.descending_group = heads_of_group(order.descending, kGroupBytes / larger_of(head_bytes, 1));
-  // Without a bound, items of long sequences that begin together still come one by one to a sum.
+  // Without a bound, items of long sequences that begin together still add to a sum one by one.
   constexpr int64_t kFewUnbounded = 8;
   order.ascending_group = heads_of_group(
       heads - order.descending, bounded.right ? filling : larger_of(filling, kFewUnbounded));

@@ -1,4 +1,4 @@
-// What the kernels of every family of the attention backward get, filled on the host.
+// Parameters of the kernels of every family of the attention backward, filled on the host.
 #pragma once
 
 #include <algorithm>
@@ -21,23 +21,23 @@ struct Rows {
 struct Gradient {
   void* rows;  // nullptr: not wanted
   RowStrides strides;
-  int32_t fp32;  // else of the elements' type
+  int32_t fp32;  // otherwise the elements' type
 };
 
 inline constexpr int64_t kMostSplits = 4;
 
-// The last items of the order may be split: each of `splits` blocks has some of the query tiles.
+// The last items of the order may be split: each of `splits` blocks takes some of the query tiles.
 struct SplitItems {
-  int32_t first;  // as many as there are items: none is split
+  int32_t first;  // the number of items: none is split
   int32_t splits;
 };
 
-// Without bounds all items take the same time, so those behind the last full round leave blocks
-// idle. They are split where that ends sooner. Fewer items than a round are not: the time of a
-// short call is that of its launches. `tiles_q` is of a head.
+// Without bounds all items take the same time, so items after the last full round leave blocks
+// idle. They are split if that ends sooner. Less than one round of items is not split: the launches
+// dominate the time of a short call. `tiles_q` is per head.
 inline SplitItems split_of(int64_t items, int64_t tiles_q, int64_t heads_per_kv, bool bounded) {
-  constexpr int64_t kItemSteps = 2;     // what an item takes beside its steps
-  constexpr int64_t kCombineSteps = 1;  // and what passing on its sums takes
+  constexpr int64_t kItemSteps = 2;     // steps that an item takes in addition
+  constexpr int64_t kCombineSteps = 1;  // steps that passing on its sums takes
   SplitItems best = {static_cast<int32_t>(items), 1};
   const int64_t left = items % kBlocksOfLargest;
   if (bounded || left == 0 || items < kBlocksOfLargest) return best;
@@ -52,7 +52,7 @@ inline SplitItems split_of(int64_t items, int64_t tiles_q, int64_t heads_per_kv,
   return best;
 }
 
-// A family's parameters begin with it: the prologue and the kernel of dsinks get no more.
+// A family's parameters begin with these. The prologue and the kernel of dsinks get only these.
 struct CommonParams {
   Rows q_rows;
   Rows k_rows;
@@ -67,23 +67,23 @@ struct CommonParams {
   Gradient dq_rows;
   Gradient dk_rows;
   Gradient dv_rows;
-  int32_t accumulate;  // gradients are added to what is there
+  int32_t accumulate;  // gradients are added to the old values
 
-  void* dsinks;  // [heads_q], nullptr: not wanted
+  void* dsinks;  // [heads_q]; nullptr: not wanted
   int64_t dsink_stride;
-  int32_t dsinks_are_fp32;  // or else of the elements' type
+  int32_t dsinks_are_fp32;  // otherwise the elements' type
 
   // The workspace. Rows are padded to whole tiles; heads are batch * heads_q.
-  // [heads, rows]: lse * log2(e), infinity where a row sees no key. With a bias lse itself, which
-  // may be too low to be multiplied.
+  // [heads, rows]: lse * log2(e), infinity if a row sees no key. With a bias it is lse itself,
+  // which may be too low to be multiplied.
   float* row_lse;
-  float* row_delta;  // [heads, rows]: sum of dout * out, less dlse
-  // [heads, tiles_q, panels, kTileQ * dim / panels]: sums of parts of dQ, in fragments' order
+  float* row_delta;  // [heads, rows]: sum of dout * out, minus dlse
+  // [heads, tiles_q, panels, kTileQ * dim / panels]: sums of parts of dQ, in fragment order
   float* dq_sums;
-  uint32_t* turns;   // [heads, tiles_q, panels]: parts that a panel of a tile of dQ has so far
-  uint32_t* ticket;  // items that were taken so far
-  // Of a split item: dV and dK of all splits but the last, [split items, splits - 1, ...] in
-  // fragments' order, and how many warps have left theirs.
+  uint32_t* turns;   // [heads, tiles_q, panels]: parts that a panel of a tile of dQ has received
+  uint32_t* ticket;  // items that have been taken
+  // Sums of split items: dV and dK of all splits except the last, [split items, splits - 1, ...] in
+  // fragment order, and how many warps have left theirs.
   float* split_sums;
   uint32_t* split_turns;
 
@@ -98,13 +98,13 @@ struct CommonParams {
   ScoreOptions score;
   float scale;
 
-  int32_t tiles_q;  // of a head
-  int32_t tiles_k;  // of a KV head
+  int32_t tiles_q;  // per head
+  int32_t tiles_k;  // per KV head
   HeadOrder order;
   SplitItems split;
 };
 
-// Of calls with a bias or a mask.
+// Parameters of calls with a bias or a mask.
 struct BiasedParams : CommonParams {
   ScorePairs pairs;
 };

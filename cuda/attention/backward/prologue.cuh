@@ -1,5 +1,6 @@
-// What the main kernel needs of each row before it starts: lse * log2(e) and sum(dout * out) -
-// dlse. It also sets the turns and the ticket to zero, and dQ of tiles whose rows see no key.
+// Values of each row that the main kernel needs before it starts: lse * log2(e) and sum(dout * out)
+// - dlse. It also clears the turns and the ticket, and sets dQ of tiles whose rows see no key to
+// zero.
 #pragma once
 
 #include "cuda/attention/backward/params.h"
@@ -14,7 +15,7 @@ namespace flashmoe::attention_backward {
 
 inline constexpr int kPrologueThreads = 256;
 template <class Traits>
-inline constexpr int kPrologueRows = smaller(Traits::kTileQ, 64);  // of a block
+inline constexpr int kPrologueRows = smaller(Traits::kTileQ, 64);  // per block
 
 template <class Element>
 __device__ __forceinline__ float dot(const uint32_t (&a)[4], const uint32_t (&b)[4]) {
@@ -37,10 +38,9 @@ inline constexpr int kPrologueLanes = Traits::kDimV > 128  ? 32
 template <class Traits>
 inline constexpr int kPrologueBlocksPerTile = Traits::kTileQ / kPrologueRows<Traits>;
 
-// Sums `values` over all of `kLanes` lanes that lie side by side, those of each index apart. In
-// each step a lane gives away half of the sums that it has, so that a lane ends with one, whose
-// index is returned by `index_of_sum`. Needs fewer shuffles than a sum of each, and adds in the
-// same order.
+// Sums `values` over `kLanes` neighbouring lanes, separately for each index. In each step a lane
+// passes on half of its sums, so that it ends with one. `index_of_sum` returns the index of that
+// one. This needs fewer shuffles than one sum at a time, and adds in the same order.
 template <int kLanes, int kValues>
 __device__ __forceinline__ float sum_over_lanes(float (&values)[kValues], int lane) {
   static_assert(kValues <= kLanes);
@@ -66,13 +66,13 @@ __device__ __forceinline__ int index_of_sum(int lane) {
   return lane % kLanes / (kLanes / kValues);
 }
 
-// What a block does for its rows of a query head, which are padded to whole tiles: their numbers,
-// and dQ where none of a tile sees a key. `of` says where they are: tile.cuh.
+// The work of a block for its rows of a query head, which are padded to whole tiles: their values,
+// and dQ if no row of a tile sees a key. `of` says where the rows are (tile.cuh).
 template <class Traits, class Of>
 __device__ __forceinline__ void prepare_rows(const CommonParams& params, const Of& of, int head,
                                              int block_of_head) {
   using Element = typename Traits::Element;
-  constexpr int kLanes = kPrologueLanes<Traits>;  // of a row
+  constexpr int kLanes = kPrologueLanes<Traits>;  // per row
   constexpr int kRowsAtOnce = kThreadsPerWarp / kLanes;
   constexpr int kRows = kPrologueRows<Traits>;
   constexpr int kRowsOfWarp = kRows / (kPrologueThreads / kThreadsPerWarp);
@@ -106,13 +106,13 @@ __device__ __forceinline__ void prepare_rows(const CommonParams& params, const O
                                 valid);
   }
 
-  // The row whose numbers this lane writes, as one of those that have its sum.
+  // The row whose values this lane writes, as one of the lanes that have its sum.
   const int row = row_of_lane + index_of_sum<kLanes, kPasses>(lane) * kRowsAtOnce;
   const bool writes = lane % (kLanes / kPasses) == 0;
   const bool sees_keys =
       row < seq_q &&
       (params.score.blind_rows == 0 || first_key_of(params, of, row) < end_key_of(params, of, row));
-  // Loaded beside the rows.
+  // In flight together with the rows.
   float lse = INFINITY;
   float dlse = 0.0f;
   if (writes && sees_keys) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void prepare_rows(const CommonParams& params, const O
         static_cast<int64_t>(tile_of_head(params, of, head)) * Traits::kTileQ + row;
     float delta = sees_keys ? sum - dlse : 0.0f;
     if constexpr (kIsBiased<Traits>) {
-      // With a mask -inf is the lse of a row that sees no key.
+      // With a mask, a row that sees no key has an lse of -inf.
       if (lse == -INFINITY) {
         lse = INFINITY;
         delta = 0.0f;
@@ -160,7 +160,7 @@ __device__ __forceinline__ void prepare_rows(const CommonParams& params, const O
   }
 }
 
-// Turns of a tile of dQ; one thread.
+// Clears the turns of a tile of dQ. One thread calls it.
 template <class Traits>
 __device__ __forceinline__ void clear_turns(const CommonParams& params, int tile) {
   for (int panel = 0; panel < Traits::kPanels; ++panel) {
@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kPrologueThreads)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif
-  // Heads of a row mostly lie side by side, so blocks of the same rows follow one another.
-  // Unsigned, divisions are shorter.
+  // The heads of a row are mostly contiguous, so blocks of the same rows follow one another.
+  // Unsigned divisions are shorter.
   const auto blocks_per_head = static_cast<uint32_t>(params.tiles_q * kBlocksPerTile);
   const auto heads = static_cast<uint32_t>(params.heads_q);
   const uint32_t block = blockIdx.x;

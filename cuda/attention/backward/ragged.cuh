@@ -1,10 +1,10 @@
-// The attention backward of ragged and padded batches: which item a ticket is, what comes before
-// and behind the kernel, and gradients of rows that no sequence has. How a sequence's rows are
-// found is in tile.cuh; who reads the tables is in tables.cu.
+// The attention backward of ragged and padded batches: the item of a ticket, the kernels before and
+// after the main one, and gradients of rows that no sequence has. tile.cuh finds the rows of a
+// sequence, and tables.cu reads the tables.
 //
-// Each sequence is a dense batch of one. Sequences with as many tiles of keys are a class, whose
-// items come in the order that those of a dense batch of so many have: so equal lengths have its
-// bits.
+// Each sequence is a dense batch of one. Sequences with the same number of key tiles form a class.
+// Its items come in the order of a dense batch of that size, so sequences of equal length have the
+// bits of a dense batch.
 #pragma once
 
 #include "cuda/attention/backward/prologue.cuh"
@@ -16,7 +16,8 @@
 
 namespace flashmoe::attention_backward {
 
-// The last of `count` numbers that is at most `value`, where the first one is and none decreases.
+// The index of the last of `count` numbers that is at most `value`. The first one is at most
+// `value`, and numbers do not decrease.
 __device__ __forceinline__ int last_at_most(const int32_t* numbers, int count, int value) {
   int begin = 0;
   int end = count;
@@ -31,7 +32,7 @@ __device__ __forceinline__ int last_at_most(const int32_t* numbers, int count, i
   return begin;
 }
 
-// The same by a whole warp, in a step for every 32-fold.
+// The same by a whole warp. Each step divides the range by 32.
 __device__ __forceinline__ int last_at_most_by_warp(const int32_t* numbers, int count, int value) {
   int begin = 0;
   int left = count;
@@ -46,7 +47,7 @@ __device__ __forceinline__ int last_at_most_by_warp(const int32_t* numbers, int 
   return begin;
 }
 
-// The item of a ticket, of which there are as many as the totals say.
+// The item of a ticket. The totals say how many items there are.
 template <class Traits>
 __device__ __forceinline__ RaggedItem item_of(const RaggedParams& params, int ticket) {
   RaggedItem item = {};
@@ -63,7 +64,7 @@ __device__ __forceinline__ RaggedItem item_of(const RaggedParams& params, int ti
   return item;
 }
 
-// Copies the item of a ticket, or that there is none; one thread.
+// Copies the item of a ticket, or kNoItem if there is none. One thread calls it.
 __device__ __forceinline__ void copy_item(const RaggedParams& params, int ticket,
                                           volatile RaggedItem& to) {
   if (ticket >= params.totals->items) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void copy_item(const RaggedParams& params, int ticket
   for (int i = 0; i < kChunks; ++i) place[i] = chunks[i];
 }
 
-// Rows of one head and columns of a gradient, as Part.
+// Rows of one head and columns of a gradient, like Part.
 struct RaggedPart : SequencePlace {
   int head;
   int first_row;
@@ -89,7 +90,7 @@ struct RaggedPart : SequencePlace {
   int end_column;
 };
 
-// What blocks may be writing at the same time elsewhere in the array: member by member.
+// Copies member by member because other blocks may write elsewhere in the array at the same time.
 __device__ __forceinline__ SequencePlace copy_of(const volatile SequencePlace& place) {
   return {place.batch_q, place.begin_q,  place.length_q, place.batch_k,
           place.begin_k, place.length_k, place.diagonal, place.first_tile};
@@ -98,13 +99,13 @@ __device__ __forceinline__ SequencePlace copy_of(const volatile SequencePlace& p
 // ---- rows that no sequence has
 // -------------------------------------------------------------------
 
-// Whether a row of q, or of k, belongs to a sequence that has gradients there.
+// Whether a row of q, or of k, belongs to a sequence that has gradients for it.
 template <bool kOfQueries>
 __device__ __forceinline__ bool is_owned(const SequenceParams& sequences, int batch, int row) {
   const TableNumbers& offsets = kOfQueries ? sequences.cu_seqlens_q : sequences.cu_seqlens_k;
   int sequence = batch;
   if (offsets.given()) {
-    // The last one that begins at the row or before it. Offsets do not decrease here.
+    // The last sequence that begins at or before the row. Offsets do not decrease here.
     int begin = -1;
     int end = sequences.count;
     while (end - begin > 1) {
@@ -124,8 +125,8 @@ __device__ __forceinline__ bool is_owned(const SequenceParams& sequences, int ba
   return row >= rows.begin && row - rows.begin < rows.length;
 }
 
-// Sets rows of a gradient to 0 that no sequence has, of 32 from `first_row` on; a whole warp.
-// `owned` has a bit for each. A row's columns are whole chunks of 16 bytes.
+// Zeros gradients of rows that no sequence has, among 32 rows from `first_row` on. A whole warp
+// calls it. `owned` has one bit per row. A row's columns are whole chunks of 16 bytes.
 __device__ __forceinline__ void zero_rows(const Gradient& to, int batch, int first_row, int rows,
                                           int heads, int dim, uint32_t owned) {
   if (to.rows == nullptr) return;
@@ -143,8 +144,8 @@ __device__ __forceinline__ void zero_rows(const Gradient& to, int batch, int fir
   }
 }
 
-// A block has a chunk of rows, a warp 32 of them. Where offsets decrease nobody is asked: what a
-// sequence has is written behind this.
+// A block has a chunk of rows, a warp 32 of them. If offsets decrease it zeros all rows: rows of
+// sequences are written later.
 template <bool kOfQueries>
 __device__ __forceinline__ void zero_chunk(const RaggedParams& params, int chunk) {
   static_assert(kChunkRows == kPrologueThreads, "a thread asks for a row");
@@ -171,7 +172,7 @@ __device__ __forceinline__ void zero_chunk(const RaggedParams& params, int chunk
 // ---- before and behind the kernel
 // ----------------------------------------------------------------
 
-// Of tiles of query heads in the order of the workspace, then of chunks of rows, then of items.
+// Blocks: tiles of query heads in the order of the workspace, then chunks of rows, then items.
 template <class Traits>
 __global__ void __launch_bounds__(kPrologueThreads)
     attention_backward_ragged_prologue(const __grid_constant__ RaggedParams params) {
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(kPrologueThreads)
   prepare_rows<Traits>(params, place, head, block_of_head);
 }
 
-// The gradient of a query head's sink, by a block: sinks.cuh.
+// The gradient of a query head's sink, by a block (sinks.cuh).
 template <class Traits>
 __device__ __forceinline__ void sum_sink_gradient(const RaggedParams& params, int head) {
   sum_sink_gradient<Traits>(params, head, [&](const auto& add) {

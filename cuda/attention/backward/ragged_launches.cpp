@@ -12,17 +12,17 @@ namespace {
 
 constexpr int64_t kMostTiles = int64_t{1} << 30;
 
-// What the host knows of all sequences that share no rows: the most that there can be.
+// Upper bounds that the host knows, over all sequences if none share rows.
 struct Bounds {
   int64_t tiles_q;
   int64_t tiles_k;
-  int64_t sum_tiles;  // of dQ, of sequences of several tiles of keys
+  int64_t sum_tiles;  // tiles of dQ in sequences with several key tiles
   int64_t chunks_q;
   int64_t chunks_k;
 };
 
-// Tiles of so many sequences of at most `most` rows each, of `rows` one behind the other or (0) of
-// any.
+// Upper bound on the tiles of so many sequences of at most `most` rows each. If `packed`, they
+// share `rows` contiguous rows.
 int64_t most_tiles(int64_t sequences, int64_t most, int64_t tile, bool packed, int64_t rows) {
   const int64_t by_sequence = sequences * ceil_div(most, tile);
   return packed ? std::min(rows / tile + sequences, by_sequence) : by_sequence;
@@ -51,12 +51,12 @@ Bounds bounds_of(const AttentionBackwardProblem& p, const Entry& entry) {
   return bounds;
 }
 
-// Of the prologue, before those of chunks. Where tiles are not too many.
+// Blocks of the prologue before those of chunks. The number of tiles must be within bounds.
 int64_t prologue_blocks(const Bounds& bounds, const AttentionProblem& p, const Entry& entry) {
   return bounds.tiles_q * p.heads_q * (entry.tile_q / entry.prologue_rows);
 }
 
-// The workspace, as offsets of its parts.
+// The offsets of the parts of the workspace.
 struct RaggedLayout {
   Layout common;
   int64_t places;

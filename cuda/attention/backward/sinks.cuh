@@ -1,11 +1,11 @@
-// The gradient of each query head's sink, whose weight in a row is exp(sink - lse):
+// The gradient of each query head's sink. The sink's weight in a row is exp(sink - lse):
 //
 //   dsink = sum over the head's rows of weight (dlse - rowsum(dO * O))
 //
-// A block has one head. It comes behind the prologue, which leaves delta of each row. Threads take
-// rows round-robin and the block's sums are added as a tree, so the order is fixed, whatever runs
-// beside it. It is a launch of its own: a sum over all batches needs all blocks of the prologue to
-// be done.
+// A block has one head. It runs after the prologue, which leaves the delta of each row. Threads
+// take rows round-robin, and the block adds its sums as a tree, so the order is always the same. It
+// is a launch of its own because a sum over all batches needs all blocks of the prologue to be
+// done.
 #pragma once
 
 #include "cuda/attention/backward/params.h"
@@ -28,8 +28,8 @@ __device__ __forceinline__ double sum_of_warp(double value) {
   return value;
 }
 
-// What this thread adds for the rows of a sequence of the head. `of` says where these are:
-// tile.cuh.
+// Adds this thread's terms for the rows of a sequence of the head. `of` says where the rows are
+// (tile.cuh).
 template <class Traits, class Of>
 __device__ __forceinline__ void add_sink_rows(const CommonParams& params, const Of& of, int head,
                                               float sink, double* sum) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_sink_rows(const CommonParams& params, const 
 #pragma unroll 4
   for (int row = static_cast<int>(threadIdx.x); row < seq_q; row += kSinksThreads) {
     const float lse = row_lse[row * params.lse_strides.seq];
-    // A sink of +inf has the weight 1: so is lse.
+    // A sink of +inf has weight 1: lse is +inf, too.
     const float weight = sink == lse ? 1.0f : expf(sink - lse);
     if (first_key_of(params, of, row) < end_key_of(params, of, row)) {
       *sum -= static_cast<double>(weight) * row_delta[row];
@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_sink_rows(const CommonParams& params, const 
   }
 }
 
-// A whole block. for_sequences(add) calls add(of) for each sequence of the batch.
+// A whole block calls it. for_sequences(add) calls add(of) for each sequence of the batch.
 template <class Traits, class ForSequences>
 __device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, int head,
                                                   const ForSequences& for_sequences) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, in
                          ? static_cast<const float*>(score.sinks)[from]
                          : Numeric::to_float(static_cast<const uint16_t*>(score.sinks)[from]);
   double sum = 0.0;
-  // A sink of -inf is none.
+  // A sink of -inf means no sink.
   if (sink != -INFINITY) {
     for_sequences([&](const auto& of) { add_sink_rows<Traits>(params, of, head, sink, &sum); });
   }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, in
   }
 }
 
-// Of a dense batch.
+// For a dense batch.
 template <class Traits>
 __device__ __forceinline__ void sum_sink_gradient(const CommonParams& params, int head) {
   sum_sink_gradient<Traits>(params, head, [&](const auto& add) {

@@ -1,12 +1,13 @@
-// Reads the tables of a ragged or padded batch and leaves in the workspace which items there are,
-// and where each sequence's tiles are: one block, before the prologue.
+// Reads the tables of a ragged or padded batch. Leaves in the workspace the list of items and the
+// position of each sequence's tiles. One block, before the prologue.
 //
-// Sequences are ranked by their tiles of keys, the most first, and among as many as they come: the
-// longest items begin first, and the order is the same on every run. It is a counting sort. Numbers
-// of tiles up to kExact have a bucket each, others a quarter of a power of two.
+// Sequences are ranked by their number of key tiles, the most first, and then by their order in the
+// batch. So the longest items begin first, and the order is the same on every run. It is a counting
+// sort: each number of tiles up to kExact has a bucket, and larger ones share a bucket per quarter
+// of a power of two.
 //
-// Then the ranks are walked once more for sums over those before: tiles of queries, items, and
-// classes, which are ranks with as many tiles of keys side by side.
+// A second pass over the ranks computes sums over earlier ones: tiles of queries, items, and
+// classes. A class is a run of ranks with the same number of key tiles.
 #include <cstdint>
 
 #include "cuda/attention/backward/ragged_params.h"
@@ -22,10 +23,10 @@ constexpr int kWarps = kTablesThreads / kThreadsPerWarp;
 constexpr int kExactLog2 = 6;
 constexpr int kExact = 1 << kExactLog2;
 constexpr int kBuckets = 160;
-// More than there can be of all sequences that share no rows, and twice that fits.
+// Above the total of any sequences that share no rows. Twice this number still fits.
 constexpr uint32_t kTooMany = 1u << 30;
 
-// The first is that of the most tiles, the last that of none.
+// The first bucket has the most tiles, the last one none.
 __device__ __forceinline__ int bucket_of(int tiles) {
   int place = tiles;
   if (tiles > kExact) {
@@ -62,7 +63,7 @@ struct Sums {
   uint32_t tiles_k;
   uint32_t classes;
 
-  // Sums that are too many stay so.
+  // Sums saturate at kTooMany.
   __device__ __forceinline__ Sums operator+(const Sums& other) const {
     return {min(tiles_q + other.tiles_q, kTooMany), min(tiles_k + other.tiles_k, kTooMany),
             classes + other.classes};
@@ -70,7 +71,7 @@ struct Sums {
 };
 
 struct SharedStorage {
-  uint32_t buckets[kBuckets];  // how many sequences, then at which rank the next one is
+  uint32_t buckets[kBuckets];  // sequences per bucket, then the rank of the bucket's next sequence
   uint32_t of_warps[kWarps][kBuckets];
   Sums sums[kWarps];
   int decreasing;
@@ -82,7 +83,7 @@ __device__ __forceinline__ Sums before_in_warp(const Sums& own, int distance) {
           __shfl_up_sync(kFullWarp, own.classes, distance)};
 }
 
-// The sum of all threads up to this one. `total` is that of all. Ends with a barrier.
+// The inclusive prefix sum over threads. `total` is the sum of all. Ends with a barrier.
 __device__ __forceinline__ Sums sum_up_to(const Sums& own, SharedStorage& shared, Sums* total) {
   const int lane = lane_index();
   const int warp = thread_index() / kThreadsPerWarp;
@@ -113,7 +114,7 @@ __device__ __forceinline__ Sums sum_up_to(const Sums& own, SharedStorage& shared
   return sum;
 }
 
-// How many sequences each bucket has, and whether some offsets decrease.
+// Counts the sequences of each bucket, and finds out whether some offsets decrease.
 __device__ __forceinline__ void count_sequences(const RaggedParams& params, SharedStorage& shared) {
   const SequenceParams& sequences = params.sequences;
   const auto decreases = [](const TableNumbers& offsets, int sequence) {
@@ -129,7 +130,7 @@ __device__ __forceinline__ void count_sequences(const RaggedParams& params, Shar
   }
 }
 
-// Of each bucket the rank of its first sequence. One warp.
+// Computes the rank of the first sequence of each bucket. One warp calls it.
 __device__ __forceinline__ void begin_buckets(SharedStorage& shared) {
   constexpr int kEach = kBuckets / kThreadsPerWarp;
   static_assert(kEach * kThreadsPerWarp == kBuckets);
@@ -155,7 +156,7 @@ __device__ __forceinline__ void begin_buckets(SharedStorage& shared) {
   }
 }
 
-// The places of as many sequences as there are threads, behind those before them.
+// Writes the places of as many sequences as there are threads, from `first` on.
 __device__ __forceinline__ void rank_sequences(const RaggedParams& params, int first,
                                                SharedStorage& shared) {
   const int thread = thread_index();
@@ -188,7 +189,7 @@ __device__ __forceinline__ void rank_sequences(const RaggedParams& params, int f
   __syncthreads();
 }
 
-// First tiles, classes and their first items, by rank; returns how many there are of each.
+// Writes first tiles, classes and their first items, by rank. Returns their totals.
 __device__ __forceinline__ Sums walk_ranks(const RaggedParams& params, SharedStorage& shared) {
   const int count = params.sequences.count;
   Sums all = {0, 0, 0};
@@ -207,7 +208,7 @@ __device__ __forceinline__ Sums walk_ranks(const RaggedParams& params, SharedSto
     const Sums sum = all + sum_up_to(own, shared, &total);
     all = all + total;
     if (rank >= count) continue;
-    // Where sequences share rows there may not be room for all: the others have no gradients.
+    // If sequences share rows there may not be room for all tiles: the others have no gradients.
     const int room = own.tiles_k > 1 ? params.sum_tiles : params.tiles_q;
     const bool fits = sum.tiles_q <= static_cast<uint32_t>(room) &&
                       sum.tiles_k <= static_cast<uint32_t>(params.most_tiles_k);
@@ -230,13 +231,14 @@ __device__ __forceinline__ Sums walk_ranks(const RaggedParams& params, SharedSto
   return all;
 }
 
-// Needs the first ranks and items of all classes.
+// Requires the first ranks and items of all classes.
 __device__ __forceinline__ void order_class(const RaggedParams& params, int number, int items) {
   SequenceClass& of_class = params.classes[number];
   const int first_item = params.first_items[number];
   const int sequences = params.classes[number + 1].first_rank - of_class.first_rank;
   const SequencePlace& place = params.places[of_class.first_rank];
-  // As of a dense batch (core/ops/attention/problem.cpp). Without a bound the offset is beyond all.
+  // As for a dense batch (core/ops/attention/problem.cpp). The offset of an absent bound lies
+  // beyond all keys.
   const Bounded bounded = {params.score.left_offset + place.diagonal > 1 - place.length_q,
                            params.score.bounded_right != 0 &&
                                params.score.right_offset + place.diagonal < place.length_k - 1};

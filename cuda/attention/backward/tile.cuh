@@ -1,27 +1,27 @@
-// Items of work, and the order in which parts of dQ are added.
+// Work items, and the order in which parts of dQ are added.
 //
 // An item is a tile of keys of one KV head. It runs over the query tiles that see some of its keys,
-// of each query head of the KV head. The last items may be split: params.h. Blocks take items by a
-// ticket, so whoever takes one knows that all before it were taken. The parts of a tile of dQ are
-// added in the order of the tickets of their items: whom a block waits for has an earlier ticket.
-// The block with the earliest ticket that is not done waits for nobody, so there is no deadlock,
-// whatever the number of blocks that run at a time.
+// for each query head of the KV head. The last items may be split (params.h). Blocks take items by
+// a ticket, so a block that takes an item knows that all earlier ones have been taken. The parts of
+// a tile of dQ are added in the order of the tickets of their items: a block only waits for earlier
+// tickets. The block with the earliest unfinished ticket waits for nobody, so there is no deadlock,
+// however many blocks run at a time.
 //
-// Under a causal mask most heads descend: their last keys come first, and an item runs from its
-// first query tile upwards. That is the tile on the diagonal, so side by side the items of a head
-// are at different tiles of dQ in each step, which they come to in the order of their tickets: none
-// waits for another, and a sum is added to again while it is in the L2. But the longest items come
-// last. So the last heads, as many as have up to two items for each block, ascend: their longest
-// items come first and run downwards. All of a head begin with the same query tile; heads of a
-// group alternate, so that items which wait for each other are few.
+// Under a causal mask most heads descend: their last keys come first, and an item runs upwards from
+// its first query tile. That tile is on the diagonal, so neighbouring items of a head are at
+// different tiles of dQ in each step, and reach each tile in the order of their tickets. None waits
+// for another, and the next addition to a sum finds it in the L2. But the longest items come last.
+// So the last heads, with up to two items per block, ascend: their longest items come first and run
+// downwards. All items of a head begin with the same query tile; heads of a group alternate, so
+// that few items wait for each other.
 //
-// Where many query heads share a KV head all heads ascend, in waves, which have an item for each
-// block. Items of the first wave run downwards and end at their diagonals, the last keys first. An
-// item that then began with the last query tile would be many steps away from its neighbours, and
-// what they share would have left the L2 between them. So those of the next wave run upwards, each
-// from its diagonal, where the item that made way for it has ended: beside the others of its wave,
-// with which it ends. In a wave that runs downwards the last keys have the first ticket, so that
-// items end in the order in which those behind them are to begin, each a step or two apart.
+// If many query heads share a KV head, all heads ascend, in waves of one item per block. Items of
+// the first wave run downwards and end at their diagonals, the last keys first. An item that then
+// began with the last query tile would be many steps away from its neighbours, and their shared
+// data would leave the L2 in between. So items of the next wave run upwards from their diagonals,
+// where the items before them have ended. Each runs beside the others of its wave and ends with
+// them. In a wave that runs downwards the last keys have the first ticket: items then end in the
+// order in which their successors are to begin, a step or two apart.
 #pragma once
 
 #include <type_traits>
@@ -42,13 +42,13 @@ inline constexpr bool kHasWaves = false;
 template <class Traits>
 inline constexpr bool kHasWaves<Traits, std::enable_if_t<(Traits::kWaveHeads > 0)>> = true;
 
-// Which way an item runs, and the order of its part of a tile of dQ among those of its head. In
+// The direction of an item, and the order of its part of a tile of dQ among those of its head. In
 // waves that run downwards, parts of the `above` tiles above an item's come before its own, and
-// those of the `below` tiles below it behind; all others, as those of all other items that ascend,
-// are in the order of their tiles.
+// those of the `below` tiles below it after. All other parts, including those of all other
+// ascending items, are in the order of their tiles.
 struct Course {
   static constexpr int kDescends = 0;  // parts of all tiles above come first; runs upwards
-  static constexpr int kDown = 1;      // all that ascend without waves
+  static constexpr int kDown = 1;      // all items that ascend without waves
   static constexpr int kUp = 2;
   static __device__ __forceinline__ int down(int above, int below) {
     return below << 16 | above << 2 | kDown;
@@ -56,7 +56,7 @@ struct Course {
   static __device__ __forceinline__ int above(int course) { return course >> 2 & 0x3fff; }
   static __device__ __forceinline__ int below(int course) { return course >> 16; }
 };
-// Without waves a register less is needed.
+// The version without waves needs a register less.
 template <bool kWaves = true, class AnyItem>
 __device__ __forceinline__ bool runs_down(const AnyItem& item) {
   return kWaves ? (item.course & Course::kDown) != 0 : item.course != 0;
@@ -67,8 +67,8 @@ inline constexpr int kWhole = -1;
 
 // ---- where rows are --------------------------------------------------------------------------
 
-// Of an item, or of a part of a gradient. In dense batches all are as the parameters say; in ragged
-// ones (kRagged) each knows its sequence (ragged.cuh). `of` may be volatile.
+// `of` is an item, or a part of a gradient. In dense batches the parameters hold for all; in ragged
+// ones (kRagged) each `of` knows its sequence (ragged.cuh). `of` may be volatile.
 template <class Of>
 __device__ __forceinline__ int batch_q_of(const Of& of) {
   if constexpr (Of::kRagged) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ int batch_k_of(const Of& of) {
     return of.batch;
   }
 }
-// The tensors' rows of query 0 and of key 0.
+// The rows of query 0 and of key 0 in the tensors.
 template <class Of>
 __device__ __forceinline__ int begin_q_of(const Of& of) {
   if constexpr (Of::kRagged) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ int length_k_of(const CommonParams& params, const Of&
     return params.seq_k;
   }
 }
-// The first tile of a query head in the workspace: of numbers of rows, and of turns.
+// The first tile of a query head in the workspace, for values of rows and for turns.
 template <class Of>
 __device__ __forceinline__ int tile_of_head(const CommonParams& params, const Of& of, int head) {
   if constexpr (Of::kRagged) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ int tile_of_head(const CommonParams& params, const Of
   }
 }
 
-// What a query sees, and what sees a key: ScoreOptions by the diagonal of the sequence.
+// Visible keys of a query, and queries that see a key: ScoreOptions with the sequence's diagonal.
 template <class Of>
 __device__ __forceinline__ int diagonal_of(const Of& of) {
   if constexpr (Of::kRagged) {
@@ -156,8 +156,8 @@ __device__ __forceinline__ int end_query_of(const CommonParams& params, const Of
 
 // ---- items -----------------------------------------------------------------------------------
 
-// The position-th of the items of so many heads of `tiles_k` tiles: its tile and course. Returns
-// its head.
+// Sets the tile and course of the position-th item of so many heads of `tiles_k` tiles. Returns its
+// head.
 template <class Traits, class AnyItem>
 __device__ __forceinline__ int take_turn(const HeadOrder& order, int heads, int tiles_k,
                                          int position, AnyItem& item) {
@@ -189,7 +189,8 @@ __device__ __forceinline__ int take_turn(const HeadOrder& order, int heads, int 
   return first_head + rank - turn * heads_of_group;
 }
 
-// The query tiles that see keys of an item; none is from 0 to 0, as an item begins.
+// Finds the query tiles that see keys of an item. The item keeps its initial range 0 to 0 if there
+// are none.
 template <class Traits, class AnyItem>
 __device__ __forceinline__ void find_queries(const CommonParams& params, AnyItem& item) {
   const int first_key = item.tile * Traits::kTileK;
@@ -207,12 +208,12 @@ struct alignas(16) Item {
 
   int batch;
   int head_kv;
-  int tile;   // of keys; kNoItem: there are no more
-  int begin;  // query tiles: from `begin` to the one before `end`
+  int tile;   // key tile; kNoItem: no more items
+  int begin;  // query tiles, from `begin` to before `end`
   int end;
-  int course;      // of Course
-  int split_item;  // among those that are split, or kWhole
-  int split;       // of the item
+  int course;      // a Course
+  int split_item;  // index among split items, or kWhole
+  int split;       // split of the item
 
   template <class Traits>
   static __device__ __forceinline__ Item at(const CommonParams& params, int ticket) {
@@ -243,7 +244,7 @@ struct alignas(16) Item {
 // The key tiles that have a part of a tile of dQ.
 struct Parts {
   int first;
-  int last;  // below `first`: there are none
+  int last;  // below `first`: no parts
 
   template <class Traits, class Of>
   static __device__ __forceinline__ Parts of(const CommonParams& params, const Of& of, int tile_q) {
@@ -255,13 +256,13 @@ struct Parts {
     return {first_key / Traits::kTileK, (end_key - 1) / Traits::kTileK};
   }
 
-  // Of a dense batch, whose sequences are all alike.
+  // For a dense batch, whose sequences are all alike.
   template <class Traits>
   static __device__ __forceinline__ Parts of(const CommonParams& params, int tile_q) {
     return of<Traits>(params, Item{}, tile_q);
   }
 
-  // How many are added ahead of an item's.
+  // The number of parts that are added before an item's.
   template <class Traits, class AnyItem>
   __device__ __forceinline__ int before(const AnyItem& item) const {
     const int course = item.course;

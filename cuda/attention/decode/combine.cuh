@@ -1,9 +1,9 @@
-// The second kernel: rows of tiles whose keys several blocks have.
+// The second kernel of decoding: combines rows of tiles whose keys are split over blocks.
 //
-// A block takes some rows of a tile that blocks of the first kernel have shared, if they have: of
-// each unit of four columns of each row some threads; each of these adds up every so many-th part,
-// and then their sums are added up. The parts of chunks are added up by one thread in their order,
-// as the first kernel does.
+// A block takes some rows of a tile, if blocks of the first kernel shared that tile. Each unit of
+// four columns of a row has several threads. A thread adds up every so many-th part, and then the
+// threads' sums are added up. For chunks, one thread adds up the parts in their order, as the first
+// kernel does.
 #pragma once
 
 #include "cuda/attention/decode/rows.cuh"
@@ -14,12 +14,12 @@
 
 namespace flashmoe::attention_decode {
 
-// Calls add(sum) for each part from `begin` on, one in `step`, in their order: the loads of some
-// are on their way together.
+// Calls add(sum) for every `step`-th part from `begin` on, in order. The loads of several parts are
+// in flight together.
 template <class Add>
 __device__ __forceinline__ void for_parts(const Params& params, const CutTile& cut, int row,
                                           int unit, int begin, int step, const Add& add) {
-  // In registers: what is read between loads is waited for behind them.
+  // Kept in registers: a value read between loads would wait for these.
   const int parts = cut.parts;
   const int place_of_first = cut.first;
   const int place_of_others = cut.second;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void for_parts(const Params& params, const CutTile& c
     for (int j = 0; j < kCombineBatch; ++j) {
       const int part = first + j * step;
       if (part >= parts) break;
-      // The workspace has fewer units than 2^31.
+      // The workspace has fewer than 2^31 units.
       const int place = part == 0 ? place_of_first : place_of_others + part;
       const int at = place * params.part_rows + row;
       const float2 statistics = params.statistics[at];
@@ -45,7 +45,7 @@ __device__ __forceinline__ void for_parts(const Params& params, const CutTile& c
 
 static_assert(kCombineThreads == kThreadsPerWarp << kMostCombineRowsLog2);
 
-// Rows of a cut tile from `first_row` on.
+// Combines rows of a cut tile from `first_row` on.
 template <class Element, int kDimV>
 __device__ __forceinline__ void combine_rows(const Params& params, const CutTile& cut,
                                              int first_row) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void combine_rows(const Params& params, const CutTile
   const int row_of_block = index & ((1 << params.combine_rows_log2) - 1);
   const int row = first_row + row_of_block;
   const int worker = index >> params.combine_rows_log2;
-  const int units_log2 = params.part_units_log2 + params.combine_rows_log2;  // of all rows
+  const int units_log2 = params.part_units_log2 + params.combine_rows_log2;  // over all rows
   const bool chunks = params.split_keys > 0;
   const int workers = chunks ? 1 : kCombineThreads >> units_log2;
   const bool there = row < cut.tile.rows;
@@ -94,8 +94,7 @@ __device__ __forceinline__ void combine_rows(const Params& params, const CutTile
   __syncthreads();
 }
 
-// Grid: cut tiles, and blocks for the rows of each.
-// kDimV: of v at most.
+// Grid: cut tiles, and blocks for the rows of each. kDimV: upper bound on v's dimension.
 template <class Element, int kDimV>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     attention_combine_kernel(const __grid_constant__ Params params) {
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
 #endif
   __shared__ CutTile cut;
   constexpr int kWords = sizeof(CutTile) / sizeof(int32_t);
-  if (reread::thread_index() < kWords) {  // all of it at a time
+  if (reread::thread_index() < kWords) {  // reads all words at once
     reinterpret_cast<int32_t*>(&cut)[reread::thread_index()] =
         reinterpret_cast<const int32_t*>(&params.cut_tiles[blockIdx.x])[reread::thread_index()];
   }

@@ -1,5 +1,4 @@
-// Offsets of keys and values on the host, in chunks of 16 bytes: what they are, and whether they
-// fit.
+// Offsets of keys and values on the host, in chunks of 16 bytes, and whether they fit.
 #pragma once
 
 #include "core/ops/attention/problem.h"
@@ -8,11 +7,11 @@
 
 namespace flashmoe::attention_decode {
 
-// Elements of K or V in a chunk of 16 bytes.
+// Elements of K or V per chunk of 16 bytes.
 inline int64_t chunk_elements(const AttentionProblem& p) { return 16 / dtype_bytes(p.k.dtype); }
 
 inline ChunkStrides chunk_strides(const AttentionProblem& p, const RowStrides& strides) {
-  // A stride of an extent that has no second row may be anything.
+  // The stride of an extent without a second row may be anything.
   const auto chunks_of = [&](int64_t stride, int64_t extent) {
     return extent > 1 ? static_cast<uint32_t>(stride / chunk_elements(p)) : 0;
   };

@@ -1,4 +1,4 @@
-// Rows of queries and keys of a sequence, wherever they are, and what is written of one.
+// Query rows and keys of a sequence, in any layout, and the output of a row.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace flashmoe::attention_decode {
 
-// Which query of a tile's row, and which head of q.
+// The query of a tile's row, and its head of q.
 struct RowOf {
   int query;
   int head;
@@ -24,19 +24,19 @@ struct RowOf {
     return tile.batch * strides.batch + head * strides.head +
            int64_t{tile.begin_q + query} * strides.seq;
   }
-  // The keys that it sees.
+  // The keys that the query sees.
   __device__ __forceinline__ KeyRange keys(const Params& params, const TileRows& tile) const {
     return params.score.keys(query + tile.diagonal, tile.length_k);
   }
 };
 
-// `base` is where chunk 0 has it.
+// `base` is the address of chunk 0.
 template <class Cached>
 __device__ __forceinline__ const Cached* row_at(const Cached* base, uint32_t chunk) {
   return base + uint64_t{chunk} * (16 / sizeof(Cached));
 }
 
-// A row of K or V, whose elements are read one by one: nullptr of a hidden one.
+// A row of K or V whose elements are read one by one. nullptr for a hidden one.
 template <class Element>
 struct CachedRow {
   const uint8_t* data;
@@ -46,14 +46,14 @@ struct CachedRow {
   __device__ __forceinline__ CachedRow(const uint8_t* row, bool is_fp8) : data(row), fp8(is_fp8) {}
   __device__ __forceinline__ bool operator!=(std::nullptr_t) const { return data != nullptr; }
   __device__ __forceinline__ bool operator==(std::nullptr_t) const { return data == nullptr; }
-  // Its bits, of the queries' type.
+  // The bits of an element in the queries' type.
   __device__ __forceinline__ uint16_t operator[](int column) const {
     if (fp8) return numeric::widen_one<Element>(data[column]);
     return reinterpret_cast<const uint16_t*>(data)[column];
   }
 };
 
-// Where the rows of a sequence's keys are: nullptr where their page is none.
+// Addresses of the rows of a sequence's keys. nullptr if their page is invalid.
 template <class Element>
 struct KeysOfRow {
   const Params& params;
@@ -82,7 +82,7 @@ struct KeysOfRow {
     return row_of(params.tensors.v, params.v_chunks, key);
   }
 
-  // Of keys that are not hidden.
+  // The key is not hidden.
   __device__ __forceinline__ float scale_of(const CacheScales& scales, int key) const {
     if (scales.data == nullptr) return 1.0f;
     return scales.data[place_of(key).batch * scales.page + head_kv * scales.head];
@@ -91,8 +91,8 @@ struct KeysOfRow {
   __device__ __forceinline__ float v_scale(int key) const { return scale_of(params.v_scale, key); }
 };
 
-// Writes four columns of one row, and lse with the first ones. Returns whether something among them
-// is suspect: of a row without any probability the fallback says whether all of its keys are
+// Writes four columns of one row, and lse with the first ones. Returns whether any of them is
+// suspect. For a row without any probability the fallback decides whether all of its keys are
 // hidden.
 template <class Element>
 __device__ __forceinline__ bool write_unit(const Sum& total, const Params& params,
@@ -113,7 +113,7 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
   return nothing || is_suspect<Element>(total, end, tile.masked != 0, packed);
 }
 
-// A row computed again, by a warp.
+// Recomputes a row. A warp calls it.
 template <class Element, int kDimV>
 __device__ __forceinline__ void compute_row_again(const Params& params, const TileRows& tile,
                                                   const KeysOfRow<Element>& keys, int row) {

@@ -5,14 +5,13 @@
 
 namespace flashmoe::few_rows {
 
-// A unit of 16 bytes is not where its column would put it in a warp's part: this way the eight
-// lanes that store at a time, of columns 8 apart and rows 2 apart, meet all banks, as do those that
-// read a row.
+// The swizzled position of a 16-byte unit in a warp's part. Eight lanes that store at a time, of
+// columns 8 apart and rows 2 apart, then meet all banks, as do lanes that read a row.
 __device__ __forceinline__ int swizzle(int row, int unit) {
   return unit ^ (row / 2 % 2 + row / 4 % 2 * 4);
 }
 
-// Leaves a warp's part in shared memory, of units that `unit_of` says.
+// Stores a warp's part in shared memory. `unit_of` gives the position of a unit.
 template <class Traits, class UnitOf>
 __device__ __forceinline__ void store_part(const Accumulators<Traits>& out,
                                            const Statistics<Traits>& statistics,

@@ -1,18 +1,18 @@
-// Both products of a step of one warp, with the softmax between them, on fragments that go from
-// global memory straight to registers.
+// Both products of a warp's step, with the softmax between them, on fragments that go from global
+// memory directly to registers.
 //
-// Scores are computed transposed, S^T = K Q^T and O^T = V^T P^T, so that keys and output columns
-// take the 16 rows of m16n8k16 and query rows its 8 columns: few rows are what there is. A lane of
-// a warp, with g = lane / 4 and t = lane % 4, holds
+// Scores are computed transposed, S^T = K Q^T and O^T = V^T P^T. Keys and output columns then take
+// the 16 rows of m16n8k16, and query rows its 8 columns: query rows are few. A lane of a warp, with
+// g = lane / 4 and t = lane % 4, holds
 //
 //   scores[m][n][2h + e]   of key 16m + 8h + g and row 8n + 2t + e,
 //   out[n][4c + j][2h + e] of column 64c + 8g + 2j + h and row 8n + 2t + e.
 //
-// A contraction may take its index in any order, if both operands agree. So a lane loads 16 bytes
-// at a time: of key g (and g + 8, ...) the elements [8t, 8t + 8) of every 32, whose first four are
-// its part of one k16 step and whose last four of the next; of Q the same; of keys 2t, 2t + 1, 2t +
-// 8 and 2t + 9 of V the columns [8g, 8g + 8) of every 64, of which two go to each of four m16
-// blocks. Nothing is left to do but to pair two keys of V in a register, and to transpose P
+// A contraction may take its index in any order if both operands agree. So a lane loads 16 bytes at
+// a time. For key g (and g + 8, ...) it loads the elements [8t, 8t + 8) of every 32: the first four
+// are its part of one k16 step, the last four of the next. It loads Q in the same way. For keys 2t,
+// 2t + 1, 2t + 8 and 2t + 9 of V it loads the columns [8g, 8g + 8) of every 64: two go to each of
+// four m16 blocks. The only work left is to pair two keys of V in a register, and to transpose P
 // (movmatrix).
 #pragma once
 
@@ -44,17 +44,17 @@ __device__ __forceinline__ constexpr int v_key(int i) {
   return 16 * (i / 4) + 8 * (i / 2 % 2) + i % 2;
 }
 
-// What a block has in shared memory: queries first.
+// Shared memory of a block. The queries come first.
 template <class Traits>
 struct Shared {
   unsigned char* base;
 
   __device__ __forceinline__ uint4* queries() const { return reinterpret_cast<uint4*>(base); }
-  // Parts of the warps, [warps][rows][units], a row's units in the order that `swizzle` gives.
+  // Parts of the warps, [warps][rows][units]. `swizzle` permutes the units of a row.
   __device__ __forceinline__ float4* warp_parts() const {
     return reinterpret_cast<float4*>(base + Traits::kFixedBytes);
   }
-  // Their row maxima and sums, [warps][rows].
+  // Row max and sum of the parts, [warps][rows].
   __device__ __forceinline__ float2* warp_statistics() const {
     return reinterpret_cast<float2*>(base + Traits::kFixedBytes +
                                      warp_count() * Traits::kPartialBytes);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void multiply_v(Accumulators<Traits>& out, const VFra
 // Online softmax of the rows of a tile over the keys of one warp.
 template <class Traits>
 struct Statistics : RowStatistics<Fragments<Traits>::kRows> {
-  // Rescales what was added up, too.
+  // Also rescales the accumulators.
   __device__ __forceinline__ void rescale(const Scores<Traits>& scores, float scale_log2,
                                           Accumulators<Traits>& out) {
     RowStatistics<Fragments<Traits>::kRows>::template rescale<Fragments<Traits>>(
@@ -156,7 +156,7 @@ struct Statistics : RowStatistics<Fragments<Traits>::kRows> {
                                                const Scores<Traits>& scores, float scale_log2) {
     exponentiate(p, scores, scale_log2, [](int, float weight) { return weight; });
   }
-  // The same, with what `of_values(i, p)` makes of those of keys 8i + g before they are rounded.
+  // The same, but of_values(i, p) changes those of keys 8i + g before they are rounded.
   template <class OfValues>
   __device__ __forceinline__ void exponentiate(Probabilities<Traits>& p,
                                                const Scores<Traits>& scores, float scale_log2,

@@ -1,4 +1,4 @@
-// How the kernel that tells sequences with few queries from the others is planned and launched.
+// Plans and launches the kernel that separates sequences with few queries from the others.
 #include "cuda/attention/launch.h"
 
 #include <algorithm>
@@ -15,13 +15,13 @@ using lengths::kLengthsThreads;
 
 namespace {
 
-// Times in microseconds, rates per microsecond of one multiprocessor: bytes of keys and values that
-// decoding reads, and floating-point operations of prompts.
+// Times are in microseconds, rates per microsecond and multiprocessor: bytes of keys and values
+// that decoding reads, and floating-point operations of prompts.
 constexpr double kDecodeRate = 50e3;
-constexpr double kLeadBytes = 128 << 10;  // what a tile of decoding takes beside its keys
+constexpr double kLeadBytes = 128 << 10;  // cost of a tile of decoding besides its keys
 constexpr double kPromptRate = 5.2e6;
-constexpr double kTile = 4.2;            // what a tile of prompts takes beside its products
-constexpr double kShareOfMemory = 0.85;  // of its peak, that decoding comes to
+constexpr double kTile = 4.2;            // cost of a tile of prompts besides its products
+constexpr double kShareOfMemory = 0.85;  // of the peak rate, for decoding
 
 }  // namespace
 

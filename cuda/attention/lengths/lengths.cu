@@ -1,6 +1,6 @@
-// Tells sequences with few queries from the others: two tables of lengths, in each of which the
-// sequences of the other have no query. And, from how long both are, how many multiprocessors
-// decoding has to begin with (cuda/attention/division.h).
+// Separates sequences with few queries from the others: writes two tables of lengths, and in each
+// the sequences of the other have no query. From the work of both it finds how many multiprocessors
+// decoding starts with (cuda/attention/division.h).
 #include "cuda/attention/lengths/divide.h"
 #include "cuda/attention/lengths/lengths.h"
 #include "cuda/ptx/pdl.cuh"
@@ -10,7 +10,7 @@
 namespace flashmoe::lengths {
 namespace {
 
-// What there is to do of either kind, in microseconds, and of the tiles of prompts the squares.
+// Work of both kinds, in microseconds, and the sum of squares over the tiles of prompts.
 struct Sums {
   float decoding;
   float memory;
@@ -18,7 +18,7 @@ struct Sums {
   float squares;
 };
 
-// How many keys a query of the middle sees: as many as all do on average, about.
+// How many keys the middle query sees: about the average over all queries.
 __device__ __forceinline__ int keys_of_middle(const Params& params, int sequence, int queries) {
   const int keys = params.sequences.keys_of(sequence).length;
   const Sequence of = {0, 0, queries, keys, params.sequences.diagonal_of(sequence, queries, keys)};
@@ -26,7 +26,7 @@ __device__ __forceinline__ int keys_of_middle(const Params& params, int sequence
   return max(0, seen.end - seen.first);
 }
 
-// Of those that decode, with their tiles of a KV head.
+// Adds a sequence that decodes, with its tiles of a KV head.
 __device__ __forceinline__ void add_few(const Params& params, int queries, float keys, Sums& sums) {
   const auto tiles = static_cast<float>((queries - 1) / params.few_queries + 1);
   sums.decoding += tiles * (keys * params.decode_time + params.decode_lead);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void add_many(const Params& params, int queries, floa
   sums.squares += params.heads_q * tiles * of_tile * of_tile;
 }
 
-// The sums over a block, in its first warp.
+// Sums over the block. The result is in its first warp.
 __device__ __forceinline__ Sums sum_of_block(Sums own) {
   __shared__ Sums of_warps[kLengthsThreads / kThreadsPerWarp];
   const auto sum_of_warp = [](Sums sums) {
@@ -56,25 +56,25 @@ __device__ __forceinline__ Sums sum_of_block(Sums own) {
     return sums;
   };
   static_assert(kLengthsThreads == kThreadsPerWarp * kThreadsPerWarp, "one warp adds up the rest");
-  const int warp = warp_index();  // by all of its lanes
+  const int warp = warp_index();  // all lanes call it
   own = sum_of_warp(own);
   if (lane_index() == 0) of_warps[warp] = own;
   __syncthreads();
   return warp == 0 ? sum_of_warp(of_warps[lane_index()]) : own;
 }
 
-// The fewest with which all ends soonest; a warp. Prompts have the multiprocessors that decoding
-// leaves: all, but for one, where nothing decodes.
+// The fewest blocks of decoding with which all work ends soonest. A warp calls it. Prompts have the
+// remaining multiprocessors: all but one without decoding.
 __device__ __forceinline__ int blocks_of_decoding(const Params& params, const Sums& sums) {
   const int all = params.multiprocessors;
   if (sums.prompts <= 0.0f) return all;
-  // Of tiles of different times those that take long count for more: by them all ends.
+  // The mean time of a tile is weighted by time: long tiles decide when all work ends.
   const float of_tile = sums.squares / sums.prompts;
   const Loads loads = {sums.decoding, sums.memory, sums.prompts / of_tile, of_tile};
   uint32_t soonest = ~0u;
   int blocks = 1;
   for (int n = lane_index() + 1; n <= all; n += kThreadsPerWarp) {
-    const uint32_t end = __float_as_uint(end_of(loads, all, n));  // as the numbers are ordered
+    const uint32_t end = __float_as_uint(end_of(loads, all, n));  // ordered like the floats
     if (end < soonest) soonest = end, blocks = n;
   }
   const uint32_t of_all = __reduce_min_sync(kFullWarp, soonest);
