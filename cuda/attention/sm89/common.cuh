@@ -1,5 +1,5 @@
-// What the sm_89 attention kernels share: indices, tiles and their loads, Q K^T, softcap, the mask,
-// the online softmax, and the path for tiles that the tensor cores cannot compute.
+// Shared parts of the sm_89 attention kernels: indices, tiles and their loads, Q K^T, softcap, the
+// mask, the online softmax, and the fallback for tiles that the tensor cores cannot compute.
 #pragma once
 
 #include <type_traits>
@@ -20,9 +20,9 @@
 
 namespace flashmoe::sm89 {
 
-// The query tile of this block, of a dense batch. Worked out once, then kept in shared memory.
-// Tiles of unequal length come longest first, inside groups of heads whose keys and values fit the
-// L2 together (L2 swizzle).
+// The query tile of this block in a dense batch. It is computed once and then kept in shared
+// memory. Tiles of unequal length come longest first, within groups of heads whose keys and values
+// fit the L2 together (L2 swizzle).
 struct Tile {
   int batch;
   int head;
@@ -40,7 +40,7 @@ struct Tile {
     return result;
   }
 
-  // Leaves the tile for `in`, which may be called after the next block barrier.
+  // Stores the tile for `in`, which may be called after the next block barrier.
   template <class Traits>
   __device__ __forceinline__ void keep(unsigned char* shared) const {
     if (thread_index() == 0) *reinterpret_cast<Tile*>(shared + Traits::kTileInfoOffset) = *this;
@@ -74,7 +74,7 @@ __device__ __forceinline__ int64_t offset_of_row(const Params& /*params*/, const
   return (sequence.begin_q + row) * strides.seq;
 }
 
-// What kernels of ragged batches have in the places of these.
+// Types of kernels for ragged batches, in place of those of dense batches.
 template <class Traits>
 using ParamsOf =
     std::conditional_t<Traits::kRagged,
@@ -92,7 +92,7 @@ __device__ __forceinline__ TileIn<Traits> tile_in(const unsigned char* shared) {
   return TileOf<Traits>::template in<Traits>(shared);
 }
 
-// The tile to compute, which find_tile has found where batches are ragged.
+// The tile to compute. find_tile has found it if batches are ragged.
 template <class Traits>
 __device__ __forceinline__ TileIn<Traits> begin_tile(const ParamsOf<Traits>& params,
                                                      unsigned char* shared) {
@@ -105,8 +105,8 @@ __device__ __forceinline__ TileIn<Traits> begin_tile(const ParamsOf<Traits>& par
   }
 }
 
-// The steps that a tile needs of the keys, counted from the first: those before `left_steps` and
-// those from `right_steps` on hold keys that some row of the tile does not see.
+// The steps of keys that a tile needs, counted from the first. Steps before `left_steps` and from
+// `right_steps` on hold keys that some row of the tile does not see.
 template <class Traits>
 struct TileSteps {
   int first;  // key of step 0
@@ -125,7 +125,7 @@ struct TileSteps {
   }
 };
 
-// The loaders of K and V.
+// Loaders of K and V.
 template <class Traits>
 using KLoader = TileLoader<typename Traits::KLayout, Traits::kStepKeys, Traits::kThreads,
                            typename Traits::KeyOrder>;
@@ -145,8 +145,8 @@ __device__ __forceinline__ VLoader<Traits> make_v_loader(const uint16_t* v,
   }
 }
 
-// Copies the next step of keys, of so many that are left. Of ragged batches each row is found anew,
-// and where a loader begins plays no part.
+// Copies the next step of keys; `keys` of them are left. In ragged batches each row is looked up,
+// and the start of the loader is not used.
 template <class Traits>
 __device__ __forceinline__ void load_k(KLoader<Traits>& loader, const ParamsOf<Traits>& params,
                                        unsigned char* shared, uint32_t offset, int keys) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void load_v(VLoader<Traits>& loader, const ParamsOf<T
 template <class Traits>
 using Scores = float[Traits::kRowAtoms][Traits::kStepKeys / 8][4];
 
-// A fragments of the Q that is kept in registers.
+// A fragments of the part of Q in registers.
 template <class Traits>
 using Queries = uint32_t[larger(Traits::kQRegisterDims / 16, 1)][Traits::kRowAtoms][4];
 
@@ -186,7 +186,7 @@ __device__ __forceinline__ void load_q(uint32_t (&q)[kAtoms][4], uint32_t q_lane
   for (int a = 0; a < kAtoms; ++a) ptx::ldmatrix_x4(q[a], Layout::fragment(q_lane, 16 * a, pair));
 }
 
-// Copies the Q of a tile, both parts, to shared memory.
+// Copies both parts of a tile's Q to shared memory.
 template <class Traits>
 __device__ __forceinline__ void copy_q(const ParamsOf<Traits>& params, const TileOf<Traits>& tile,
                                        uint32_t shared) {
@@ -208,8 +208,8 @@ __device__ __forceinline__ void copy_q(const ParamsOf<Traits>& params, const Til
   }
 }
 
-// scores = Q K^T of one step. Fragments are read kAheadFragments before their products, so that the
-// latency of shared memory hides behind the tensor cores.
+// scores = K Q^T, one step of Q K^T. Fragments are read kAheadFragments before their products, so
+// that the tensor cores hide the latency of shared memory.
 template <class Traits>
 __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
                                                 const Queries<Traits>& q_registers, uint32_t q_lane,
@@ -226,9 +226,9 @@ __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
       for (int e = 0; e < 4; ++e) scores[a][n][e] = 0.0f;
     }
   }
-  constexpr int kQPairs = Traits::kQRegisterDims / 16;  // in registers
+  constexpr int kQPairs = Traits::kQRegisterDims / 16;  // pairs in registers
   uint32_t k[kBuffers][4];
-  uint32_t q[Traits::kRowAtoms][4];  // of one pair of the others
+  uint32_t q[Traits::kRowAtoms][4];  // one pair of the part in shared memory
   const auto load_k = [&](int i) {
     ptx::ldmatrix_x4(k[i % kBuffers],
                      Traits::KLayout::fragment(k_lane, 16 * (i % kColumns), i / kColumns));
@@ -257,7 +257,7 @@ __device__ __forceinline__ void multiply_scores(Scores<Traits>& scores,
       }
       ptx::mma_m16n8k16<typename Traits::Element>(scores[a][2 * n], q_now, k_now[0], k_now[1]);
       ptx::mma_m16n8k16<typename Traits::Element>(scores[a][2 * n + 1], q_now, k_now[2], k_now[3]);
-      // Q of the next pair takes the place of this one's after its last product.
+      // Q of the next pair replaces that of this one after its last product.
       if (n == kColumns - 1 && pair + 1 >= kQPairs && pair + 1 < kPairs) load_q_atom(pair + 1, a);
     }
   }
@@ -268,7 +268,7 @@ using Fragments = ScoreFragments<Traits::kRowAtoms, Traits::kStepKeys>;
 
 enum class Side { kLeft, kRight };
 
-// Hides the keys that a row does not see on one side. `key` is the step's first.
+// Masks the keys that a row does not see on one side. `key` is the step's first.
 template <class Traits, Side kSide>
 __device__ __forceinline__ void mask_side(Scores<Traits>& scores, const ParamsOf<Traits>& params,
                                           const unsigned char* shared, int key) {
@@ -288,7 +288,7 @@ __device__ __forceinline__ void mask_side(Scores<Traits>& scores, const ParamsOf
   });
 }
 
-// Hides the keys of a step whose pages there are not, from all rows.
+// Masks a step's keys on invalid pages, for all rows.
 template <class Traits>
 __device__ __forceinline__ void mask_missing(Scores<Traits>& scores, const ParamsOf<Traits>& params,
                                              const RaggedTile& tile, int key) {
@@ -309,7 +309,7 @@ __device__ __forceinline__ void mask_missing(Scores<Traits>& scores, const Param
   }
 }
 
-// Hides the keys of a step that a row does not see by its bounds.
+// Masks a step's keys that lie outside a row's bounds.
 template <class Traits>
 __device__ __forceinline__ void mask_step(Scores<Traits>& scores, const ParamsOf<Traits>& params,
                                           const TileSteps<Traits>& steps,
@@ -323,15 +323,15 @@ __device__ __forceinline__ void mask_step(Scores<Traits>& scores, const ParamsOf
   }
 }
 
-inline constexpr float kNeedsFallback = INFINITY;  // which no sum of other rows explains
+inline constexpr float kNeedsFallback = INFINITY;  // no other row's sum gives it
 
-// Which of the rows of a warp have seen a key: see pairs.cuh.
+// Which rows of a warp have seen a key (pairs.cuh).
 struct SeenRows {
   uint32_t seen;
 };
 struct NoSeenRows {};
 
-// Online softmax of the rows of a warp: row 2 a + half of a lane's is one of atom a.
+// Online softmax of a warp's rows. A lane's row 2 a + half belongs to atom a.
 template <class Traits>
 struct Statistics : RowStatistics<Fragments<Traits>::kRows>,
                     std::conditional_t<Traits::kBiased, SeenRows, NoSeenRows> {
@@ -340,7 +340,7 @@ struct Statistics : RowStatistics<Fragments<Traits>::kRows>,
     RowStatistics<Fragments<Traits>::kRows>::reset();
   }
 
-  // As there, with apply(a, half, factor).
+  // The same as in RowStatistics, with apply(a, half, factor).
   template <class Apply>
   __device__ __forceinline__ bool rescale(const Scores<Traits>& scores, float scale_log2,
                                           const Apply& apply) {
@@ -348,7 +348,7 @@ struct Statistics : RowStatistics<Fragments<Traits>::kRows>,
         scores, scale_log2, [&](int r, float factor) { apply(r / 2, r % 2, factor); });
   }
 
-  // Probabilities of a pair of scores, rounded and packed.
+  // Rounds and packs the probabilities of a pair of scores.
   __device__ __forceinline__ uint32_t exponentiate(const float (&scores)[4], float scale_log2,
                                                    int a, int half) {
     const float low = probability(scores[2 * half], scale_log2, this->row_max[2 * a + half]);
@@ -357,14 +357,15 @@ struct Statistics : RowStatistics<Fragments<Traits>::kRows>,
     return numeric::ElementTraits<typename Traits::Element>::pack(low, high);
   }
 
-  // Adds up the sums of a row's lanes, writes lse if wanted, and returns what the row's
-  // accumulators are to be multiplied by: kNeedsFallback if the row needs the fallback.
+  // Adds up the sums of a row's lanes and writes lse if wanted. Returns the factor of the row's
+  // accumulators, or kNeedsFallback if the row needs the fallback.
   __device__ __forceinline__ float finish(const ParamsOf<Traits>& params,
                                           const TileOf<Traits>& tile, int row, int a, int half) {
     const float total = sum_of_quad(this->sum[2 * a + half]);
     const Sequence sequence = sequence_of(params, tile);
     const int query = query_of(params, row);
-    // Rows past the last have summed nothing: what is not written must not look like a NaN.
+    // Rows past the last have empty sums. They must not look like a NaN, although they are not
+    // written.
     bool sees_keys = row < rows_of(tile, sequence) && sequence.sees_keys(params.score, query);
     if constexpr (Traits::kBiased) {
       sees_keys = any_of_quad(this->seen >> (2 * a + half) & 1u) && row < rows_of(tile, sequence);
@@ -381,7 +382,7 @@ struct Statistics : RowStatistics<Fragments<Traits>::kRows>,
   }
 };
 
-// Writes the rows of an output tile in shared memory, 16 bytes a lane.
+// Writes the rows of an output tile from shared memory, 16 bytes per lane.
 template <class Layout, int kRows, int kThreads, class Params, class Tile>
 __device__ __forceinline__ void store_rows(const unsigned char* tile_bytes, const Params& params,
                                            const Tile& tile, int first_row, int thread) {
@@ -423,8 +424,8 @@ struct RaggedBiasedKeys {
   }
 };
 
-// Rows of a tile by the fallback, one at a time. For whole warps; this one takes `first_row`,
-// `first_row + stride`, ... before `end_row`.
+// Computes rows of a tile by the fallback, one at a time. Whole warps call it. This warp takes
+// `first_row`, `first_row + stride`, ... before `end_row`.
 template <class Traits>
 __device__ __noinline__ void masked_rows_fallback(const ParamsOf<Traits>& params,
                                                   TileIn<Traits> tile, int first_row, int stride,

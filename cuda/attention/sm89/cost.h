@@ -1,6 +1,6 @@
-// What a call takes by the sm89 kernels. On compute capability 9.0 the rate is what an H100 reached
-// with them at 4 x 2048 tokens, d 128 (benchmarks/results/shared_tile_h100.json), elsewhere it is
-// an estimate.
+// Time of a call with the sm89 kernels. For compute capability 9.0 the rate was measured on an H100
+// at 4 x 2048 tokens, d 128 (benchmarks/results/shared_tile_h100.json). For others it is an
+// estimate.
 #pragma once
 
 #include "cuda/attention/cost.h"
@@ -13,7 +13,7 @@ inline TileSpeed tile_speed(const DeviceFacts& facts) {
 }
 
 // A guess that keeps calls on Hopper's own kernels, which were faster wherever both were timed
-// (benchmarks/results/attention_forward_sm89_h200.json beside attention_forward_h200.json).
+// (compare benchmarks/results/attention_forward_sm89_h200.json with attention_forward_h200.json).
 inline constexpr double kBesideHoppersOwn = 1.2;
 
 inline double tile_microseconds(const Work& work, const DeviceFacts& facts) {

@@ -6,7 +6,7 @@
 namespace flashmoe::sm89 {
 
 struct Entry : AttentionKernel {
-  int blocks_per_sm;    // that it is designed to run with
+  int blocks_per_sm;    // the number it is designed for
   bool ragged;          // for ragged, padded and paged batches, else for dense ones
   bool biased = false;  // for calls with a bias or a mask, else for those without
 };

@@ -1,4 +1,4 @@
-// The sm_89 family: which kernel serves a problem, and with what parameters it is launched.
+// The sm_89 family: which kernel serves a problem, and the parameters of its launch.
 #include <algorithm>
 #include <climits>
 #include <limits>
@@ -23,15 +23,15 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// Whether as many blocks of a kernel fit a multiprocessor as it is designed for.
+// Whether a multiprocessor has room for as many blocks of a kernel as it is designed for.
 bool fits(const Entry& entry, const DeviceFacts& facts) {
   return entry.blocks_per_sm * (entry.shared_bytes + facts.reserved_shared_bytes_per_block) <=
          facts.shared_bytes_per_multiprocessor;
 }
 
 // Tiles of a swizzle group run longest first, so its keys and values should fit the L2 beside the
-// traffic of queries and outputs. Without a mask, or with one at either side, all tiles are alike
-// and heads go one by one.
+// traffic of queries and outputs. Without bounds, or with bounds on both sides, all tiles are alike
+// and heads come one by one.
 int32_t heads_per_swizzle(const AttentionProblem& problem, int64_t l2_bytes) {
   if (problem.bounded_left == problem.bounded_right) return 1;
   const int64_t heads = problem.batch * problem.heads_q;
@@ -42,13 +42,13 @@ int32_t heads_per_swizzle(const AttentionProblem& problem, int64_t l2_bytes) {
                                          : (groups > heads / group ? heads : groups * group));
 }
 
-// See RaggedParams. All heads of a KV head are one tile's, or none.
+// See RaggedParams. A tile has all query heads of a KV head, or one.
 int64_t heads_per_tile(const AttentionProblem& p, const Entry& entry) {
   const int64_t group = p.heads_q / p.heads_kv;
   return p.sequences.given && p.seq_q == 1 && group <= entry.tile_q ? group : 1;
 }
 
-// One of each tile. False if they are too many.
+// One block per tile. False if there are too many.
 bool count_blocks(const AttentionProblem& p, const Entry& entry, int64_t* blocks) {
   const int64_t heads = p.batch * p.heads_q;
   if (p.batch > INT_MAX || p.heads_q > INT_MAX || heads > INT_MAX) return false;
@@ -97,7 +97,7 @@ template <class Params>
 void fill_pairs(const AttentionProblem& p, Params* params) {
   params->pairs = score_pairs(p);
   if (p.mask.data == nullptr || p.bias.data != nullptr) return;
-  // A mask alone is applied to scores as they are.
+  // A mask alone applies to the scores themselves.
   params->score.scale_log2 =
       static_cast<float>(std::min(double{params->pairs.factor} * double{params->score.scale_log2},
                                   double{std::numeric_limits<float>::max()}));
@@ -135,7 +135,7 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void*,
   const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
   const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
-  // A kernel without pairs takes what is before them.
+  // A kernel without pairs only reads the parameters before them.
   if (entry.ragged) {
     const RaggedBiasedParams params = make_ragged_params(problem, entry);
     return launch_planned(plan, 0, &params, stream);

@@ -1,5 +1,5 @@
-// The attention kernel of sm_89 (Ada) and newer. Its two schemes differ in what a warp owns: see
-// split_q.cuh and split_dim_v.cuh. Both use an online softmax with a lazy maximum.
+// The attention kernel of sm_89 (Ada) and newer. Its two schemes differ in what a warp owns
+// (split_q.cuh and split_dim_v.cuh). Both use an online softmax with a lazy row max.
 #pragma once
 
 #include "cuda/attention/sm89/split_dim_v.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   }
 }
 
-// A tile, if any; more than one where offsets make no sense.
+// Computes the tile of a slot, if any; more than one if offsets are inconsistent.
 template <class Traits>
 __device__ __forceinline__ void compute_slot(const ParamsOf<Traits>& params,
                                              unsigned char* shared) {
@@ -36,7 +36,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     attention_forward_kernel(const __grid_constant__ ParamsOf<Traits> params) {
   extern __shared__ __align__(1024) unsigned char shared[];
-#if __CUDA_ARCH__ >= 900  // a programmatic launch costs the host less than another
+#if __CUDA_ARCH__ >= 900  // the host launches faster with the programmatic attribute
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 #endif

@@ -1,5 +1,5 @@
-// Biases and masks of a step of the sm_89 attention kernels: copied ahead, so that their latency
-// hides behind products, and applied behind Q K^T.
+// Biases and masks of a step of the sm_89 attention kernels. They are copied ahead, so that
+// products hide their latency, and applied after Q K^T.
 #pragma once
 
 #include "cuda/attention/sm89/common.cuh"
@@ -7,8 +7,8 @@
 
 namespace flashmoe::sm89 {
 
-// A lane's numbers of a step, of its rows 2a + half one behind another, in the warp's place: all of
-// a mask or of a bias of 16 bits, or of the first half of the rows of a bias of fp32.
+// A lane's numbers of a step, in the warp's area, for one of its rows 2a + half after another: all
+// numbers of a mask or of a 16-bit bias, or those of the first half of the rows of an fp32 bias.
 template <class Traits>
 class StepPairs {
  public:
@@ -17,8 +17,8 @@ class StepPairs {
                                        int step)
       : params_(params), steps_(steps), shared_(shared), step_(step) {}
 
-  // Copies them by cp.async, where that can be done; else `load` loads them one by one. Another
-  // kind of numbers, of other lanes, may lie there: these have been read.
+  // Copies them by cp.async if possible; otherwise `load` loads them one by one. Other numbers, of
+  // other lanes, may lie there, but they have been read.
   __device__ __forceinline__ void copy() const {
     __syncwarp();
     with_first([&](auto rows) { rows.copy(*this); });
@@ -27,16 +27,16 @@ class StepPairs {
     with_first([&](auto rows) { rows.load(*this); });
   }
 
-  // Makes logits of the scores, and hides the keys that a row does not see by its bounds, its mask
-  // or its bias. Bit 2a + half of `seen` is set where this lane's part of a row has a key. False,
-  // warp-uniformly, if all keys are known to be hidden: scores are then left as they are. A score
-  // of a key that a bias hides makes a NaN of its row where it is one or infinite: the row then
-  // goes to the fallback.
+  // Turns the scores into logits, and masks the keys that a row does not see by its bounds, its
+  // mask or its bias. Sets bit 2a + half of `seen` if this lane's part of the row has a visible
+  // key. Returns false, warp-uniformly, if all keys are known to be hidden; scores are then
+  // unchanged. If a bias hides a key whose score is NaN or infinite, the row becomes NaN and goes
+  // to the fallback.
   __device__ __forceinline__ bool apply(Scores<Traits>& scores, uint32_t& seen) const {
     const bool misses = misses_pages();
     const bool bounded = misses || step_ < steps_.left_steps || step_ >= steps_.right_steps;
     const bool masked = params_.pairs.mask.data != nullptr;
-    const bool looks = seen != kAllRows;  // for rows that have seen none
+    const bool looks = seen != kAllRows;  // some rows have seen no key yet
     uint32_t visible[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -78,7 +78,7 @@ class StepPairs {
  private:
   static constexpr int kRows = 2 * Traits::kRowAtoms;
   static constexpr uint32_t kAllRows = (1u << kRows) - 1;
-  static constexpr int kCount = Traits::kStepKeys / 4;  // of a row
+  static constexpr int kCount = Traits::kStepKeys / 4;  // per row
   static constexpr uint32_t kAllKeys = (1u << kCount) - 1;
   using Keys = typename Traits::KeyOrder;
   using Element = typename Traits::Element;
@@ -96,14 +96,15 @@ class StepPairs {
   __device__ __forceinline__ int first_key_of_lane() const {
     return first_key() + Keys::first_of_lane(lane_index());
   }
-  // Rows that are not there have the numbers of the last one, and nobody reads what they come to.
+  // Missing rows read the numbers of the last row. Nobody reads their results.
   __device__ __forceinline__ int row_of(int r) const {
     const TileIn<Traits> tile = tile_in<Traits>(shared_);
     return min(tile.first_row + warp_index() * Traits::kRowsPerWarp + lane_index() / 4 + 8 * r,
                rows_of(tile, sequence()) - 1);
   }
   __device__ __forceinline__ int query_of_row(int r) const { return query_of(params_, row_of(r)); }
-  // Whether some page of the tile's keys is none, and of this lane's keys those that are there.
+  // Whether some page of the tile's keys is invalid, and which of this lane's keys are on valid
+  // ones.
   __device__ __forceinline__ bool misses_pages() const {
     if constexpr (Traits::kRagged) {
       return tile_in<Traits>(shared_).misses_pages != 0;
@@ -130,7 +131,7 @@ class StepPairs {
     return shared_ + Traits::kPairsOffset + warp_index() * Traits::kPairBytesOfWarp;
   }
 
-  // So many rows of a tensor.
+  // kCount_ rows of a tensor.
   template <class Words, int kFirst, int kCount_>
   struct Rows {
     const PairNumbers& numbers;
@@ -146,7 +147,7 @@ class StepPairs {
         return Words::can_copy(numbers) && end <= step.params_.seq_k;
       }
     }
-    // Key 0 of row r.
+    // The address of key 0 of row r.
     __device__ __forceinline__ auto row_at(const StepPairs& step) const {
       const TileIn<Traits> tile = tile_in<Traits>(step.shared_);
       if constexpr (Traits::kRagged) {
@@ -181,7 +182,7 @@ class StepPairs {
                                     step.sequence().length_k, row_at(step));
     }
   };
-  // Those of which copies are ahead.
+  // The numbers that are copied ahead.
   template <class Do>
   __device__ __forceinline__ void with_first(const Do& with) const {
     const ScorePairs& pairs = params_.pairs;
@@ -219,7 +220,7 @@ class StepPairs {
     }
   }
 
-  // False if there is none that is visible.
+  // Returns false if no key is visible.
   static __device__ __forceinline__ bool hide(Scores<Traits>& scores,
                                               const uint32_t (&visible)[kRows]) {
     uint32_t all = kAllKeys;

@@ -17,10 +17,10 @@ struct Params {
   ScoreOptions score;
 
   int32_t tiles_per_head;       // query tiles
-  int32_t longest_tiles_first;  // they are the longest
+  int32_t longest_tiles_first;  // the last tiles are the longest
   int32_t heads;                // batch * heads_q
   int32_t heads_per_swizzle;    // heads whose K and V share the L2
-  // By which a block finds its tile.
+  // A block finds its tile by these.
   Divisor by_heads_q;
   Divisor by_heads_per_kv;
   Divisor by_heads_per_swizzle;
@@ -28,29 +28,29 @@ struct Params {
   Divisor by_tiles_per_swizzle;
 };
 
-// Of calls with a bias or a mask.
+// Parameters of calls with a bias or a mask.
 struct BiasedParams : Params {
   ScorePairs pairs;
 };
 
-// Of ragged, padded and paged batches.
+// Parameters of ragged, padded and paged batches.
 struct RaggedParams {
   AttentionTensors tensors;
   ScoreOptions score;
 
   SequenceParams sequences;
   TileSlots slots;
-  int32_t last_slots_first;  // they are the longest
-  // Rows of a tile are the queries of one head; or, of sequences of one query at most (decoding),
-  // that query of so many heads, all of a KV head, whose keys are then read once.
+  int32_t last_slots_first;  // the last slots are the longest
+  // The rows of a tile are the queries of one head. If sequences have at most one query (decoding),
+  // they are that query in all heads of a KV head, whose keys are then read once.
   int32_t heads_per_tile;
-  // By which a block finds its slot and heads: tiles of a KV head one beside the other, then slots,
-  // then KV heads.
+  // A block finds its slot and heads by these: the order is tiles of a KV head, then slots, then KV
+  // heads.
   Divisor by_tiles_per_kv;
   Divisor by_slots;
 };
 
-// Of these with a bias or a mask.
+// The same with a bias or a mask.
 struct RaggedBiasedParams : RaggedParams {
   ScorePairs pairs;
 };

@@ -1,5 +1,5 @@
-// Tiles of ragged, padded and paged batches: which one a block computes, where the rows of its
-// sequence are, and the keys of pages that there are not.
+// Tiles of ragged, padded and paged batches: the tile of a block, the position of its sequence's
+// rows, and keys on invalid pages.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,21 @@ using reread::lane_index;
 using reread::thread_index;
 using reread::warp_index;
 
-// In shared memory, and read anew where it is used: registers are the accumulators'.
+// Kept in shared memory and read at each use, because accumulators need the registers.
 struct RaggedTile {
   int batch;  // row of q's batch
   int head;   // of row 0
   int head_kv;
   int first_row;
-  int rows;           // that there are, of this tile and those before it
-  Sequence sequence;  // whose keys begin at `k` and `v`, or are rows of `pages` from begin_k on
+  int rows;           // end of the existing rows, from row 0 of the sequence on
+  Sequence sequence;  // its keys begin at `k` and `v`, or are rows of `pages` from begin_k on
   int masked;         // some query does not see every key
-  int misses_pages;   // a page was asked for that there is not
-  int more_owners;    // sequences that have a tile in this slot, too
-  int first_owner;    // INT32_MAX: no sequence has one
+  int misses_pages;   // an invalid page was looked up
+  int more_owners;    // further sequences with a tile in this slot
+  int first_owner;    // INT32_MAX: no sequence has a tile here
   int owners;
   int number;   // of the sequence
-  int skipped;  // its keys before the first that there is, of which a bias or a mask has numbers
+  int skipped;  // keys before the sequence's first one that a bias or a mask has numbers of
   const int32_t* pages;
   const uint16_t* k;
   const uint16_t* v;
@@ -55,7 +55,7 @@ __device__ __forceinline__ bool is_masked(const RaggedParams& /*params*/, const 
 __device__ __forceinline__ int rows_of(const RaggedTile& tile, const Sequence& /*sequence*/) {
   return tile.rows;
 }
-// What a row is of. There is a head for rows that are not there, too.
+// Query and head of a row. Missing rows have a head, too.
 __device__ __forceinline__ int query_of(const RaggedParams& params, int row) {
   return params.heads_per_tile > 1 ? 0 : row;
 }
@@ -73,7 +73,7 @@ __device__ __forceinline__ int64_t offset_of_row(const RaggedParams& params,
   return sequence.begin_q * strides.seq + row * row_stride_of(params, strides);
 }
 
-// Where a key's row of k and v is: nullptr where its page is none.
+// Addresses of a key's rows of k and v. nullptr if their page is invalid.
 struct RaggedKeys {
   const RaggedParams& params;
   const RaggedTile& tile;
@@ -98,7 +98,8 @@ struct RaggedKeys {
   }
 };
 
-// Copies rows of k, or of v, to a tile in shared memory: the first of the last so many keys.
+// Copies rows of k, or of v, to a tile in shared memory. The first row is that of the first of the
+// last `keys` keys.
 template <class Loader>
 __device__ __forceinline__ void load_ragged(const Loader& loader, uint32_t offset,
                                             const RaggedParams& params, RaggedTile& tile,
@@ -125,7 +126,7 @@ __device__ __forceinline__ void load_ragged(const Loader& loader, uint32_t offse
   }
 }
 
-// Fills the tile of a sequence; one thread.
+// Fills the tile of a sequence. One thread calls it.
 template <class Traits>
 __device__ __forceinline__ void decode_tile(const RaggedParams& params, int sequence, int rank,
                                             RaggedTile* tile) {
@@ -154,14 +155,15 @@ __device__ __forceinline__ void decode_tile(const RaggedParams& params, int sequ
   tile->sequence.begin_k = paged ? keys.begin : 0;
   tile->sequence.length_k = keys.length;
   tile->sequence.diagonal = diagonal;
-  // As the core says of a dense batch of these lengths: set_bounds.
+  // Like set_bounds in the core, for a dense batch of these lengths.
   tile->masked = Traits::kBiased || params.score.right_offset + diagonal < keys.length - 1 ||
                  params.score.left_offset + diagonal > 1 - queries.length;
   tile->misses_pages = 0;
 }
 
-// Leaves this block's tile in shared memory: of the first sequence behind `after` that has one in
-// its slot. False, for all threads, if there is none. Begins behind a barrier, and ends with one.
+// Stores this block's tile in shared memory: that of the first sequence behind `after` with a tile
+// in its slot. Returns false, in all threads, if there is none. Begins after a barrier, and ends
+// with one.
 template <class Traits>
 __device__ __forceinline__ bool find_tile(const RaggedParams& params, int after,
                                           unsigned char* shared) {

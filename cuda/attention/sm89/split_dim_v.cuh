@@ -4,17 +4,17 @@
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
 // One block computes kTileQ = 16 * kWarps query rows of one head. At these dimensions a warp has
-// registers for the output of 16 rows only, and a fragment of V read from shared memory would then
-// feed but two products: shared memory, not the tensor cores, would set the pace. So a warp
-// computes the scores and probabilities of its 16 rows, leaves the probabilities in shared memory,
-// and multiplies those of all rows by its 1 / kWarps of V's columns: a fragment of V feeds kTileQ /
-// 8 products. Per step of 64 keys at dimension 256 a warp reads 64 fragments of K, 16 of P and 16
-// of V where 64 and 64 would be read otherwise.
+// registers for only 16 rows of output. A fragment of V from shared memory would then feed only two
+// products, and shared memory, not the tensor cores, would be the bottleneck. So a warp computes
+// the scores and probabilities of its 16 rows, stores the probabilities in shared memory, and
+// multiplies those of all rows by its 1 / kWarps of V's columns: a fragment of V feeds kTileQ / 8
+// products. Per step of 64 keys at dimension 256 a warp reads 64 fragments of K, 16 of P and 16 of
+// V, instead of 64 of K and 64 of V.
 //
 // A step: Q K^T while V arrives; softmax; barrier, with a vote on whether any row_max changed; P V
-// while the next K arrives. Part of Q lies where P will and moves to registers first.
+// while the next K arrives. Part of Q lies in the area of P and moves to registers first.
 //
-// Dimensions padded to the compiled ones are zero-filled on load and never stored.
+// Dimensions are padded to the compiled ones: zeros on load, never stored.
 #pragma once
 
 #include "cuda/attention/sm89/common.cuh"
@@ -22,9 +22,9 @@
 
 namespace flashmoe::sm89::split_dim_v {
 
-// A warp owns every kWarps-th group of 16 columns, so that its fragments of V are a constant apart
-// under the swizzle. Element [a][n][e]: row 16a + lane / 4 + 8 (e / 2) of the tile, column
-// 16 (warp + kWarps (n / 2)) + 8 (n % 2) + 2 (lane % 4) + e % 2.
+// A warp owns every kWarps-th group of 16 columns, so that under the swizzle its fragments of V are
+// a constant apart. Element [a][n][e]: row 16a + lane / 4 + 8 (e / 2) of the tile, column 16 (warp
+// + kWarps (n / 2)) + 8 (n % 2) + 2 (lane % 4) + e % 2.
 template <class Traits>
 using Accumulators = float[Traits::kTileQ / 16][Traits::kColumnsPerWarp / 8][4];
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void rescale(Accumulators<Traits>& out, const float* 
   }
 }
 
-// The row factors of this warp's rows, for all warps to read.
+// Stores the row factors of this warp's rows for all warps.
 template <class Traits>
 __device__ __forceinline__ void publish(float* factors, const float (&factor)[2]) {
   const int lane = lane_index();
@@ -53,7 +53,7 @@ __device__ __forceinline__ void publish(float* factors, const float (&factor)[2]
   }
 }
 
-// P = 2^(scores * scale_log2 - row_max) of this warp's rows, to shared memory.
+// Writes P = 2^(scores * scale_log2 - row_max) of this warp's rows to shared memory.
 template <class Traits>
 __device__ __forceinline__ void write_probabilities(unsigned char* p_tile,
                                                     Statistics<Traits>& statistics,
@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<Traits>& out, uint3
   }
 }
 
-// Multiplies by the row factors, which lie in shared memory, and writes out.
+// Multiplies by the row factors from shared memory and writes out.
 template <class Traits>
 __device__ __forceinline__ void store_results(const Accumulators<Traits>& out, const float* factors,
                                               const ParamsOf<Traits>& params,
@@ -173,8 +173,8 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
 
   const TileSteps<Traits> steps(params.score, sequence_of(params, tile), tile.first_row);
   const int first_key = sequence_of(params, tile).begin_k + steps.first;
-  // Of the sequence from one on. Read anew: kept across the main loop its length would cost
-  // registers.
+  // Keys of the sequence from `key` on. The length is read again: kept across the main loop it
+  // would take registers.
   const auto keys_from = [&](int key) { return sequence_of(params, tile).length_k - key; };
 
   KLoader<Traits> k_loader(k + first_key * params.tensors.k_strides.seq,
@@ -223,7 +223,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   }
 
   ptx::cp_async_wait<1>();
-  __syncthreads();  // Q has been read, K is there
+  __syncthreads();  // Q has been read; K has arrived
   for (int step = 0; step < steps.count; ++step) {
     Scores<Traits> scores;
     if constexpr (Traits::kBiased) {
@@ -236,14 +236,14 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     if constexpr (Traits::kBiased) {
       ptx::cp_async_wait<0>();
       if (!StepPairs<Traits>(params, steps, shared, step).apply(scores, statistics.seen)) {
-        // Other warps' rows see keys of this step, and all take part in its products.
+        // Rows of other warps see keys of this step, and all warps take part in its products.
 #pragma unroll
         for (int n = 0; n < kStep / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) scores[0][n][e] = -INFINITY;
         }
       }
-      __syncwarp();  // numbers give way to P
+      __syncwarp();  // P overwrites the numbers of pairs
     } else {
       mask_step<Traits>(scores, params, steps, shared, step);
     }
@@ -254,14 +254,14 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     write_probabilities<Traits>(shared + Traits::kPOffset, statistics, scores,
                                 params.score.scale_log2);
     ptx::cp_async_wait<0>();
-    const bool any_rescaled = __syncthreads_or(rescaled) != 0;  // V, P are there; K has been read
+    const bool any_rescaled = __syncthreads_or(rescaled) != 0;  // V, P are ready; K has been read
     const int keys = keys_from(steps.first) - (step + 1) * kStep;
     if (step + 1 < steps.count) load_k<Traits>(k_loader, params, shared, 0, keys);
     ptx::cp_async_commit();
     if (any_rescaled && step > 0) rescale<Traits>(accumulators, factors);
     multiply_values<Traits>(accumulators, p_lane, v_lane);
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K is there; V, P and the factors have been read
+    __syncthreads();  // K has arrived; V, P and the factors have been read
     if (step + 1 < steps.count) load_v<Traits>(v_loader, params, shared, 0, keys);
     ptx::cp_async_commit();
   }

@@ -3,12 +3,12 @@
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
 // One block computes kTileQ query rows of one head. A warp owns 16 * kRowAtoms of them from scores
-// to output, so scores, probabilities and accumulators never leave its registers. All warps walk
-// the keys together, kStepKeys at a time, from the first to the last one visible to the tile; K and
-// V arrive by cp.async in a ring of kStages steps, with one block barrier per step. The
-// exponentials of the next 16 keys are computed between the products of these.
+// to output, so scores, probabilities and accumulators stay in its registers. All warps walk the
+// keys together, kStepKeys at a time, from the first to the last one visible to the tile. cp.async
+// brings K and V into a ring of kStages steps, with one block barrier per step. The exponentials of
+// the next 16 keys are computed between the products of the current ones.
 //
-// Dimensions padded to the compiled ones are zero-filled on load and never stored.
+// Dimensions are padded to the compiled ones: zeros on load, never stored.
 #pragma once
 
 #include "cuda/attention/sm89/common.cuh"
@@ -25,8 +25,8 @@ __device__ __forceinline__ uint32_t stage_of(int step) {
   return static_cast<uint32_t>(step) % Traits::kStages * Traits::kStageBytes;
 }
 
-// Whether this warp's rows see no key of a step, nor any before. Worked out where a row is masked
-// only: kept across the main loop it would cost registers.
+// Whether this warp's rows see no key of a step, nor any before it. It is computed only if a row is
+// masked: kept across the main loop it would take registers.
 template <class Traits>
 __device__ __forceinline__ bool lies_left(const ParamsOf<Traits>& params,
                                           const TileSteps<Traits>& block,
@@ -147,7 +147,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   const uint16_t* v = params.tensors.v + tile.batch * params.tensors.v_strides.batch +
                       tile.head_kv * params.tensors.v_strides.head;
 
-  // Steps that the block loads, of which this warp computes those before `steps` that it needs.
+  // Steps that the block loads. This warp computes those before `steps` that it needs.
   const TileSteps<Traits> block(params.score, sequence, tile.first_row);
   const int warp_row = tile.first_row + warp * Traits::kRowsPerWarp;
   const int last_row = min(warp_row + Traits::kRowsPerWarp, rows_of(tile, sequence)) - 1;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   VLoader<Traits> v_loader =
       make_v_loader<Traits>(v + first_key * params.tensors.v_strides.seq, params, k_loader,
                             shared_address, shared_address + Traits::kKBytes);
-  // One group per step, empty ones included, so that waiting by count stays right.
+  // One group per step, including empty ones, so that waits by count stay correct.
   const auto load_step = [&](int step) {
     const uint32_t stage = stage_of<Traits>(step);
     if (step < block.count) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
     for (int pair = 0; pair < Traits::kQRegisterDims / 16; ++pair) {
       load_q<typename Traits::QRegisterLayout>(q_registers[pair], q_register_lane, pair);
     }
-    if constexpr (Traits::kEarlySteps < kStages - 1) __syncthreads();  // Q gives way to K, V
+    if constexpr (Traits::kEarlySteps < kStages - 1) __syncthreads();  // K and V overwrite Q
   }
 #pragma unroll
   for (int step = Traits::kEarlySteps; step < kStages - 1; ++step) {
@@ -230,11 +230,11 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   };
 
   if constexpr (Traits::kBiased) {
-    // The tile is kept: pairs look for it there. Where Q is in registers a barrier was passed
-    // since.
+    // The tile is in shared memory, where the pairs look for it. If Q is in registers, a barrier
+    // has been passed since it was stored.
     if constexpr (Traits::kQRegisterDims == 0) __syncthreads();
-    // Of the first step that this warp computes. Each next one's are copied when their place is
-    // free, and loaded when registers are: one group a step.
+    // Copies pairs of the first step that this warp computes. Those of each next step are copied
+    // when their area is free, and loaded when registers are: one group per step.
     const int first =
         (sequence.first_key(params.score, query_of(params, warp_row)) - block.first) / kStep;
     if (first < steps) {
@@ -246,14 +246,14 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   for (int step = 0; step < block.count; ++step) {
     const uint32_t stage = stage_of<Traits>(step);
     ptx::cp_async_wait<kStages - 2 + (Traits::kBiased ? 1 : 0)>();
-    __syncthreads();  // the step is there; the one before has been read
+    __syncthreads();  // this step has arrived; the one before has been read
     load_step(step + kStages - 1);
     if (step < steps && !lies_left<Traits>(params, block, shared, step)) {
       Scores<Traits> scores;
       multiply_scores<Traits>(scores, q_registers, q_lane, k_lane + stage);
       if (params.score.capped()) params.score.cap(scores);
       if constexpr (Traits::kBiased) {
-        ptx::cp_async_wait<1>();  // its pairs are there
+        ptx::cp_async_wait<1>();  // the pairs have arrived
         const bool sees =
             StepPairs<Traits>(params, block, shared, step).apply(scores, statistics.seen);
         const StepPairs<Traits> next(params, block, shared, step + 1);
@@ -271,7 +271,7 @@ __device__ __forceinline__ void compute_tile(const ParamsOf<Traits>& params,
   }
 
   ptx::cp_async_wait<0>();
-  __syncthreads();  // the output lies over the stages
+  __syncthreads();  // the output overwrites the stages
   store_results<Traits>(accumulators, statistics, params, shared);
 }
 

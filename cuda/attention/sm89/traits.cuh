@@ -10,24 +10,23 @@
 
 namespace flashmoe::sm89 {
 
-inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
+inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB minus 1 reserved
 inline constexpr int kTileInfoBytes = 16;                  // a Tile in shared memory
 inline constexpr int kRaggedTileInfoBytes = 96;            // a RaggedTile
 
-// What a warp owns: see split_q.cuh and split_dim_v.cuh.
+// What a warp owns (split_q.cuh and split_dim_v.cuh).
 enum class Scheme { kSplitQ, kSplitDimV };
 
-// The choices that differ from one head dimension to the next; docs/kernels/attention_sm89.md has
-// the measurements behind the table.
+// Choices per head dimension; docs/kernels/attention_sm89.md has the measurements behind the table.
 struct Tuning {
   Scheme scheme;
   int warps;
   int row_atoms;        // 16-row fragments of a warp's scores
-  int step_keys;        // keys of one step of the main loop
-  int stages;           // steps of K and V in flight or in use; 1 in the columns scheme
-  int q_register_dims;  // leading dimensions of Q kept in registers; the others are read every step
+  int step_keys;        // keys per step of the main loop
+  int stages;           // steps of K and V in flight or in use; 1 with kSplitDimV
+  int q_register_dims;  // leading dimensions of Q in registers; others are read every step
   int ahead_fragments;  // K and V fragments read before their products
-  int blocks_per_sm;    // what the register allocation aims at
+  int blocks_per_sm;    // target of the register allocation
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
@@ -46,8 +45,8 @@ struct TableTuning {
   static constexpr bool kBiased = false;
 };
 
-// The same for ragged, padded and paged batches: a kernel of its own, so that dense tiles need not
-// keep what these do.
+// The same for ragged, padded and paged batches. They have kernels of their own, so that dense
+// tiles need not keep the additional state.
 template <int kDim, int kDimV>
 struct RaggedTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
@@ -55,7 +54,7 @@ struct RaggedTuning {
   static constexpr bool kBiased = false;
 };
 
-// For calls with a bias or a mask of pairs, too: what these read has no place in other kernels.
+// For calls with a bias or a mask of pairs: other kernels have no room for these.
 template <int kDim, int kDimV>
 struct BiasedTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
@@ -71,7 +70,7 @@ struct RaggedBiasedTuning {
   static constexpr bool kBiased = true;
 };
 
-// Where two blocks of the table's kernel do not fit the shared memory of a multiprocessor, as on
+// For GPUs whose multiprocessors lack shared memory for two blocks of the table's kernel, such as
 // Ada with its 100 KiB: one block of eight warps.
 template <int kDim, int kDimV>
 struct EightWarpTuning {
@@ -81,7 +80,7 @@ struct EightWarpTuning {
   static constexpr bool kBiased = false;
 };
 
-// What both schemes have in common.
+// Traits that both schemes share.
 template <class Element_, int kDim_, int kDimV_, class TuningOf>
 struct CommonTraits {
   static constexpr Tuning kTuning = TuningOf::value;
@@ -104,10 +103,11 @@ struct CommonTraits {
   static constexpr int kAheadFragments = kTuning.ahead_fragments;
   static constexpr int kBlocksPerSm = kTuning.blocks_per_sm;
 
-  // Q in two tiles: what moves to registers, and what stays. An absent one has a nominal layout.
+  // Q in two tiles: one that moves to registers, and one that stays. An absent one has a nominal
+  // layout.
   using QRegisterLayout = TileLayout<larger(kQRegisterDims, 32)>;
   using QSharedLayout = TileLayout<larger(kQSharedDims, 32)>;
-  // Of a tile of keys and values.
+  // The layout of a tile of keys and values.
   using KeyOrder = std::conditional_t<kBiased, SideBySide<kStepKeys % 32 == 0 ? 8 : 4>, InOrder>;
   using KLayout = TileLayout<kDim>;
   using VLayout = TileLayout<kDimV>;
@@ -117,7 +117,7 @@ struct CommonTraits {
   static constexpr int kKBytes = kStepKeys * KLayout::kRowBytes;
   static constexpr int kVBytes = kStepKeys * VLayout::kRowBytes;
   static constexpr int kOBytes = kTileQ * OLayout::kRowBytes;
-  // What a warp reads of a bias or a mask for a step: pairs.cuh.
+  // A warp's numbers of a bias or a mask for a step (pairs.cuh).
   static constexpr int kPairBytesOfWarp = kRowsPerWarp * kStepKeys * 2;
 
   static_assert(kStepKeys % 16 == 0 && kRowAtoms >= 1 && kThreads <= 1024);
@@ -138,8 +138,8 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitQ>
   using Common::kStages;
   using Common::kVBytes;
 
-  // Stages of [K][V], then the Q that stays, and numbers of pairs. The Q that moves to registers
-  // lies over the last stages, and the output over the first.
+  // Stages of [K][V], then the part of Q that stays, and numbers of pairs. The part of Q that moves
+  // to registers overlaps the last stages, and the output the first ones.
   static constexpr int kStageBytes = kKBytes + kVBytes;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kTileBytes = larger(kRingBytes, kQRegisterBytes);
@@ -149,7 +149,7 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitQ>
   static constexpr int kPairBytes = Common::kBiased ? Common::kWarps * Common::kPairBytesOfWarp : 0;
   static constexpr int kTileInfoOffset = larger(kPairsOffset + kPairBytes, kOBytes);
   static constexpr int kSharedBytes = kTileInfoOffset + Common::kInfoBytes;
-  // Steps that may be loaded while Q is still read, because their stages do not lie under it.
+  // Steps that may be loaded while Q is still read: their stages do not overlap it.
   static constexpr int kEarlySteps = smaller(kQRegisterOffset / kStageBytes, kStages - 1);
 
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_89 block holds 99 KiB");
@@ -172,8 +172,8 @@ struct Traits<Element_, kDim_, kDimV_, TuningOf, Scheme::kSplitDimV>
   using PLayout = TileLayout<Common::kStepKeys>;
   static constexpr int kPBytes = kTileQ * PLayout::kRowBytes;
 
-  // [K][V][P][Q that stays][factors]. The Q that moves to registers lies over P, the output over K
-  // and V, and numbers of pairs where the same warp's P will.
+  // [K][V][P][Q that stays][factors]. The part of Q that moves to registers overlaps P, and the
+  // output overlaps K and V. A warp's numbers of pairs overlap its own part of P.
   static constexpr int kKOffset = 0;
   static constexpr int kVOffset = kKBytes;
   static constexpr int kPOffset = kVOffset + kVBytes;

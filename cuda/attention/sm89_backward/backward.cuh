@@ -1,32 +1,31 @@
-// Attention backward for Ada and newer, with mma.sync, from the products P = exp(S - lse),
-// S = scale Q K^T:
+// Attention backward for Ada and newer, with mma.sync. With P = exp(S - lse) and S = scale Q K^T,
+// its products are:
 //
 //   dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale dS K
 //   dK = scale dS^T Q                                          delta = rowsum(dO * O) - dlse
 //
-// An item is a tile of keys of one KV head (tile.cuh); a block keeps its K and V in shared memory
+// An item is a tile of keys of one KV head (tile.cuh). A block keeps its K and V in shared memory
 // and runs over the query tiles of all query heads of the KV head. dK and dV stay in registers for
-// the whole item, and leave as rows at its end. In each product warps share rows and columns in
-// their own way (traits.cuh), so P and dS pass through shared memory.
+// the whole item, and are written as rows at its end. In each product warps divide rows and columns
+// in their own way (traits.cuh), so P and dS pass through shared memory.
 //
-// A step's part of dQ is added in fp32 to a sum in global memory, when the parts of the items
-// before it are there: a word for each tile of dQ counts them. The first part is stored, so nothing
-// is zeroed; to the last one the sum is added in registers, and rows of dQ are written. So the
-// order of additions is fixed.
+// A step adds its part of dQ in fp32 to a sum in global memory, after the parts of earlier items: a
+// word per tile of dQ counts them. The first part is stored, so nothing has to be zeroed. The last
+// part adds the sum in registers and writes rows of dQ. So the order of additions is fixed.
 //
-// Little latency of global memory is waited for. Copies of a step are issued a step ahead, those of
-// the next item in the last step of this one, behind a ticket that was taken at its beginning. That
-// a part has been added is said in the middle of the next step.
+// Little latency of global memory is exposed. Copies of a step are issued one step ahead. Those of
+// the next item are issued in the last step of this one, after a ticket taken at the beginning of
+// that step. A block announces an added part in the middle of the next step.
 //
 // One step: S, P -> shared | dP, dS -> shared | barrier | dV, dK, dQ -> sum. With two buffers of P
-// and dS a warp that is ahead goes on to the next step's S beside others that are at this one's dQ.
+// and dS a fast warp continues with the next step's S while others are at this step's dQ.
 //
-// Where a row does not see a key its P and dS are 0, but 0 * NaN is NaN. So gradients of a masked
-// call that are not finite are computed again by plain arithmetic (masked_fallback.cuh). Rows and
-// columns that do not exist are zeros in shared memory.
+// If a row does not see a key, its P and dS are 0, but 0 * NaN is NaN. So non-finite gradients of a
+// masked call are recomputed by plain arithmetic (masked_fallback.cuh). Missing rows and columns
+// are zeros in shared memory.
 //
-// Of ragged and padded batches (Traits::kRagged) an item knows where its sequence's rows are:
-// backward/ragged.cuh.
+// In ragged and padded batches (Traits::kRagged) an item knows the position of its sequence's rows
+// (backward/ragged.cuh).
 #pragma once
 
 #include <type_traits>
@@ -73,24 +72,24 @@ struct Block {
   using ValueSums = Fragment<Traits::kKeyRows, Traits::kVColumns>;
   using QuerySums = Fragment<Traits::kQueryRows, Traits::kQColumns>;
 
-  // Registers of sums that are alive in all products, and of a step's.
+  // Registers of sums that are live in all products, and of a step's scores.
   static constexpr int kHeldByItem =
       Traits::kKeyRows * (Traits::kKColumns + Traits::kVColumns) / 32;
   static constexpr int kHeldByScores = Traits::kScoreRows * Traits::kScoreColumns / 32;
   static constexpr int kHeldByDq = Traits::kQueryRows * Traits::kQColumns / 32;
-  static constexpr int kHeldByPairs = Traits::kPairsAhead ? 24 : 0;  // and what is made of them
+  static constexpr int kHeldByPairs = Traits::kPairsAhead ? 24 : 0;  // and values made of them
 
   const typename Traits::Params& params;
   unsigned char* const shared;
   const Copies<Traits> copies;
 
-  uint32_t items = 0;   // of the block, before the one at hand
-  uint32_t number = 0;  // of the step at hand, among all of the block
+  uint32_t items = 0;   // of the block, before the current one
+  uint32_t number = 0;  // of the current step, among all of the block
   Step step = {0, 0};
 
-  // Read anew where it is needed: kept across the main loop it would cost registers.
+  // Read at each use: kept across the main loop it would take registers.
   __device__ __forceinline__ volatile Item& item_at(uint32_t index) const {
-    if constexpr (Traits::kPairsAhead) pin(index);  // nor is its address to be kept
+    if constexpr (Traits::kPairsAhead) pin(index);  // nor may its address be kept
     return reinterpret_cast<volatile Item*>(shared + Traits::kItemOffset)[index % Traits::kItems];
   }
   __device__ __forceinline__ const volatile Item& item() const { return item_at(items); }
@@ -104,7 +103,7 @@ struct Block {
 
   // ---- P and dS -----------------------------------------------------------------------------
 
-  // scores += A B^T, of rows of queries and rows of keys.
+  // scores += A B^T, with rows of queries and rows of keys.
   template <class Layout, int kHeld>
   static __device__ __forceinline__ void multiply_rows(Scores& scores, uint32_t queries,
                                                        uint32_t keys) {
@@ -120,7 +119,7 @@ struct Block {
         });
   }
 
-  // Hides the keys that a query does not see.
+  // Masks the keys that a query does not see.
   __device__ __forceinline__ void mask(Scores& scores) const {
     const int first_key = item().tile * Traits::kTileK + score_column<Traits>();
     const int first_query = step.tile_q * Traits::kTileQ + score_row<Traits>();
@@ -154,9 +153,9 @@ struct Block {
            end_key_of(params, item(), first_row) < first_key + Traits::kTileK;
   }
 
-  // Where this lane's pairs of a tile of scores are: pair_at(first_pair, a, half, n). The pairs of
-  // a row lie in chunks that follow one another in the order of the swizzle, which is the same in
-  // every eighth row: one exclusive or with a constant.
+  // Addresses of this lane's pairs in a tile of scores: pair_at(first_pair, a, half, n). The pairs
+  // of a row lie in consecutive chunks in swizzled order. The order repeats every eight rows, so an
+  // address is one exclusive or with a constant.
   static __device__ __forceinline__ uint32_t first_pair(uint32_t tile) {
     const int lane = lane_index();
     return tile +
@@ -171,8 +170,8 @@ struct Block {
                                  (16 * a + 8 * half) * ScoreLayout::kRowBytes);
   }
 
-  // P = exp2(S scale_log2 - lse), to shared memory. What dP - delta is multiplied by takes the
-  // place of the scores: P, and with a softcap, of which scores are tanh, P (1 - scores^2).
+  // Writes P = exp2(S scale_log2 - lse) to shared memory. Replaces the scores by the factor of dP -
+  // delta: P, and with a softcap, whose scores are tanh, P (1 - scores^2).
   template <bool kCapped>
   __device__ __forceinline__ void exponentiate(Scores& scores) const {
     const float scale_log2 = params.score.scale_log2;
@@ -199,8 +198,8 @@ struct Block {
     }
   }
 
-  // The same with a bias or a mask, of which `given` has the numbers. A score of a key that a bias
-  // hides, which is 0 times NaN where it is one or infinite, is left to the fallback.
+  // The same with a bias or a mask; `given` has the numbers. If a bias hides a key whose score is
+  // NaN or infinite, 0 times it is NaN: the fallback repairs that.
   template <bool kCapped, class Given>
   __device__ __forceinline__ void bias_and_exponentiate(Scores& scores, const Given& given,
                                                         bool bounded) const {
@@ -209,8 +208,8 @@ struct Block {
     constexpr int kRows = Pairs<Traits>::kRows;
     constexpr int kCount = Pairs<Traits>::kCount;
     constexpr uint32_t kAllKeys = static_cast<uint32_t>((uint64_t{1} << kCount) - 1);
-    // Rows whose P is stored at a time. Numbers that lie where P will are read ahead of it: masks,
-    // and of biases of fp32 those of the last half of the rows, which come first.
+    // Rows whose P is stored at a time. Numbers in the area of P are read before that: masks, and
+    // for an fp32 bias those of the last half of the rows, which come first.
     constexpr int kTogether = Traits::kPairsAhead ? kRows / 2 : 1;
     const ScorePairs& pairs = params.pairs;
     const float factor = pairs.factor;
@@ -290,7 +289,7 @@ struct Block {
     }
   }
 
-  // dP begins with -delta of its rows.
+  // Initialises dP with -delta of its rows.
   __device__ __forceinline__ void begin_dp(Scores& dp) const {
     const uint32_t first = copies.delta(number) + 4 * (score_row<Traits>() + lane_index() / 4);
 #pragma unroll
@@ -306,7 +305,7 @@ struct Block {
     }
   }
 
-  // dS = factors (dP - delta), to shared memory.
+  // Writes dS = factors (dP - delta) to shared memory.
   __device__ __forceinline__ void store_ds(const Scores& factors, const Scores& dp) const {
     const uint32_t first = first_pair(ds());
 #pragma unroll
@@ -335,7 +334,7 @@ struct Block {
   };
   using GivenPairs = typename GivenPairsOf<Traits>::Type;
 
-  // P and dS of a step.
+  // Computes P and dS of a step.
   template <class Begins>
   __device__ __forceinline__ void make_scores(const Begins& begins) const {
     Scores scores;
@@ -353,7 +352,7 @@ struct Block {
     const bool capped = params.score.capped();
     if (capped) params.score.cap(scores);
     if (!Traits::kBiased && masked) mask(scores);
-    if (Traits::kBuffers == 1) __syncthreads();  // those of the step before have been read
+    if (Traits::kBuffers == 1) __syncthreads();  // those of the previous step have been read
     if constexpr (Traits::kBiased) {
       capped ? bias_and_exponentiate<true>(scores, pairs, masked)
              : bias_and_exponentiate<false>(scores, pairs, masked);
@@ -374,7 +373,7 @@ struct Block {
 
   // ---- dV, dK and dQ ------------------------------------------------------------------------
 
-  // sums += A^T B: A of [kTileQ, kTileK] scores, B of kTileQ rows.
+  // sums += A^T B. A holds [kTileQ, kTileK] scores, B has kTileQ rows.
   template <class Layout, int kColumns, int kAtoms, int kTiles>
   static __device__ __forceinline__ void multiply_keys(float (&sums)[kAtoms][kTiles][4],
                                                        uint32_t scores, uint32_t rows) {
@@ -413,15 +412,15 @@ struct Block {
         });
   }
 
-  // This thread's place in the sums of a tile of dQ, for the i-th of its fragments, whose elements
-  // are kSumStride apart: a warp's lie side by side, as its additions are.
+  // This thread's place in the sums of a tile of dQ, for its i-th fragment. Elements of a fragment
+  // are kSumStride apart, so that a warp's additions are contiguous.
   static constexpr int kSumStride = ptx::kAddsVectors ? 1 : Traits::kThreads;
   __device__ __forceinline__ float* sum_of(int64_t place, int i) const {
     return params.dq_sums + place * (Traits::kTileQ * Traits::kDim) + i * Traits::kThreads * 4 +
            thread_index() * (ptx::kAddsVectors ? 4 : 1);
   }
 
-  // A step's part of dQ: where it belongs, and how many parts come ahead of it.
+  // A step's part of dQ: its tile, and how many parts come before it.
   struct Turn {
     int place;
     uint32_t before;
@@ -434,14 +433,14 @@ struct Block {
     return {step.place(params, item), static_cast<uint32_t>(before),
             before == parts.last - parts.first};
   }
-  // A load that acquires. A fence behind an earlier load would also wait for what this block is
-  // still adding and copying.
+  // This is an acquiring load. A fence after a plain load would also wait for this block's pending
+  // additions and copies.
   __device__ __forceinline__ void wait_for_turn(const Turn& turn) const {
     ptx::wait_for_word(params.turns + turn.place, turn.before);
     __syncwarp();
   }
-  // Says that the part of dQ of a step of this item is in the sum. All threads of the block have
-  // added theirs ahead of a barrier that is behind this thread.
+  // Announces that the part of dQ of a step of this item is in the sum. All threads of the block
+  // have added theirs before a barrier that this thread has passed.
   __device__ __forceinline__ void release_turn(const Step& step) const {
     if (thread_index() != 0 || params.dq_rows.rows == nullptr) return;
     const volatile Item& item = this->item();
@@ -451,13 +450,13 @@ struct Block {
     ptx::store_release(params.turns + step.place(params, item), static_cast<uint32_t>(before) + 1);
   }
 
-  // Adds a step's part of dQ to the sum, or writes rows of dQ if it is the last one.
+  // Adds a step's part of dQ to the sum, or writes rows of dQ if it is the last part.
   __device__ __forceinline__ void hand_over(QuerySums& dq) const {
     constexpr int kTiles = Traits::kQColumns / 8;
     const Turn turn = turn_of_step();
     const bool first = turn.before == 0;
     if (!first) wait_for_turn(turn);
-    // Ragged batches have sums for those tiles alone that need one.
+    // Ragged batches have sums only for tiles that need one.
     int place = turn.place;
     if constexpr (Traits::kRagged) {
       place -= step.head(params, item()) * (params.tiles_q - params.sum_tiles);
@@ -489,7 +488,7 @@ struct Block {
 
   // ---- results ------------------------------------------------------------------------------
 
-  // Whether a warp's part of a gradient may be written. 0 * NaN is in none of an unmasked call.
+  // Whether a warp's part of a gradient may be written. Unmasked calls have no 0 * NaN.
   template <int kAtoms, int kTiles>
   __device__ __forceinline__ bool is_clean(const float (&values)[kAtoms][kTiles][4]) const {
     if (params.score.masked == 0) return true;
@@ -505,7 +504,7 @@ struct Block {
     return __all_sync(kFullWarp, finite);
   }
 
-  // Rows of a head and columns of a gradient of this item's.
+  // Rows of a head and columns of a gradient of this item.
   __device__ __forceinline__ auto part_of(int head, int first_row, int end_row, int first_column,
                                           int end_column) const {
     if constexpr (Traits::kRagged) {
@@ -516,7 +515,7 @@ struct Block {
     }
   }
 
-  // Writes a warp's part of a gradient times `scale`, whose row 0 is the tensor's row `begin`.
+  // Writes a warp's part of a gradient times `scale`. Its row 0 is row `begin` of the tensor.
   template <class Order, int kAtoms, int kTiles, class AnyPart>
   __device__ __forceinline__ void write(const Gradient& to, const AnyPart& part, int batch,
                                         int begin, float scale,
@@ -592,23 +591,23 @@ struct Block {
     return static_cast<int>(atomicAdd(params.ticket, 1u));
   }
 
-  // One step; `left` are behind it in the item.
+  // Runs one step; `left` more steps of the item follow.
   __device__ __forceinline__ void run_step(int left, bool is_first, KeySums& dk,
                                            ValueSums& dv) const {
     const auto begins = [&] {
-      // Worked out where a register is short.
+      // Computed anew in kernels that are short of registers.
       if constexpr (Traits::kPairsAhead) {
         return left + 1 == steps_of(item());
       } else {
         return is_first;
       }
     };
-    // Taken earlier, the next item would keep other blocks waiting for its parts of dQ.
+    // With an earlier ticket, the next item would keep other blocks waiting for its parts of dQ.
     int ticket = 0;
     if (left == 0 && thread_index() == 0) ticket = take_ticket();
     make_scores(begins);
     if (left == 0 && thread_index() == 0) keep(ticket);
-    __syncthreads();  // P and dS are there; of the step before all has been read and added
+    __syncthreads();  // P and dS are ready; those of the step before have been read and added
     if (!begins()) release_turn(previous());
     const volatile Item& item_of_next = left > 0 ? item() : next_item();
     const bool copies_more = left > 0 || steps_of(item_of_next) > 0;
@@ -636,14 +635,14 @@ struct Block {
     make_dq(dq);
     hand_over(dq);
   }
-  // The step before this one of the item.
+  // The previous step of the item.
   __device__ __forceinline__ Step previous() const {
     if (step.head_of_group > 0) return {step.tile_q, step.head_of_group - 1};
     return {step.tile_q + (attention_backward::runs_down<false>(item()) ? 1 : -1),
             params.heads_per_kv - 1};
   }
 
-  // The first ticket, and one behind an item without steps, which copies nothing ahead.
+  // Takes the first ticket, and one after an item without steps, which copies nothing ahead.
   __device__ __forceinline__ void take_item() const {
     if (thread_index() == 0) keep(take_ticket());
     __syncthreads();
@@ -682,7 +681,7 @@ struct Block {
           if (left == 0) break;
           step = step.next(params, item());
         }
-        __syncthreads();  // K has been read, and all parts of dQ were added
+        __syncthreads();  // K has been read, and all parts of dQ have been added
         release_turn(step);
         if (steps_of(next_item()) > 0) copies.copy_k(next_item());
       }

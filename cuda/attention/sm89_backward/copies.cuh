@@ -1,7 +1,6 @@
-// What a block reads: K and V of an item, Q and dO of a step, with the numbers of its rows. All
-// threads copy, by cp.async; each copy arrives at an mbarrier of what it belongs to. Nobody says
-// that a place is free: copies are issued behind a barrier of the block that its readers have
-// reached.
+// What a block reads: K and V of an item, Q and dO of a step, and values of its rows. All threads
+// copy by cp.async. Each copy arrives at the mbarrier of its buffer. No barrier signals a free
+// buffer: copies are issued after a block barrier that its readers have reached.
 #pragma once
 
 #include "cuda/attention/backward/tile.cuh"
@@ -15,9 +14,9 @@
 
 namespace flashmoe::sm89_backward {
 
-// A step of an item: its query tiles, of each the query heads of the KV head one after another.
-// Head by head, a short item that ascends would wait in each head for its longer neighbours, which
-// reach the same queries no later than it does.
+// A step of an item. The order is by query tiles, and within each by the query heads of the KV
+// head. If it were head by head, a short item that ascends would wait in each head for its longer
+// neighbours, which reach the same queries no later than it does.
 struct Step {
   int tile_q;
   int head_of_group;
@@ -35,7 +34,7 @@ struct Step {
   __device__ __forceinline__ int head(const Params& params, const AnyItem& item) const {
     return item.head_kv * params.heads_per_kv + head_of_group;
   }
-  // Among all tiles of query heads.
+  // The index among all tiles of query heads.
   template <class AnyItem>
   __device__ __forceinline__ int place(const Params& params, const AnyItem& item) const {
     return attention_backward::tile_of_head(params, item, head(params, item)) + tile_q;
@@ -54,12 +53,12 @@ __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
 template <class Traits>
 struct Copies {
   const typename Traits::Params& params;
-  const uint32_t address;  // of shared memory
+  const uint32_t address;  // shared memory
 
   // ---- barriers -----------------------------------------------------------------------------
 
-  // Each is full when all threads' copies have arrived: K and V once an item, the others once for
-  // each step of a stage.
+  // A barrier is full when all threads' copies have arrived: those of K and V once per item, the
+  // others once per step of a stage.
   __device__ __forceinline__ uint32_t k_full() const { return address + Traits::kBarrierOffset; }
   __device__ __forceinline__ uint32_t v_full() const { return k_full() + 8; }
   __device__ __forceinline__ uint32_t q_full(uint32_t step) const {
@@ -68,7 +67,7 @@ struct Copies {
   __device__ __forceinline__ uint32_t dout_full(uint32_t step) const {
     return k_full() + 16 + 8 * Traits::kStages + 8 * (step % Traits::kDoutStages);
   }
-  // By one thread; the block synchronises after it.
+  // One thread calls it. The block synchronises afterwards.
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < Traits::kBarriers; ++i) {
       ptx::mbarrier_init(k_full() + 8 * i, Traits::kThreads);
@@ -94,7 +93,7 @@ struct Copies {
   __device__ __forceinline__ uint32_t dout(uint32_t step) const {
     return address + Traits::kDoutOffset + step % Traits::kDoutStages * Traits::kDoutBytes;
   }
-  // Of P and dS.
+  // Buffers of P and dS.
   __device__ __forceinline__ uint32_t p(uint32_t step) const {
     return address + Traits::kPOffset + step % Traits::kBuffers * Traits::kScoreBytes;
   }
@@ -107,8 +106,8 @@ struct Copies {
 
   // ---- copies -------------------------------------------------------------------------------
 
-  // Rows from `first_row` to before `end_row` of a sequence that begins at the tensor's row
-  // `begin`.
+  // Copies rows from `first_row` to before `end_row` of a sequence that begins at row `begin` of
+  // the tensor.
   template <class Layout, int kRows, class Order = InOrder>
   static __device__ __forceinline__ void copy(uint32_t tile, const Rows& from, int batch, int head,
                                               int begin, int first_row, int end_row, int dim) {
@@ -117,7 +116,7 @@ struct Copies {
     TileLoader<Layout, kRows, Traits::kThreads, Order>(base, from.strides.seq, tile)
         .load_next(0, from.strides.seq, end_row - first_row, dim);
   }
-  // A number for each query of a step.
+  // Copies one number per query of a step.
   static __device__ __forceinline__ void copy_row_numbers(uint32_t to, const float* from,
                                                           int64_t place) {
     constexpr int kNumbers = kBytesPerChunk / static_cast<int>(sizeof(float));
@@ -146,7 +145,7 @@ struct Copies {
     ptx::mbarrier_arrive(k_full());
     ptx::mbarrier_arrive(v_full());
   }
-  // Of a step of an item, which is the `number`-th of the block.
+  // Copies Q of a step of an item. The step is the `number`-th of the block.
   template <class AnyItem>
   __device__ __forceinline__ void copy_q(const AnyItem& item, const Step& step,
                                          uint32_t number) const {

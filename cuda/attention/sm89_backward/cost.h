@@ -1,5 +1,5 @@
-// How fast the sm_89 backward kernels are. On Hopper fitted to measurements
-// (docs/lab/attention_backward_sm89.md), on others estimates.
+// Speed of the sm_89 backward kernels. On Hopper it is fitted to measurements
+// (docs/lab/attention_backward_sm89.md), elsewhere it is an estimate.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The sm_89 family of the attention backward: which kernel serves a problem, and with what
-// parameters it and its prologue are launched.
+// The sm_89 family of the attention backward: which kernel serves a problem, and the parameters of
+// its launch and that of its prologue.
 #include <cstdint>
 
 #include "core/backends.h"
@@ -25,7 +25,7 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// Whether a block of a kernel, of which a multiprocessor takes one, fits it.
+// Whether a block of a kernel fits a multiprocessor, which runs one at a time.
 bool fits(const Entry& entry, const DeviceFacts& facts) {
   return entry.shared_bytes + facts.reserved_shared_bytes_per_block <=
          facts.shared_bytes_per_multiprocessor;
@@ -61,7 +61,7 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
                          entry->name, entry->shared_bytes, DeviceName::cuda(device_id).text,
                          facts->shared_bytes_per_multiprocessor);
   }
-  // Persistent: no more blocks than run at a time.
+  // The kernel is persistent: no more blocks than run at a time.
   const auto plan_launches =
       ragged ? attention_backward::plan_ragged_launches : attention_backward::plan_launches;
   FLASHMOE_TRY(plan_launches(problem, *entry, *facts, "", facts->multiprocessors, reason, plan));
@@ -92,7 +92,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
   if (ragged) return launch_ragged(problem, plan, entry, memory, stream);
-  // A kernel without pairs takes what is before them.
+  // A kernel without pairs only reads the parameters before them.
   Prepared<BiasedParams> kept(plan.detail);
   if (!kept.ready()) {
     attention_backward::fill_params(problem, entry, &*kept);

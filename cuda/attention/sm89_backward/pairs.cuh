@@ -1,9 +1,9 @@
-// What a lane reads of a bias and a mask for its part of a step's scores, of its rows 2a + half.
+// A lane's numbers of a bias and a mask for its part of a step's scores, for its rows 2a + half.
 //
-// Where a block has two buffers of P and dS (Traits::kPairsAhead), numbers are copied by cp.async a
-// step ahead, beside Q, to where the step's dS will be, and what that has no room for to where its
-// P will be: the warp's own part of either, which its lanes read before the first of them writes.
-// Else they are loaded to registers ahead of Q K^T.
+// If a block has two buffers of P and dS (Traits::kPairsAhead), cp.async copies the numbers one
+// step ahead, together with Q. They go to the area of the step's dS and, what does not fit there,
+// to that of its P: the warp's own part of either, which its lanes read before any of them writes.
+// Otherwise the numbers are loaded to registers before Q K^T.
 #pragma once
 
 #include "cuda/attention/backward/ragged.cuh"
@@ -25,7 +25,7 @@ using attention_backward::length_q_of;
 using reread::lane_index;
 using reread::thread_index;
 
-// Without a shuffle: what a warp has in common need not be known to be so.
+// Does not shuffle: the compiler need not know that values are uniform.
 __device__ __forceinline__ int warp_index() { return thread_index() / kThreadsPerWarp; }
 
 // A warp's part of the scores of a step.
@@ -41,7 +41,7 @@ __device__ __forceinline__ int score_column() {
 template <class Traits>
 struct Pairs {
   static constexpr int kRows = Traits::kScoreRows / 8;
-  static constexpr int kCount = Traits::kScoreColumns / 4;  // of a row
+  static constexpr int kCount = Traits::kScoreColumns / 4;  // per row
   using Element = typename Traits::Element;
   using Keys = typename Traits::KeyOrder;
   using Mask = PairWords<Element, Keys, 1, kCount>;
@@ -59,7 +59,7 @@ struct Pairs {
 
   // ---- in the tensors -----------------------------------------------------------------------
 
-  // Of a sequence's keys those that k_begin skips, which have numbers, too.
+  // Keys of a sequence that k_begin skips. They have numbers, too.
   template <class AnyItem>
   static __device__ __forceinline__ int skipped_of(const AnyItem& item) {
     if constexpr (Traits::kRagged) {
@@ -68,7 +68,7 @@ struct Pairs {
       return 0;
     }
   }
-  // Whether numbers of the item can be copied side by side.
+  // Whether numbers of the item can be copied in runs.
   template <class Words, class AnyItem>
   static __device__ __forceinline__ bool can_copy(const Params& params, const PairNumbers& numbers,
                                                   const AnyItem& item) {
@@ -81,8 +81,8 @@ struct Pairs {
       return Words::can_copy(numbers) && end <= params.seq_k;
     }
   }
-  // take(r, key 0 of row r) for some of this lane's rows. Those that are not there have the numbers
-  // of the last one, and are infinitely far below their lse.
+  // take(r, key 0 of row r) for some of this lane's rows. Missing rows have the numbers of the last
+  // one, and are infinitely far below their lse.
   template <class Words, class AnyItem, class Step, class Take>
   static __device__ __forceinline__ void for_rows(int first, int end, const Params& params,
                                                   const PairNumbers& numbers, const AnyItem& item,
@@ -93,7 +93,7 @@ struct Pairs {
                                  Words::kBytes;
     const int first_query = step.tile_q * Traits::kTileQ + first_row();
     const int last_query = length_q_of(params, item) - 1;
-    // What is made of it is not to be kept across steps.
+    // Values derived from it must not be kept across steps.
     int64_t query_stride = numbers.query_stride;
     asm volatile("" : "+l"(query_stride));
 #pragma unroll
@@ -106,7 +106,7 @@ struct Pairs {
   // ---- in registers -------------------------------------------------------------------------
 
   struct InRegisters {
-    typename Bias32::Row bias[kRows];  // or the words of 16 bits, in as many of each
+    typename Bias32::Row bias[kRows];  // or 16-bit words, as many of bias and mask
     typename Mask::Row mask[kRows];
   };
   template <class Words, class Rows, class AnyItem, class Step>
@@ -137,18 +137,18 @@ struct Pairs {
 
   // ---- in shared memory ---------------------------------------------------------------------
 
-  // Where this lane's copy c of a row is, r-th of those that a tile of scores has. The copies of a
-  // warp's lanes are side by side, in chunks of the warp's own part.
+  // Address of this lane's copy c of a row, the r-th that a tile of scores holds. The copies of a
+  // warp's lanes are contiguous, in chunks of the warp's own part.
   template <class Words>
   static __device__ __forceinline__ uint32_t place_of(uint32_t tile, int r, int c) {
     using Layout = typename Traits::ScoreLayout;
-    constexpr int kChunks = Traits::kScoreColumns / kElementsPerChunk;  // of a row of the part
+    constexpr int kChunks = Traits::kScoreColumns / kElementsPerChunk;  // per row of the part
     constexpr int kRowsOfCopy = kThreadsPerWarp * Words::kCopyBytes / kBytesPerChunk / kChunks;
     static_assert(kRowsOfCopy >= 1 && kRowsOfCopy <= 8 && Layout::kSwizzleChunks == 8);
     const int lane = lane_index();
     const int chunk = lane * Words::kCopyBytes / kBytesPerChunk;
     int row = chunk / kChunks;
-    // Of half a swizzle group rows side by side would be in the same banks.
+    // If rows were half a swizzle group long, neighbouring rows would share banks.
     if (kRowsOfCopy == 8) row = row / 2 + row % 2 * 4;
     const uint32_t first =
         tile +
@@ -193,7 +193,7 @@ struct Pairs {
       }
     }
   }
-  // There is no room for a mask beside a bias of fp32: the family has others for these.
+  // There is no room for a mask beside an fp32 bias: the family has other kernels for these.
   template <class AnyItem, class Step>
   static __device__ __forceinline__ void copy(uint32_t ds_tile, uint32_t p_tile,
                                               const Params& params, const AnyItem& item,

@@ -1,4 +1,4 @@
-// Products of a warp by mma.sync: fragments come from shared memory some products ahead.
+// Products of a warp by mma.sync. Fragments are read from shared memory some products ahead.
 #pragma once
 
 #include "cuda/ptx/ldmatrix.cuh"
@@ -8,8 +8,8 @@
 
 namespace flashmoe::sm89_backward {
 
-// Sums of a warp's part of a product. Element [a][n][e] belongs to its row 16a + lane / 4 + 8 (e /
-// 2) and its column 8n + 2 (lane % 4) + e % 2.
+// Sums of a warp's part of a product. Element [a][n][e] belongs to row 16a + lane / 4 + 8 (e / 2)
+// and column 8n + 2 (lane % 4) + e % 2 of that part.
 template <int kRows, int kColumns>
 using Fragment = float[kRows / 16][kColumns / 8][4];
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ void clear(float (&sums)[kAtoms][kTiles][4]) {
   }
 }
 
-// How many fragments of A and of B are in registers beside kHeld of sums.
+// The numbers of fragments of A and B in registers, beside kHeld registers of sums.
 template <int kHeld, int kAtoms, int kPairs>
 struct Rings {
   static constexpr bool kRoomy = kHeld <= 176;
@@ -36,10 +36,9 @@ struct Rings {
 };
 
 // sums += A B over kSlices of 16. load_a(fragment, atom, slice) reads 16 rows of A,
-// load_b(fragment, pair, slice) 16 columns of B. A fragment is read as soon as the last product of
-// the one whose place it takes has been issued. With two atoms and two pairs interleaved, that is
-// four products ahead of its own or more. `kHeld`: registers of sums that are alive, these among
-// them.
+// load_b(fragment, pair, slice) 16 columns of B. A fragment is read right after the last product of
+// the fragment that it replaces. With two atoms and two pairs interleaved, that is at least four
+// products ahead of its own. `kHeld`: live registers of sums, including these.
 template <class Element, int kSlices, int kHeld, int kAtoms, int kTiles, class LoadA, class LoadB>
 __device__ __forceinline__ void multiply(float (&sums)[kAtoms][kTiles][4], const LoadA& load_a,
                                          const LoadB& load_b) {

@@ -13,33 +13,33 @@
 
 namespace flashmoe::sm89_backward {
 
-inline constexpr int kMostSharedBytesOfAda = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
-inline constexpr int kMostSharedBytesOfHopper = 227 * 1024;  // 228 KiB less 1 reserved
+inline constexpr int kMostSharedBytesOfAda = 99 * 1024;  // sm_86, sm_89: 100 KiB minus 1 reserved
+inline constexpr int kMostSharedBytesOfHopper = 227 * 1024;  // 228 KiB minus 1 reserved
 
-// How the warps of a block share a product: so many parts of its rows, and of its columns.
+// How the warps of a block divide a product: into parts of its rows, and of its columns.
 struct Split {
   int rows;
   int columns;
 };
 
-// The choices that differ from one head dimension to the next; docs/lab/attention_backward_sm89.md
-// has the arithmetic behind the table.
+// Choices per head dimension; docs/lab/attention_backward_sm89.md has the arithmetic behind the
+// table.
 struct Tuning {
   int warps;
-  int tile_q;             // queries of a step
-  int tile_k;             // keys of an item
+  int tile_q;             // queries per step
+  int tile_k;             // keys per item
   Split scores;           // of [tile_q, tile_k]: S and dP
   Split keys;             // of [tile_k, dim]: dV and dK
   Split queries;          // of [tile_q, dim]: dQ
   int stages;             // steps of Q in flight or in use: two
-  int dout_stages;        // of dO: one or two
-  int buffers;            // steps of P and dS at a time; with two, one barrier a step is enough
-  int most_shared_bytes;  // of a block, on the GPUs that it is for
-  bool ragged = false;    // of sequences: ragged and padded batches
-  bool biased = false;    // of calls with a bias or a mask
+  int dout_stages;        // the same for dO: one or two
+  int buffers;            // steps of P and dS at a time; with two, one barrier per step is enough
+  int most_shared_bytes;  // per block, on the GPUs that it is for
+  bool ragged = false;    // for ragged and padded batches
+  bool biased = false;    // for calls with a bias or a mask
 };
 
-// For GPUs with 228 KiB a multiprocessor.
+// For GPUs with 228 KiB per multiprocessor.
 template <int kDim, int kDimV>
 struct TableTuning {
   static constexpr Tuning value = [] {
@@ -69,7 +69,7 @@ struct AdaTuning {
   }();
 };
 
-// The same of ragged and padded batches.
+// The same for ragged and padded batches.
 template <int kDim, int kDimV, class TuningOf>
 struct RaggedTuningOf {
   static constexpr Tuning value = [] {
@@ -83,7 +83,7 @@ struct RaggedTuning : RaggedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>> {};
 template <int kDim, int kDimV>
 struct RaggedAdaTuning : RaggedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>> {};
 
-// The same of calls with a bias or a mask.
+// The same for calls with a bias or a mask.
 template <int kDim, int kDimV, class TuningOf>
 struct BiasedTuningOf {
   static constexpr Tuning value = [] {
@@ -97,7 +97,7 @@ struct BiasedTuning : BiasedTuningOf<kDim, kDimV, TableTuning<kDim, kDimV>> {};
 template <int kDim, int kDimV>
 struct BiasedAdaTuning : BiasedTuningOf<kDim, kDimV, AdaTuning<kDim, kDimV>> {};
 
-// Both.
+// The same for both.
 template <int kDim, int kDimV>
 struct RaggedBiasedAdaTuning : BiasedTuningOf<kDim, kDimV, RaggedAdaTuning<kDim, kDimV>> {};
 
@@ -120,7 +120,7 @@ struct Traits {
   static constexpr int kThreads = kWarps * kThreadsPerWarp;
   static constexpr int kTileQ = kTuning.tile_q;
   static constexpr int kTileK = kTuning.tile_k;
-  static constexpr int kPanels = 1;  // of a tile of dQ
+  static constexpr int kPanels = 1;  // panels of a tile of dQ
   static constexpr int kStages = kTuning.stages;
   static constexpr int kDoutStages = kTuning.dout_stages;
   static constexpr int kBuffers = kTuning.buffers;
@@ -139,7 +139,7 @@ struct Traits {
   static constexpr int kQueryRows = kTileQ / kQueries.rows;
   static constexpr int kQColumns = kDim / kQueries.columns;
 
-  // Of a tile of keys and values, and of the gradients of these.
+  // The order of a tile's keys and values, and of their gradients.
   using KeyOrder =
       std::conditional_t<kBiased, SideBySide<kScoreColumns % 32 == 0 ? 8 : 4>, InOrder>;
 
@@ -167,7 +167,8 @@ struct Traits {
   static constexpr int kItemOffset = kDeltaOffset + kDoutStages * kRowBytes;
   static constexpr int kItemBytes = static_cast<int>(sizeof(Item));
   static constexpr int kBarriers = 2 + kStages + kDoutStages;
-  // The item at hand, the next one, and the one before, which slow warps may be writing still.
+  // Slots for the current item, the next one, and the previous one, which slow warps may still be
+  // writing.
   static constexpr int kItems = 4;
   static constexpr int kBarrierOffset = kItemOffset + kItems * kItemBytes;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
@@ -179,7 +180,7 @@ struct Traits {
                     kKColumns % 16 == 0 && kVColumns % 16 == 0 && kQueryRows % 16 == 0 &&
                     kQColumns % 16 == 0,
                 "fragments are of 16 rows and of 16 columns");
-  // A warp's columns begin where TileLayout::fragment may count them from.
+  // A warp's columns must begin where TileLayout::fragment can count from.
   static constexpr bool is_aligned(int columns, int tile_columns) {
     return columns % 64 == 0 || tile_columns % 64 != 0 || 64 % columns == 0;
   }

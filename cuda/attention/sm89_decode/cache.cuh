@@ -1,9 +1,10 @@
-// Keys and values as a cache has them: of the queries' type, or of fp8 with scales.
+// Keys and values as a cache stores them: in the queries' type, or in fp8 with scales.
 //
-// Numbers of fp8 are widened to the fragments of the queries' type on the way to the products: bit
-// for bit the same. A lane loads 16 bytes of them, too. A key's scale is a factor of its scores.
-// Those of values are factors of probabilities, less the largest so far, which accumulators are
-// then without: so what is rounded to the queries' type is as large as it is without scales.
+// fp8 numbers are widened to fragments of the queries' type on the way to the products, with the
+// same values. A lane loads 16 bytes of them, too. A key's scale is a factor of its scores. A
+// value's scale divided by the largest one so far is a factor of probabilities; the accumulators
+// lack that largest scale. So values are rounded to the queries' type at the same magnitude as
+// without scales.
 #pragma once
 
 #include "cuda/attention/decode/rows.cuh"
@@ -20,16 +21,16 @@ using attention_decode::row_at;
 using attention_decode::RowOf;
 using attention_decode::write_unit;
 
-// Of a step: a bit for each key.
+// One bit per key of a step.
 template <class Traits>
 inline constexpr uint32_t kAllValid = Traits::kStepKeys == 32 ? 0xffffffffu : 0xffffu;
 
 template <class Traits>
 using CachedElement = std::conditional_t<Traits::kFp8, uint8_t, uint16_t>;
 
-// Where a lane's numbers of a row of K are: `column()` and every kStep from there on, a load's
-// each. Of fp8 the lanes of a row take 16 bytes of every 64, and keep, behind an exchange with a
-// neighbour, what the fragments have: 8t and on of every 32.
+// The columns of a lane's numbers in a row of K: from `column()`, every kStep, one load each. With
+// fp8 the lanes of a row load 16 bytes of every 64. After an exchange with a neighbour they hold
+// what the fragments need: 8t and on of every 32.
 template <class Traits>
 struct KLayout {
   static constexpr int kLoads = Traits::kFp8 ? Traits::kDim / 64 : Traits::kKChunks;
@@ -42,8 +43,8 @@ struct KLayout {
   }
 };
 
-// The same of V. Which columns a lane has makes no difference to their sums: of fp8 16g and on of
-// every 128, where rows are as long.
+// The same for V. The sums do not depend on which columns a lane has. With fp8 it has 16g and on of
+// every 128 columns, if rows are that long.
 template <class Traits>
 struct VLayout {
   static constexpr bool kWide = Traits::kFp8 && Traits::kDimV % 128 == 0;
@@ -56,13 +57,13 @@ struct VLayout {
   }
 };
 
-// What a lane has of a step, as it is loaded.
+// A lane's part of a step, as loaded.
 template <class Traits>
 using CachedK = uint32_t[Traits::kStepKeys / 8][KLayout<Traits>::kLoads][KLayout<Traits>::kWords];
 template <class Traits>
 using CachedV = uint32_t[Traits::kStepKeys / 4][VLayout<Traits>::kLoads][VLayout<Traits>::kWords];
 
-// As many of a load's numbers as there are columns, a multiple of 8; zeros behind.
+// Loads the numbers of existing columns, a multiple of 8, and zeros behind them.
 __device__ __forceinline__ void load_columns(uint32_t (&words)[4], const uint16_t* at,
                                              int columns) {
   ptx::load_streaming_or_zero(words, at, columns > 0);
@@ -78,8 +79,8 @@ __device__ __forceinline__ void load_columns(uint32_t (&words)[4], const uint8_t
   words[2] = halves[1][0], words[3] = halves[1][1];
 }
 
-// What a lane loaded of K, less the columns that there are not. Keys that there are not need no
-// zeros: their scores are hidden.
+// A loaded word of K with missing columns set to zero. Missing keys need no zeros: their scores are
+// hidden.
 template <class Traits>
 __device__ __forceinline__ uint32_t there_of_k(const CachedK<Traits>& k, int i, int load, int word,
                                                int dim) {
@@ -88,8 +89,8 @@ __device__ __forceinline__ uint32_t there_of_k(const CachedK<Traits>& k, int i, 
   return column < dim ? k[i][load][word] : 0;
 }
 
-// What it loaded of V, less the keys that there are not: `valid` has a bit for each. Columns that
-// there are not need no zeros: their sums go nowhere.
+// A loaded word of V with missing keys set to zero; `valid` has one bit per key. Missing columns
+// need no zeros: their sums are not used.
 template <class Traits>
 __device__ __forceinline__ uint32_t there_of_v(const CachedV<Traits>& v, int i, int load, int word,
                                                uint32_t valid) {
@@ -97,7 +98,7 @@ __device__ __forceinline__ uint32_t there_of_v(const CachedV<Traits>& v, int i, 
   return (valid >> key & 1) != 0 ? v[i][load][word] : 0;
 }
 
-// Zeros of the keys that there are not: a NaN times 0 would be one.
+// Zeros the values of missing keys: 0 times a NaN would be NaN.
 template <class Traits>
 __device__ __forceinline__ void clear_v(CachedV<Traits>& v, uint32_t valid) {
 #pragma unroll
@@ -114,13 +115,14 @@ __device__ __forceinline__ void clear_v(CachedV<Traits>& v, uint32_t valid) {
 
 // ---- scales -------------------------------------------------------------------------------------
 
-// Those of a key.
+// The scales of a key.
 struct Factors {
   float k;
   float v;
 };
 
-// Of this lane's key of a step, on that page or in that row of the batch; below 0 there is none.
+// Scales of this lane's key of a step, on that page or in that row of the batch. Below 0 there is
+// no key.
 template <class Traits>
 __device__ __forceinline__ Factors factors_of(const Params& params, int page, int head_kv) {
   Factors factors = {1.0f, 0.0f};
@@ -135,7 +137,7 @@ __device__ __forceinline__ Factors factors_of(const Params& params, int page, in
   return factors;
 }
 
-// Of a step whose keys lanes have looked up.
+// Scales the scores of a step whose keys the lanes have looked up.
 template <class Traits>
 __device__ __forceinline__ void scale_scores(few_rows::Scores<Traits>& scores, const Params& params,
                                              const Factors& factors) {
@@ -153,11 +155,11 @@ __device__ __forceinline__ void scale_scores(few_rows::Scores<Traits>& scores, c
   }
 }
 
-// What a warp's values of a segment are multiplied by.
+// Factors of a warp's values in a segment.
 template <class Traits>
 struct ValueScales {
-  float most;                            // the largest magnitude so far, of all lanes' keys
-  float weights[Traits::kStepKeys / 8];  // of keys 8i + g, less that
+  float most;                            // the largest magnitude so far, over all lanes' keys
+  float weights[Traits::kStepKeys / 8];  // of keys 8i + g, divided by `most`
 
   __device__ __forceinline__ void reset() {
     if constexpr (Traits::kFp8) {
@@ -167,20 +169,20 @@ struct ValueScales {
     }
   }
 
-  // Of the next step, whose keys there are is in `valid`; accumulators are brought to a larger
-  // magnitude.
+  // Takes the factors of the next step; `valid` has its existing keys. Rescales the accumulators if
+  // the largest magnitude grows.
   __device__ __forceinline__ void next(const Params& params, const Factors& factors, uint32_t valid,
                                        few_rows::Accumulators<Traits>& out) {
     if constexpr (Traits::kFp8) {
       if (params.v_scale.data == nullptr) return;
-      // As a rule all have the same: nothing is to be divided. A NaN is not the same as itself.
+      // Usually all factors are equal, and there is nothing to divide. A NaN does not equal itself.
       const bool has_key = (valid >> reread::lane_index() & 1) != 0;
       if (__all_sync(kFullWarp, !has_key || factors.v == most)) {
 #pragma unroll
         for (float& weight : weights) weight = 1.0f;
         return;
       }
-      // Magnitudes are in the order of their bits, and a NaN is above them.
+      // Magnitudes are ordered like their bits, with NaN above them.
       const uint32_t here = __reduce_max_sync(kFullWarp, __float_as_uint(factors.v) & 0x7fffffffu);
       if (here > __float_as_uint(most)) {
         const float larger = __uint_as_float(here);
@@ -200,7 +202,7 @@ struct ValueScales {
     return p;
   }
 
-  // Behind the last step.
+  // Follows the last step.
   __device__ __forceinline__ void finish(const Params& params,
                                          few_rows::Accumulators<Traits>& out) const {
     if constexpr (Traits::kFp8) {
@@ -222,7 +224,7 @@ struct ValueScales {
   }
 };
 
-// The unit of four columns of an output row that the m16 blocks 2i and 2i + 1 have of this lane.
+// The unit of four columns of an output row that this lane has in the m16 blocks 2i and 2i + 1.
 template <class Traits>
 __device__ __forceinline__ int unit_of(int i) {
   const int g = reread::lane_index() / 4;
@@ -232,13 +234,12 @@ __device__ __forceinline__ int unit_of(int i) {
 
 // ---- fragments of fp8 ---------------------------------------------------------------------------
 
-// A step's bytes are brought from the order that they are loaded in to the one that fragments have
-// them in, before the next step's loads are sent for. Then nothing is left to do but to widen them,
-// and these loads take the registers that they came in: with copies in between, the compiler waits
-// for loads as soon as they are sent for.
+// A step's bytes are brought from the order of the loads to that of the fragments before the next
+// step's loads are issued. Afterwards only widening is left, and the next loads reuse the
+// registers. With copies in between, the compiler would wait for loads right after issuing them.
 
-// Of 64 numbers the lanes 0 to 3 of a row have the eights 0 1, 4 5, 2 3 and 6 7, and want one of
-// the first four and one of the others. `loaded(i, load, word)` is what there is.
+// Lanes 0 to 3 of a row have the groups of eight 0 1, 4 5, 2 3 and 6 7 of 64 numbers. Each lane
+// needs one of the first four and one of the others. `loaded(i, load, word)` is the loaded word.
 template <class Traits, class Loaded>
 __device__ __forceinline__ void exchange_eights(CachedK<Traits>& to, const Loaded& loaded) {
   const bool odd = reread::lane_index() % 2 != 0;
@@ -269,8 +270,8 @@ __device__ __forceinline__ void order_k(CachedK<Traits>& to, const CachedK<Trait
   }
 }
 
-// Keys 2t and 2t + 1, or 2t + 8 and 2t + 9, of two columns side by side in a word. `loaded(i, load,
-// word)` is what there is.
+// Packs keys 2t and 2t + 1, or 2t + 8 and 2t + 9, of two columns into a word. `loaded(i, load,
+// word)` is the loaded word.
 template <class Traits, class Loaded>
 __device__ __forceinline__ void pair_keys(CachedV<Traits>& to, const Loaded& loaded) {
 #pragma unroll
@@ -304,7 +305,7 @@ __device__ __forceinline__ void order_v(CachedV<Traits>& to, const CachedV<Trait
 
 // ---- products -----------------------------------------------------------------------------------
 
-// scores = K Q^T of fp8 that order_k has ordered, in the order of few_rows.
+// scores = K Q^T for fp8 keys that order_k has ordered, in the order of few_rows.
 template <class Traits>
 __device__ __forceinline__ void multiply_fp8_k(few_rows::Scores<Traits>& scores,
                                                const CachedK<Traits>& k,
@@ -345,7 +346,7 @@ __device__ __forceinline__ void multiply_fp8_k(few_rows::Scores<Traits>& scores,
   }
 }
 
-// out += V^T P^T of fp8 that order_v has ordered.
+// out += V^T P^T for fp8 values that order_v has ordered.
 template <class Traits>
 __device__ __forceinline__ void multiply_fp8_v(few_rows::Accumulators<Traits>& out,
                                                const CachedV<Traits>& v,
@@ -358,7 +359,7 @@ __device__ __forceinline__ void multiply_fp8_v(few_rows::Accumulators<Traits>& o
     for (int block = 0; block < Traits::kDimV / 16; ++block) {
       const int load = block / (2 * kWords);
       const int word = block / 2 % kWords;
-      uint32_t wide[2][2];  // of keys 2t and 2t + 1, and of those 8 behind
+      uint32_t wide[2][2];  // of keys 2t and 2t + 1, and of 2t + 8 and 2t + 9
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         numeric::widen<Element>(wide[h], v[4 * m + 2 * h + block % 2][load][word]);

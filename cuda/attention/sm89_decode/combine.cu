@@ -1,4 +1,4 @@
-// The second kernel of decoding, one of each type of elements.
+// The second kernel of decoding, one per element type.
 #include "cuda/attention/decode/combine.cuh"
 
 #include "cuda/attention/sm89_decode/entry.h"

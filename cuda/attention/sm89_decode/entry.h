@@ -7,11 +7,11 @@
 namespace flashmoe::sm89_decode {
 
 struct Entry : AttentionKernel {
-  int units_log2;    // of four columns of a row of a part
-  bool fp8 = false;  // what keys and values are of
+  int units_log2;    // log2 of the units of four columns in a row of a part
+  bool fp8 = false;  // keys and values are fp8
 };
 
-// The second kernel of each type of elements.
+// The second kernel of each element type.
 extern const Kernel kCombineFp16;
 extern const Kernel kCombineBf16;
 

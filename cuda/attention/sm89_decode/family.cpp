@@ -1,5 +1,5 @@
-// The sm89_decode family: ragged, padded and paged batches whose sequences have few queries, keys
-// of which blocks share. Lengths are read by the kernels alone: nothing here depends on them.
+// The sm89_decode family: ragged, padded and paged batches whose sequences have few queries. Blocks
+// share the keys. Only the kernels read lengths: nothing here depends on them.
 #include <algorithm>
 #include <climits>
 #include <cstring>
@@ -33,17 +33,17 @@ bool is_fp8(const AttentionProblem& p) { return p.k.dtype == Dtype::kFloat8E4M3;
 
 int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
 
-// Keys of a chunk; 0: blocks take equal shares.
+// Keys per chunk; 0: blocks take equal shares.
 int64_t split_keys(const AttentionProblem& p) { return p.sequences.split_size; }
 
-// Rows of a KV head by which a kernel is chosen. Where bits are to depend on a sequence alone,
-// those of one query.
+// Rows of a KV head, by which a kernel is chosen. If bits must depend on the sequence alone, it is
+// the rows of one query.
 int64_t rows_wanted(const AttentionProblem& p) {
   return group_of(p) * (split_keys(p) > 0 ? 1 : std::max<int64_t>(p.seq_q, 1));
 }
 
-// The kernel that the problem names, else of those with the least padding the one with the fewest
-// rows that are enough, or with the most.
+// The kernel that the problem names. Otherwise, among those with the least padding, the one with
+// the fewest sufficient rows, or else with the most rows.
 const Entry* find_kernel(const AttentionProblem& p) {
   const Entry* best = nullptr;
   const auto padding = [](const Entry& entry) { return entry.dim + entry.dim_v; };
@@ -69,7 +69,7 @@ CacheScales cache_scales(const KeyScales& scales) {
   return {static_cast<const float*>(scales.data), scales.batch_stride, scales.head_stride};
 }
 
-// Units of all tiles, at most.
+// Upper bound on the units of all tiles.
 int64_t most_blocks(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
   const int64_t most = facts.multiprocessors;
   const auto times = [&](int64_t a, int64_t b) {
@@ -85,8 +85,9 @@ int64_t rows_of_tile(const AttentionProblem& p, const Entry& entry) {
   return std::clamp<int64_t>(p.seq_q * group_of(p), 1, entry.tile_q);
 }
 
-// Rows that a block of the second kernel adds up: as few as leave blocks that all run at a time,
-// unless tiles are so few that each has many parts, which then need many threads.
+// Log2 of the rows per block of the second kernel. Rows are few enough that all blocks run at a
+// time. But if tiles are so few that each has many parts, those need many threads, and a block has
+// one row.
 int combine_rows_log2(const AttentionProblem& p, const Entry& entry, int64_t blocks,
                       const DeviceFacts& facts) {
   constexpr int64_t kManyParts = 32;
@@ -101,7 +102,7 @@ int combine_rows_log2(const AttentionProblem& p, const Entry& entry, int64_t blo
   return log2;
 }
 
-// None is given of those that kernels find that there are not.
+// Whether the tables are absent whose absence the kernels exploit.
 bool has_plain_tables(const SequenceParams& sequences) {
   return !sequences.cu_seqlens_k.given() && !sequences.seqused_q.given() &&
          !sequences.k_begin.given() && !sequences.batch_index.given() &&
@@ -131,7 +132,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(refuse_bias_and_mask(problem, reason));
   FLASHMOE_TRY(check_sequences_fit(problem, reason));
   if (!is_fp8(problem)) FLASHMOE_TRY(refuse_scaled_keys(problem, reason));
-  // Of fp8 there are no other kernels.
+  // For fp8 there are no other kernels.
   if (split_keys(problem) > 0 && problem.seq_q > few_queries(problem) && *problem.kernel == '\0' &&
       !is_fp8(problem)) {
     return refuse(

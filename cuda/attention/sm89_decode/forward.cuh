@@ -1,18 +1,18 @@
-// Attention forward of sequences with few queries each, over keys in pages or rows: decoding.
+// Attention forward for sequences with few queries each, over keys in pages or rows: decoding.
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
-// A tile is kRows packed query rows of one KV head of a sequence, and a block of 8 warps takes an
-// equal share of the keys of all tiles, whoever's they are (share.cuh). In a tile its warps take
-// steps of kStepKeys keys in turn, each with an online softmax of its own. K and V go from global
-// memory to registers without a stop (loads.cuh), and the next step's are on their way while one is
-// computed, also where that is the next tile's: between two tiles memory does not rest. At the end
-// of a tile the parts of the warps are added up (results.cuh). A tile that lies in one block is
-// written; others leave parts in the workspace, which the second kernel adds up (combine.cuh).
+// A tile is kRows packed query rows of one KV head of a sequence. A block of 8 warps takes an equal
+// share of the keys of all tiles (share.cuh). Within a tile its warps take steps of kStepKeys keys
+// in turn, each with its own online softmax. K and V go from global memory directly to registers
+// (loads.cuh). The next step's loads are in flight during a step, also if that is the next tile's:
+// memory does not idle between tiles. At the end of a tile the parts of the warps are added up
+// (results.cuh). A tile within one block is written; other tiles leave parts in the workspace,
+// which the second kernel adds up (combine.cuh).
 //
-// With split_keys, blocks share whole chunks of so many keys, counted from the sequence's first,
-// and the parts of a tile's chunks are added up in their order, by whichever block has them: bits
-// depend on the sequence alone.
+// With split_keys, blocks share whole chunks of that many keys, counted from the sequence's first.
+// The parts of a tile's chunks are added up in their order, whichever blocks have them: bits depend
+// on the sequence alone.
 #pragma once
 
 #include "cuda/attention/sm89_decode/results.cuh"
@@ -23,14 +23,14 @@
 
 namespace flashmoe::sm89_decode {
 
-// The fragments of the step that a warp computes next, loaded or on their way.
+// The fragments of the step that a warp computes next, loaded or in flight.
 template <class Traits>
 struct Ahead {
   CachedK<Traits> k;
   CachedV<Traits> v;
-  uint32_t valid;  // 0: there is no such step, or none of its keys
+  uint32_t valid;  // 0: no such step, or none of its keys exist
   Factors factors;
-  // Of the step behind that one its page, if `asked`.
+  // Page of the step after that one, if `asked`.
   int page;
   bool asked;
 };
@@ -41,8 +41,8 @@ __device__ __forceinline__ int first_step(const SegmentKeys& keys) {
   return keys.key + (warp_index() - keys.first_warp + kWarps) % kWarps * Traits::kStepKeys;
 }
 
-// Asks for the page of the step behind `next`, which is of `of`: of the same segment, or of the
-// next one where `of` is this one.
+// Loads the page number of the step after `next`. Segment `of` has `next`, and the later step is in
+// the same segment, or in the next one if `of` is this one.
 template <class Traits>
 __device__ __forceinline__ void ask_behind(const Params& params, const Segment& segment,
                                            const Segment& next_segment, const Segment& of, int next,
@@ -59,7 +59,7 @@ __device__ __forceinline__ void ask_behind(const Params& params, const Segment& 
   ahead.page = ask_page<Traits>(params, *whose, keys, behind);
 }
 
-// Loads this warp's first step of a segment, if it has one, and asks for the page of its second.
+// Loads this warp's first step of a segment, if it has one, and the page number of its second.
 template <class Traits>
 __device__ __forceinline__ void load_first(const Params& params, const Segment& segment,
                                            Ahead<Traits>& ahead) {
@@ -77,8 +77,8 @@ __device__ __forceinline__ void load_first(const Params& params, const Segment& 
   ahead.factors = step.factors;
 }
 
-// This warp's steps of a segment, of which the first is loaded, and the loads of its first one of
-// the next.
+// Computes this warp's steps of a segment, whose first one is loaded, and loads its first step of
+// the next segment.
 template <class Traits>
 __device__ __forceinline__ void compute_segment(const Params& params, const Segment& segment,
                                                 const Segment& next_segment,
@@ -104,18 +104,18 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
   const int end = segment.keys.end;
   int key = first_step<Traits>(segment.keys);
   while (key < end) {
-    // The next step, of this segment or of the one behind it.
+    // The next step, of this segment or of the next one.
     int next = key + Traits::kRoundKeys;
     const Segment* of = &segment;
     if (next >= end) {
       of = &next_segment;
       next = first_step<Traits>(next_segment.keys);
     }
-    // The first step behind a segment of one step a warp.
+    // The first step after a segment of one step per warp.
     if (!ahead.asked) ahead.page = ask_page<Traits>(params, *of, of->keys, next);
 
-    // Where there is no next step, none of its keys is there. It is looked up all the same: what
-    // loads leave in registers is waited for before these are anything else's, on whatever path.
+    // Without a next step, none of its keys exist. It is looked up all the same: on every path,
+    // loads must complete before their registers are reused.
     Step step;
     few::Scores<Traits> scores;
     const Factors factors = ahead.factors;
@@ -190,13 +190,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   few_rows::QFragments<Traits> q;
   Ahead<Traits> ahead;
   ahead.valid = 0;
-  int slot = kSegments - 1;  // a segment that is none, behind which the first one's loads are sent
+  int slot = kSegments - 1;  // not a segment; the loads of the first one follow it
   while (true) {
     const Segment& segment = state.segments[slot];
     const int next = (slot + 1) % kSegments;
     const Segment& next_one = state.segments[next];
-    // While keys are on their way, by the warp that has the fewest; at first by the one whose first
-    // step, if it has one, is waited for last.
+    // The warp with the fewest keys finds the next segment while keys are in flight. At first that
+    // is the warp whose first step, if it has one, is needed last.
     if (next_one.exists != 0 &&
         warp_index() == (segment.exists != 0 ? next_one.keys.first_warp : kWarps - 1)) {
       next_segment<Traits>(params, state, (slot + 2) % kSegments);

@@ -1,9 +1,9 @@
-// Keys and values of a step, wherever their rows are: from global memory straight to the fragments
+// Keys and values of a step, wherever their rows are: from global memory directly to the fragments
 // of the few-row kernels (few_rows/products.cuh).
 //
 // A lane looks up one key of the step: its page, if there are pages, and where its rows of K and V
-// begin. The lanes that load these get it by a shuffle. So pages may be of any size, and a page's
-// number is read once a key and warp.
+// begin. The lanes that load the key get this by a shuffle. So pages may have any size, and a page
+// number is read once per key and warp.
 #pragma once
 
 #include <type_traits>
@@ -15,9 +15,9 @@
 
 namespace flashmoe::sm89_decode {
 
-// A step's keys as this lane looked one up, and which of them there are: a bit for each. One that
-// there is not has the rows of the first one that there is, if any: loads need no condition, and
-// what they bring of it is hidden or cleared.
+// A step's keys: the rows of the key that this lane has looked up, and one bit for each existing
+// key. A missing key has the rows of the first existing one, if any: loads need no condition, and
+// their data is hidden or cleared.
 struct Step {
   uint32_t k;  // in chunks of 16 bytes
   uint32_t v;
@@ -32,11 +32,10 @@ __device__ __forceinline__ bool has_key(const SegmentKeys& keys, int step) {
   return key >= keys.first && key < keys.end && lane_index() < Traits::kStepKeys;
 }
 
-// What the page table has for this lane's key of a step; the row of the batch, where there are no
-// pages. Nothing depends on it here, not even whether it is loaded: a number that is looked at is
-// waited for, behind all loads that are on their way, and this one is asked for a step ahead. So a
-// lane without a key asks, too, for what all have in shared memory. `keys` is a copy of what
-// `segment` has.
+// Loads the page number of this lane's key of a step, or gives the row of the batch without pages.
+// Nothing may depend on it here, not even whether it is loaded: using a loaded number waits for it,
+// after all loads in flight, and this one is requested a step ahead. So a lane without a key also
+// loads, from an address in shared memory that all have. `keys` is a copy of the segment's.
 template <class Traits>
 __device__ __forceinline__ int ask_page(const Params& params, const Segment& segment,
                                         const SegmentKeys& keys, int step) {
@@ -49,7 +48,7 @@ __device__ __forceinline__ int ask_page(const Params& params, const Segment& seg
   return ptx::load_anywhere(at);
 }
 
-// `asked` is what ask_page() brought.
+// `asked` is the result of ask_page().
 template <class Traits>
 __device__ __forceinline__ Step find_rows(const Params& params, const Segment& segment, int step,
                                           int asked) {
@@ -78,15 +77,15 @@ __device__ __forceinline__ Step find_rows(const Params& params, const Segment& s
   return found;
 }
 
-// Of fp8: what this lane has of the rows that lanes have looked up, `rows`: of key key_of(i) from
-// Layout::column() on. Where there is no such key or column it is what another one has, which is
-// cleared before it is used: for a load under a condition the compiler waits at once, to merge what
-// it brings with what was there.
+// For fp8: loads this lane's part of the rows that lanes have looked up, `rows`: key key_of(i) from
+// column Layout::column() on. A missing key or column reads another's data, which is cleared before
+// use. A conditional load would make the compiler wait at once, to merge the result with the old
+// value.
 template <class Traits, class Layout, class Words, class KeyOf>
 __device__ __forceinline__ void load_fp8(Words& words, const void* data, int dim, const Step& step,
                                          uint32_t rows, const KeyOf& key_of) {
   constexpr int kKeys = static_cast<int>(std::extent_v<Words>);
-  constexpr int kColumns = 4 * Layout::kWords;  // of a load
+  constexpr int kColumns = 4 * Layout::kWords;  // per load
   const uint8_t* const base = static_cast<const uint8_t*>(data) + Layout::column();
   if (dim % kColumns == 0) {
     if (step.valid == 0) return;
@@ -199,9 +198,10 @@ struct Queries {
   }
 };
 
-// Sends for a tile's queries, zeros where there are no such rows: of row 8n + g chunk c. Not by the
-// first warps, if the others are enough, which send for the first keys of a share, nor by the last,
-// which finds its second segment: and in front of keys, behind which queries would come last.
+// Issues copies of a tile's queries: chunk c of row 8n + g, or zeros if the row is missing. If
+// other warps suffice, the first warps do not take part: they load the first keys of a share. Nor
+// does the last warp, which finds its second segment. Copies are issued before the keys, behind
+// which queries would arrive last.
 template <class Traits>
 __device__ __forceinline__ void send_for_q(const Params& params, const TileRows& tile,
                                            const Queries<Traits>& queries) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ void send_for_q(const Params& params, const TileRows&
   ptx::cp_async_commit();
 }
 
-// Those that a lane keeps in registers.
+// Loads the queries that a lane keeps in registers.
 template <class Traits>
 __device__ __forceinline__ void load_q(few_rows::QFragments<Traits>& q,
                                        const Queries<Traits>& queries) {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void load_q(few_rows::QFragments<Traits>& q,
   }
 }
 
-// Hides the keys of a step that there are not, and those that a row does not see.
+// Masks the missing keys of a step, and those that a row does not see.
 template <class Traits>
 __device__ __forceinline__ void mask_step(few_rows::Scores<Traits>& scores, const Params& params,
                                           const TileRows& tile, int first_key, uint32_t valid) {

@@ -1,4 +1,4 @@
-// Arguments of the kernels: those of all that decode.
+// Arguments of the kernels: those of all families that decode, and some more.
 #pragma once
 
 #include "cuda/attention/decode/params.h"
@@ -14,11 +14,11 @@ using attention_decode::places_of;
 using attention_decode::TileRows;
 
 struct Params : attention_decode::Params {
-  int32_t plain_tables;  // of the tables of sequences none but cu_seqlens_q and seqused_k is given
-  int32_t most_tiles;    // of all sequences; 0: sequences are too many for shares of whole tiles
+  int32_t plain_tables;  // no tables but cu_seqlens_q, seqused_k and page_table are given
+  int32_t most_tiles;    // over all sequences; 0: too many sequences for shares of whole tiles
 };
 
-inline constexpr int kWarps = 8;  // of a block
+inline constexpr int kWarps = 8;  // per block
 inline constexpr int kThreads = 32 * kWarps;
 
 }  // namespace flashmoe::sm89_decode

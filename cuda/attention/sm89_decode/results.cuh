@@ -1,4 +1,4 @@
-// From the parts of warps to the output of a tile, to the sum of its chunks, or to the workspace.
+// Combines the parts of warps into the output of a tile, the sum of its chunks, or the workspace.
 #pragma once
 
 #include "cuda/attention/few_rows/parts.cuh"
@@ -17,7 +17,7 @@ struct ChunkSum {
   }
 };
 
-// What the warps have of a unit, in the order of their first steps.
+// Adds up the warps' parts of a unit, in the order of their first steps.
 template <class Traits>
 __device__ __forceinline__ Sum add_warps(const few_rows::Shared<Traits>& shared,
                                          const Segment& segment, int row, int unit) {
@@ -30,8 +30,8 @@ __device__ __forceinline__ Sum add_warps(const few_rows::Shared<Traits>& shared,
       [&](int i) { return parts[(first + i) % kWarps * Traits::kUnits]; });
 }
 
-// Adds up what the warps have of a segment, and brings it to where it belongs. All warps have
-// stored their parts. Returns whether some unit that was written is suspect.
+// Adds up the warps' parts of a segment, and stores the sum where it belongs. All warps have stored
+// their parts. Returns whether some unit that was written is suspect.
 template <class Traits>
 __device__ __forceinline__ bool finish_segment(const Params& params, const Segment& segment,
                                                const few_rows::Shared<Traits>& shared,

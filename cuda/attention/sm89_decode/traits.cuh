@@ -1,4 +1,4 @@
-// Every constant of the decoding kernels: the fragments and steps of the few-row kernels
+// Constants of the decoding kernels: the fragments and steps of the few-row kernels
 // (few_rows/traits.cuh), and the shared memory of blocks that go from tile to tile.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace flashmoe::sm89_decode {
 
-// What a block knows of a sequence.
+// A block's record of a sequence.
 struct alignas(16) Described {
   int32_t batch_q;
   int32_t begin_q;
@@ -18,47 +18,47 @@ struct alignas(16) Described {
   int32_t diagonal;
   int32_t first;  // keys that some query sees
   int32_t end;
-  int32_t unit_keys;  // of what blocks share: steps, or chunks
-  int32_t origin;     // the key from which these are counted
-  int32_t units;      // of a tile; at least 1, since its rows are to be written
-  int32_t row_tiles;  // of a KV head; 0: no queries
+  int32_t unit_keys;  // keys per unit that blocks share: a step, or a chunk
+  int32_t origin;     // the key from which units are counted
+  int32_t units;      // per tile; at least 1, since its rows must be written
+  int32_t row_tiles;  // per KV head; 0: no queries
 };
 
-// What warps look up at every step: read from shared memory in one go.
+// What warps look up at every step, with one read of shared memory.
 struct alignas(16) SegmentKeys {
   const int32_t* pages;  // nullptr: keys are in rows of batch_k
   int32_t batch_k;
   int32_t begin_k;
   int32_t key;         // where steps begin
-  int32_t end;         // behind the last key that some row sees; of a segment that is none: kNoKeys
-  int32_t first;       // the first of these
-  int32_t first_warp;  // that takes the first step
+  int32_t end;         // after the last key that some row sees; kNoKeys if there is no segment
+  int32_t first;       // the first key that some row sees
+  int32_t first_warp;  // the warp that takes the first step
 };
 
-// An end that no step is in front of.
+// An end before every step.
 inline constexpr int32_t kNoKeys = -0x7fffffff - 1;
 
-// Keys of a tile that the block takes at a time: all that it has, or a chunk.
+// Keys of a tile that a block takes at a time: all of its keys there, or a chunk.
 struct Segment {
   SegmentKeys keys;
   TileRows tile;
   int32_t all_first;  // keys that all rows see
   int32_t all_end;
   int32_t exists;
-  int32_t new_tile;      // the segment before was another tile's
+  int32_t new_tile;      // the previous segment belongs to another tile
   int32_t whole;         // the block has all keys of the tile
-  int32_t only;          // the tile is this segment
-  int32_t last;          // it is the tile's last one
-  int32_t place;         // of its part, where the tile is shared
+  int32_t only;          // the tile has no other segment
+  int32_t last;          // the last segment of the tile
+  int32_t place;         // of its part, if the tile is shared
   int32_t query_buffer;  // of the tile
 };
 
-// Where a block is in its share.
+// The position of a block in its share.
 struct alignas(16) Cursor {
   int64_t left;       // units
-  int64_t end;        // of the share, units of all blocks
-  int64_t cut_last;   // of the tile that is cut behind, its last unit
-  int32_t cut_units;  // that tile's; 0: none is
+  int64_t end;        // of the share, in units of all blocks
+  int64_t cut_last;   // last unit of the tile that the end of the share cuts
+  int32_t cut_units;  // units of that tile; 0: no tile is cut
   int32_t sequence;
   int32_t tile;    // of the sequence
   int32_t unit;    // of the tile; below 0 in its lead
@@ -68,22 +68,22 @@ struct alignas(16) Cursor {
   int32_t tiles;   // so far
 };
 
-// What a block takes to end a tile and begin the next, in bytes of keys and values that it would
-// have read meanwhile.
+// Cost of ending a tile and beginning the next, in bytes of keys and values that a block would have
+// read meanwhile.
 inline constexpr int kLeadBytes = 128 << 10;
 
-inline constexpr int kWindow = 32;  // sequences that are described at a time: one a lane
-// The last one, whose rows some warp may be computing again, this one, the next and the one behind
-// it.
+inline constexpr int kWindow = 32;  // sequences that are described at a time: one per lane
+// The previous segment, whose rows some warp may be recomputing, the current one, the next, and the
+// one after it.
 inline constexpr int kSegments = 4;
 
 struct BlockState {
   Cursor cursor;
   int64_t total;   // units of all blocks
-  int32_t blocks;  // that have a share
+  int32_t blocks;  // blocks that have a share
   int64_t warp_units[kWarps];
-  // Where there may be shares of whole tiles: units in front of each sequence, of a tile of it, and
-  // in front of each share.
+  // For shares of whole tiles: units before each sequence, units per tile of it, and units before
+  // each share.
   int64_t before[kThreads];
   int32_t tile_units[kThreads];
   int64_t share_begin[kThreads];
@@ -91,21 +91,21 @@ struct BlockState {
   Segment segments[kSegments];
 };
 
-// Of keys and values of the queries' type, or of fp8. Steps are the same: so bits are, too.
+// For keys and values of the queries' type, or of fp8. Steps are the same, and so are bits.
 template <class Element, int kDim, int kDimV, int kRows, bool kFp8_>
 struct Traits : few_rows::Traits<Element, kDim, kDimV, kRows> {
   using Base = few_rows::Traits<Element, kDim, kDimV, kRows>;
 
   static constexpr bool kFp8 = kFp8_;
-  // Of fp8, whether the rows of the next step are found before this one's numbers are brought into
-  // order: loads of keys go sooner, and registers are held for longer.
+  // For fp8, whether the rows of the next step are found before this one's numbers are reordered.
+  // Loads of keys are then issued earlier, and registers are held for longer.
   static constexpr bool kFindsFirst = kFp8 && kDim + kDimV <= 320;
 
-  static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // a step of each warp
+  static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // one step per warp
   static constexpr int kStepBytes = Base::kStepKeys * (Base::kDim + Base::kDimV) * 2;
   static constexpr int kLeadSteps = (kLeadBytes + kStepBytes - 1) / kStepBytes;
-  // Queries of a tile and of the next one, and behind what the few-row kernels have the sum of a
-  // tile's chunks and the block's state.
+  // Queries of a tile and of the next one. The sum of a tile's chunks and the block's state follow
+  // the storage of the few-row kernels.
   static constexpr int kQueryTileBytes = Base::kRowBlocks * Base::kKChunks * kThreadsPerWarp * 16;
   static constexpr int kQueriesOffset = Base::shared_bytes(kWarps, 1);
   static constexpr int kSumOffset = kQueriesOffset + 2 * kQueryTileBytes;

@@ -1,6 +1,6 @@
-// From the parts of the warps to the output: parts of a row are added up under their common row
-// maximum, first those of a block's warps, then, in a cluster, those of its blocks. Always in the
-// same order. Blocks of a tile that are no cluster leave their parts in the workspace.
+// Combines the parts of the warps into the output. Parts of a row are added up under their common
+// row max: first those of a block's warps, then, in a cluster, those of its blocks. The order is
+// always the same. If the blocks of a tile are no cluster, they leave their parts in the workspace.
 #pragma once
 
 #include "cuda/attention/combine.cuh"
@@ -17,7 +17,7 @@ namespace flashmoe::sm89_few_rows {
 using few_rows::store_part;
 using few_rows::swizzle;
 
-// The unit of this lane's columns of the m16 blocks 2i and 2i + 1.
+// The unit of this lane's columns in the m16 blocks 2i and 2i + 1.
 __device__ __forceinline__ int unit_of(int i) {
   return 16 * (i / 2) + 2 * (lane_index() / 4) + i % 2;
 }
@@ -31,8 +31,8 @@ __device__ __forceinline__ Sum add_warps(const Shared<Traits>& shared, int row, 
       [&](int i) { return parts[i * Traits::kUnits]; });
 }
 
-// Writes four columns of one row, and lse with the first ones. Returns whether something among them
-// is suspect.
+// Writes four columns of one row, and lse with the first ones. Returns whether any of them is
+// suspect.
 template <class Element>
 __device__ __forceinline__ bool write_unit(const Sum& total, const Params& params, const Tile& tile,
                                            const Keys& keys, int row, int unit) {
@@ -51,14 +51,14 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
   return is_suspect<Element>(total, end, params.score.masked != 0, packed);
 }
 
-// Units of a tile, a row after another: those from `first` to the one before `end`.
+// Units of a tile, row after row, from `first` to before `end`.
 struct Units {
   int first;
   int end;
 };
 
-// A row of a tile, computed again by a warp: only units from `first` to the one before `end` of it,
-// and lse with the first one.
+// Recomputes a row of a tile by a warp: only its units from `first` to before `end`, and lse with
+// the first one.
 template <class Traits>
 __device__ __forceinline__ void compute_row_again(const Params& params, const Tile& tile,
                                                   const Keys& keys, int row, int first, int end) {
@@ -70,8 +70,8 @@ __device__ __forceinline__ void compute_row_again(const Params& params, const Ti
       [&](int column) { return column / 4 >= first && column / 4 < end; });
 }
 
-// The rows of a tile with suspects, computed again: only the units that this block wrote, lest two
-// blocks disagree.
+// Recomputes the rows of a tile with suspects. It writes only this block's units, so that two
+// blocks cannot disagree.
 template <class Traits>
 __device__ __noinline__ void masked_rows_fallback(const Params& params, const Tile tile,
                                                   const Shared<Traits> shared, const Units units) {
@@ -85,7 +85,7 @@ __device__ __noinline__ void masked_rows_fallback(const Params& params, const Ti
   }
 }
 
-// The units that this block writes: an equal share of the tile, and only rows that exist.
+// The units that this block writes: an equal share of the tile, and only existing rows.
 template <class Traits>
 __device__ __forceinline__ Units units_of_rank(const Params& params, const Tile& tile, int rank) {
   const int share = Traits::kUnits >> params.cluster_log2;
@@ -95,7 +95,7 @@ __device__ __forceinline__ Units units_of_rank(const Params& params, const Tile&
 
 #if __CUDA_ARCH__ >= 900
 
-// Readies the barrier that counts what the cluster's blocks send to this one.
+// Prepares the barrier that counts what the cluster's blocks send to this one.
 template <class Traits>
 __device__ __forceinline__ void begin_exchange(const Params& params, const Tile& tile,
                                                const Shared<Traits>& shared) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void send_part(const Params& params, const Tile& tile
   for (int i = thread_index(); i < tile.rows * Traits::kUnitsPerRow; i += thread_count()) {
     const Sum part = add_warps(shared, i / Traits::kUnitsPerRow, i % Traits::kUnitsPerRow);
     const int rank = i >> share_log2;
-    const int slot = i + ((tile.rank - rank) << share_log2);  // in this block's place
+    const int slot = i + ((tile.rank - rank) << share_log2);  // in this block's area
     ptx::store_async(ptx::map_to_rank(parts + 16 * slot, rank), part.out,
                      ptx::map_to_rank(barrier, rank));
   }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
 #if __CUDA_ARCH__ >= 900
   const bool exchanges = params.cluster_log2 > 0;
   if (exchanges) {
-    ptx::cluster_wait();  // all have readied their barriers
+    ptx::cluster_wait();  // all barriers are ready
     send_part(params, tile, shared);
     ptx::mbarrier_wait_cluster(shared.barrier(), 0);
   }
@@ -182,7 +182,7 @@ __device__ __forceinline__ void write_tile(const Params& params, const Tile& til
   }
 }
 
-// Leaves this block's part of the tile in the workspace. All warps have stored theirs.
+// Stores this block's part of the tile in the workspace. All warps have stored theirs.
 template <class Traits>
 __device__ __forceinline__ void leave_part(const Params& params, const Tile& tile,
                                            const Shared<Traits>& shared) {

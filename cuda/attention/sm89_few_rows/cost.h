@@ -1,5 +1,5 @@
-// What a call takes by the few-row kernels, an estimate by which plan() chooses a split of its keys
-// too.
+// Time of a call with the few-row kernels. plan() also chooses the split of the keys by this
+// estimate.
 #pragma once
 
 #include <algorithm>
@@ -11,34 +11,35 @@
 
 namespace flashmoe::sm89_few_rows {
 
-// A split of a call: tiles of so many rows, each of so many blocks.
+// A split of a call: the rows of a tile, and the blocks that share it.
 struct Split {
   int rows;
   int step_keys;
   int warps;
   int cluster;
-  int resident;    // clusters that can run at a time
-  int parts;       // of a tile, each a cluster's, that go through the workspace; 1: it is one
-  int part_bytes;  // of the workspace
-  int dims;        // that the kernel is compiled for
+  int resident;  // clusters that can run at a time
+  int parts;  // parts of a tile, each of a cluster, that go through the workspace; 1: the tile is
+              // not split so
+  int part_bytes;  // in the workspace
+  int dims;        // dimensions that the kernel is compiled for
 };
 
-// Times in microseconds, rates per microsecond of one multiprocessor, of bytes that reach its
-// registers. The first three are fitted to measurements on an H200
+// Times are in microseconds. Rates are per microsecond and multiprocessor, of bytes that reach its
+// registers. The first three constants are fitted to measurements on an H200
 // (docs/kernels/attention_sm89_few_rows.md); the others are estimates.
-inline constexpr double kStart = 1.95;      // launch and first loads
-inline constexpr double kEnd = 1.1;         // writing the output, which the warps of a block share
-inline constexpr double kExchange = 0.5;    // what every doubling of a cluster adds
-inline constexpr double kSecond = 2.4;      // a second kernel
-inline constexpr double kPartRate = 3e6;    // bytes of parts, written and read again, of the device
-inline constexpr double kStep = 1.0;        // a step of a warp, which waits for its loads
-inline constexpr double kTurn = 1.0;        // from one block to the next where there was one
-inline constexpr double kManyTiles = 3.0;   // that read the same keys, more than multiprocessors
-inline constexpr double kAloneRate = 60e3;  // bytes, when the L2 serves few others
-inline constexpr double kColdRate = 44e3;   // the same of bytes that no other tile reads
-inline constexpr double kSharedRate = 40e3;  // bytes, when it serves all
+inline constexpr double kStart = 1.95;       // launch and first loads
+inline constexpr double kEnd = 1.1;          // writing the output, which the warps of a block share
+inline constexpr double kExchange = 0.5;     // per doubling of a cluster
+inline constexpr double kSecond = 2.4;       // a second kernel
+inline constexpr double kPartRate = 3e6;     // bytes of parts, written and read, per device
+inline constexpr double kStep = 1.0;         // a step of a warp, which waits for its loads
+inline constexpr double kTurn = 1.0;         // from one block to the next on a multiprocessor
+inline constexpr double kManyTiles = 3.0;    // more than multiprocessors read the same keys
+inline constexpr double kAloneRate = 60e3;   // bytes, when the L2 serves few others
+inline constexpr double kColdRate = 44e3;    // the same for bytes that no other tile reads
+inline constexpr double kSharedRate = 40e3;  // bytes, when the L2 serves all
 
-// What memory takes longer where rows are shorter than the kernel's: measured on an H100, of 96 in
+// Factor of the memory time if rows are shorter than the kernel's: measured on an H100, for 96 in
 // 128.
 inline constexpr double kPaddedMemory = 1.1;
 
@@ -47,8 +48,8 @@ inline double product_rate(const DeviceFacts& facts) {
   return facts.compute_capability == 90 ? 1.5e6 : 0.7e6;
 }
 
-// The time of this family: its blocks all read their tile's keys from the L2 to registers, at a
-// rate that they share, and cannot be faster than the memory.
+// Time of this family. All of its blocks read their tile's keys from the L2 to registers, at a
+// shared rate, and cannot be faster than the memory.
 inline double few_rows_microseconds(const Work& work, const Split& split,
                                     const DeviceFacts& facts) {
   const double whole_tiles = work.heads_kv * ceil_of(work.rows, split.rows);
@@ -56,10 +57,10 @@ inline double few_rows_microseconds(const Work& work, const Split& split,
   const double waves = ceil_of(tiles, split.resident);
   const double keys = waves > 1 ? work.keys : work.most_keys;  // one wave waits for the longest
   const double parts = split.warps * split.cluster * split.parts;
-  const double steps = ceil_of(ceil_of(keys, split.step_keys), parts);  // of a warp
+  const double steps = ceil_of(ceil_of(keys, split.step_keys), parts);  // per warp
   const double blocks = std::min<double>(tiles, split.resident) * split.cluster;
   const double block_keys = std::min(keys, steps * split.warps * split.step_keys);
-  // Blocks of many clusters are put together on multiprocessors that can hold several.
+  // If there are many clusters, their blocks share multiprocessors that can hold several.
   const bool packed = split.cluster > 1 && 2 * blocks > facts.multiprocessors;
   const double crowd = std::max(packed ? static_cast<double>(kMaxWarps) / split.warps : 1.0,
                                 blocks / facts.multiprocessors);

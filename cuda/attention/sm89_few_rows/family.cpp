@@ -1,5 +1,5 @@
-// The sm89_few_rows family: which kernel and split serve a problem, and with what parameters it is
-// launched.
+// The sm89_few_rows family: which kernel and split serve a problem, and the parameters of the
+// launch.
 #include <algorithm>
 #include <climits>
 #include <cstring>
@@ -20,7 +20,7 @@ namespace flashmoe::sm89_few_rows {
 
 namespace {
 
-// Of packed queries, and of keys: row + offset + 1 fits.
+// Upper bound on packed queries, and on keys: row + offset + 1 fits in int32.
 constexpr int64_t kMaxRows = kMaxSequence;
 
 const Entry* const kEntries[] = {
@@ -29,7 +29,7 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// Clusters of `cluster` blocks of `warps` warps that can run at a time; 0 where none can.
+// Clusters of `cluster` blocks of `warps` warps that can run at a time; 0 if none can.
 cudaError_t count_resident(const Entry& entry, int device_id, const cudaFuncAttributes& attributes,
                            int warps, int cluster, int multiprocessors, int* count) {
   const auto shared = static_cast<size_t>(entry.shared_bytes_of(warps, cluster));
@@ -54,13 +54,13 @@ cudaError_t count_resident(const Entry& entry, int device_id, const cudaFuncAttr
   config.attrs = &attribute;
   config.numAttrs = 1;
   if (cudaOccupancyMaxActiveClusters(count, entry.function, &config) != cudaSuccess) {
-    cudaGetLastError();  // too large a cluster for this device
+    cudaGetLastError();  // the cluster is too large for this device
     *count = 0;
   }
   return cudaSuccess;
 }
 
-// Allows what a kernel's loaded code can do, and finds out what that is.
+// Allows everything that a kernel's loaded code can do, and records what that is.
 cudaError_t explore(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                     const cudaFuncAttributes& attributes, bool first) {
   const Entry& entry = static_cast<const Entry&>(kernel);
@@ -97,8 +97,8 @@ int log2_at_least(double n, int most) {
   return log2;
 }
 
-// Puts the best split of a call for this kernel into `best` if it beats what is there. A tile's
-// keys are split over the blocks of a cluster, or over as many as the device holds, which leave
+// Puts the best split of a call for this kernel into `best` if it is faster. A tile's keys are
+// split over the blocks of a cluster, or over as many blocks as the device holds, which leave
 // parts.
 void consider(const Entry& entry, const Abilities& abilities, const Work& work,
               const DeviceFacts& facts, Choice* best) {
@@ -116,12 +116,12 @@ void consider(const Entry& entry, const Abilities& abilities, const Work& work,
   };
   for (int c = 0; c < kClusterChoices; ++c) {
     const int cluster = 1 << c;
-    // Not more blocks than the device holds at a time, nor than there are steps.
+    // No more blocks than the device holds at a time, and no more than there are steps.
     if (c > 0 &&
         (!abilities.clusters || tiles * cluster > facts.multiprocessors * 2.0 || cluster > steps)) {
       break;
     }
-    // Warps without keys still take part in the end.
+    // Warps without keys still take part in the epilogue.
     const int fewest_warps = std::max(0, log2_at_least(steps / cluster, kWarpChoices - 1) - 1);
     for (int w = kWarpChoices - 1; w >= fewest_warps; --w) {
       take(1 << w, cluster, abilities.resident[w][c], 1);
@@ -141,8 +141,8 @@ bool serves(const Entry& entry, const AttentionProblem& problem) {
   return entry.dtype == problem.q.dtype && entry.dim >= problem.dim && entry.dim_v >= problem.dim_v;
 }
 
-// The kernel that the problem names, else among those of its dtype with the least padding the one
-// of the least time, each with its best split.
+// The kernel that the problem names. Otherwise the fastest among those of its dtype with the least
+// padding, each with its best split.
 flashmoe_status choose(const AttentionProblem& problem, const Work& work, int device_id,
                        const DeviceFacts& facts, Choice* best, const Reason& reason) {
   const Entry* named = nullptr;
@@ -239,7 +239,7 @@ Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace)
   params.statistics = nullptr;
   params.combine_workers_log2 = 0;
   if (plan.info.launch_count > 1) {
-    const int64_t part = entry.rows * entry.dim_v / 4;  // in fours of its floats
+    const int64_t part = entry.rows * entry.dim_v / 4;  // in units of four floats
     params.parts = static_cast<float4*>(workspace);
     params.statistics = reinterpret_cast<float2*>(params.parts + planned.grid[0] * part);
     params.combine_workers_log2 =

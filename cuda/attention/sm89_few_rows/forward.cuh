@@ -1,17 +1,17 @@
-// Attention forward for few query rows, or small problems: one trip to memory, shared by all.
+// Attention forward for few query rows, or small problems: many blocks share one pass over memory.
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
-// A tile is kRows packed query rows of one KV head. A number of blocks takes it, and each block has
-// 1 to 8 warps; all warps of these blocks take steps of kStepKeys keys in turn, each with an online
-// softmax of its own (few_rows/products.cuh). K and V go from global memory to registers without a
-// stop: a step's loads are on their way while the step before it is computed, 8 to 16 KiB of them a
-// warp. At the end the parts are added up, a block's through shared memory, then those of a tile's
-// blocks (combine.cuh): a cluster's, of up to 16, through each other's shared memory, each block
-// writing a share of the tile; those of more blocks, or without clusters, by a second kernel from
-// the workspace (combine.cuh). No atomics.
+// A tile is kRows packed query rows of one KV head. Several blocks share it, each with 1 to 8
+// warps. All warps of these blocks take steps of kStepKeys keys in turn, each with its own online
+// softmax (few_rows/products.cuh). K and V go from global memory directly to registers: the loads
+// of a step, 8 to 16 KiB per warp, are in flight while the previous step is computed. At the end
+// the parts are added up (combine.cuh), first those of a block through shared memory, then those of
+// a tile's blocks. Blocks of a cluster, up to 16, exchange parts through each other's shared
+// memory, and each writes a share of the tile. With more blocks, or without clusters, a second
+// kernel adds up parts from the workspace. No atomics.
 //
-// Clusters are of sm_90 code.
+// Clusters need sm_90 code.
 #pragma once
 
 #include "cuda/attention/sm89_few_rows/combine.cuh"
@@ -22,7 +22,7 @@
 
 namespace flashmoe::sm89_few_rows {
 
-// The keys of each row.
+// Stores the visible keys of each row.
 template <class Traits>
 __device__ __forceinline__ void note_rows(const Params& params, const Tile& tile,
                                           const Shared<Traits>& shared) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void note_rows(const Params& params, const Tile& tile
       sequence_of(params, tile.batch).keys(params.score, Row::of(params, tile, row).query);
 }
 
-// Q in registers, or in shared memory, each warp bringing a part.
+// Loads Q to registers, or to shared memory, each warp a part.
 template <class Traits>
 __device__ __forceinline__ void load_q(QFragments<Traits>& q, const Params& params,
                                        const Tile& tile, const Shared<Traits>& shared) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_q(QFragments<Traits>& q, const Params& para
   }
 }
 
-// Leaves this warp's part of the tile in shared memory.
+// Computes this warp's part of the tile and leaves it in shared memory.
 template <class Traits>
 __device__ __forceinline__ void compute_part(const Params& params, const Tile& tile,
                                              const Shared<Traits>& shared) {

@@ -1,4 +1,4 @@
-// Loads of a step and of queries, and the mask, of the products of few rows
+// Loads of a step and of queries, and the mask, for the products of few rows
 // (cuda/attention/few_rows/products.cuh).
 #pragma once
 
@@ -21,8 +21,8 @@ using few_rows::Statistics;
 using few_rows::v_key;
 using few_rows::VFragments;
 
-// Loads this lane's part of one step. `k` is at the step's key g and element 8t; `keys` are left
-// from the step's first on, those past them become zero.
+// Loads this lane's part of one step. `k` is at the step's key g and element 8t. `keys` are left
+// from the step's first on; keys past them become zero.
 template <class Traits>
 __device__ __forceinline__ void load_k(KFragments<Traits>& fragments, const uint16_t* k,
                                        int64_t stride, int keys, int dim) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_v(VFragments<Traits>& fragments, const uint
   }
 }
 
-// This lane's chunks of row 8n + g, zeros where there is no such row.
+// This lane's chunks of row 8n + g, or zeros if the row is missing.
 template <class Traits>
 __device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChunks][4],
                                              const Params& params, const Tile& tile, int n) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_q_block(uint32_t (&fragments)[Traits::kKChu
   }
 }
 
-// Hides the keys that a row does not see. `first_key` is the step's.
+// Masks the keys that a row does not see. `first_key` is the step's.
 template <class Traits>
 __device__ __forceinline__ void mask_step(Scores<Traits>& scores, const Params& params,
                                           const Tile& tile, const Shared<Traits>& shared,

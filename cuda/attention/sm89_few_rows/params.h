@@ -10,8 +10,8 @@
 
 namespace flashmoe::sm89_few_rows {
 
-inline constexpr int kMaxWarps = 8;     // of a block
-inline constexpr int kMaxCluster = 16;  // blocks of a cluster: powers of two up to this
+inline constexpr int kMaxWarps = 8;     // per block
+inline constexpr int kMaxCluster = 16;  // blocks per cluster: powers of two up to this
 
 struct Params {
   AttentionTensors tensors;
@@ -22,14 +22,14 @@ struct Params {
   ScoreOptions score;
 
   Divisor heads_per_kv;
-  Divisor tiles_per_head;  // of a KV head
+  Divisor tiles_per_head;  // per KV head
   Divisor heads_kv;
-  Divisor blocks_per_tile;  // that share its keys: a cluster, or as many as leave parts
-  int32_t cluster_log2;     // log2 of the blocks of a cluster; 0: there are none
+  Divisor blocks_per_tile;  // blocks that share its keys: a cluster, or those that leave parts
+  int32_t cluster_log2;     // log2 of the blocks per cluster; 0: no clusters
 
-  // The workspace, where a tile's blocks are no cluster: what each has of the output, [blocks, rows
-  // of a tile, kernel's dim_v], with row maximum and sum of each row, [blocks, rows of a tile].
-  // Else nullptr.
+  // The workspace if a tile's blocks are no cluster: each block's part of the output, [blocks, rows
+  // of a tile, kernel's dim_v], with the row max and sum of each row, [blocks, rows of a tile].
+  // nullptr otherwise.
   float4* parts;
   float2* statistics;
 

@@ -1,5 +1,5 @@
-// A row whose parts the blocks of its tile left in the workspace, [blocks, rows, units] with row
-// maxima and sums [blocks, rows], as the second kernel takes it.
+// A row for the second kernel. The blocks of its tile left its parts in the workspace, [blocks,
+// rows, units] with row max and sum [blocks, rows].
 #pragma once
 
 #include "cuda/attention/combine.cuh"
@@ -45,8 +45,8 @@ class SplitRow {
   int first_block_;
 };
 
-// The second kernel. It knows rows of values alone, so kernels of as many columns of these share
-// it.
+// The second kernel only depends on rows of values, so kernels with the same number of value
+// columns share it.
 template <class Traits>
 const void* combine_kernel() {
   using OfValues =

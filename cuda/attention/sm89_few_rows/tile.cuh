@@ -1,4 +1,4 @@
-// The tile of a block: which rows it computes, and the keys that they see.
+// The tile of a block: the rows that it computes, and the keys that they see.
 #pragma once
 
 #include "cuda/attention/few_rows/products.cuh"
@@ -17,7 +17,7 @@ struct Tile {
   int batch;
   int head_kv;
   int first_row;
-  int rows;   // that exist, up to kRows
+  int rows;   // existing rows, up to kRows
   int rank;   // of this block among those that share the tile's keys
   Keys some;  // keys that some row sees; end >= first
   Keys all;   // keys that all rows see
@@ -44,7 +44,8 @@ struct Tile {
     return result;
   }
 
-  // Tile `index` of a KV head, heads of all batches counted; all keys, and the first block's rank.
+  // Tile `index` of a KV head, counted over all batches, with all keys and the rank of the first
+  // block.
   template <class Traits>
   static __device__ __forceinline__ Tile of_rows(const Params& params, int head, int index) {
     Tile result;
@@ -53,7 +54,7 @@ struct Tile {
     result.head_kv = head - result.batch * params.heads_kv.number();
     result.first_row = index * Traits::kRows;
     const Sequence sequence = sequence_of(params, result.batch);
-    // sequence.length_q times the query heads. Counted on the host: here the product would cost
+    // sequence.length_q times the query heads. The host computes it: here the product would take
     // registers across the main loop.
     result.rows = min(Traits::kRows, params.rows - result.first_row);
     result.all = result.some = {0, sequence.length_k};
@@ -72,10 +73,11 @@ struct Tile {
   }
 };
 
-// Where the rows of a tile, of all query heads of a KV head (pack_gqa), are in tensors of queries.
+// The position of a tile's row in tensors of queries. Rows are of all query heads of a KV head
+// (pack_gqa).
 struct Row {
   int query;
-  int row;  // that holds it
+  int row;  // row of the tensor
   int head;
 
   static __device__ __forceinline__ Row of(const Params& params, const Tile& tile, int row) {
@@ -93,8 +95,8 @@ struct Row {
   }
 };
 
-// Shared memory of a block, in order: queries, keys of each row, barrier, parts of the warps,
-// statistics of these, and in a cluster the parts of its blocks and their statistics.
+// Shared memory of a block, in order: queries, keys of each row, barrier, parts of the warps with
+// their statistics, and in a cluster the parts of its blocks with theirs.
 template <class Traits>
 struct Shared : few_rows::Shared<Traits> {
   using few_rows::Shared<Traits>::base;

@@ -1,5 +1,5 @@
-// The constants of the few-row kernels: those of their products, and that blocks may be a cluster.
-// The plan, the launch and the device code are filled from here and nowhere else.
+// The constants of the few-row kernels: those of their products, and of clusters. The plan, the
+// launch and the device code have no other source.
 #pragma once
 
 #include "cuda/attention/few_rows/traits.cuh"
