@@ -1,4 +1,4 @@
-// What a call takes by the sm90 kernels. Fitted to measurements on an H200
+// Time of a call with the sm90 kernels. Fitted to measurements on an H200
 // (docs/kernels/attention_sm90.md).
 #pragma once
 
@@ -9,33 +9,34 @@
 
 namespace flashmoe::sm90 {
 
-// What times of tiles are too low by, beside those of the few-row kernels: calls that both serve
-// were timed on an H100 (docs/lab/attention_sm89_few_rows.md, "Beside the families of tiles").
+// Factor by which times of tiles are too low compared with those of the few-row kernels. Calls that
+// both serve were timed on an H100 (docs/lab/attention_sm89_few_rows.md, "Beside the families of
+// tiles").
 inline constexpr double kBesideFewRows = 1.05;
 
-// Of kernels for keys of so many dimensions.
+// Speed of kernels for keys of `dim` dimensions.
 inline TileSpeed tile_speed(int dim) {
   if (dim <= 64) return {4.85e6, 3.6, 192.0};
   return {6.3e6, 4.2, 128.0};
 }
 
-// What a step of a tile takes where only some of its groups of rows exist, of what it takes with
-// all: softmax and products of one run one after the other.
+// Time of a step of a tile with only `groups` of `all` groups of rows, relative to that of a full
+// tile. A single group alternates between softmax and products.
 inline double share_of_step(double groups, double all) {
   constexpr double kOfAny = 0.5;
   return kOfAny + (1 - kOfAny) * groups / all;
 }
 
-// What a step takes where not all multiprocessors have a tile, of what it takes where all do: it
-// takes less, presumably since they share the power, and with it the clock.
+// Time of a step if not all multiprocessors have a tile, relative to that if all do. It is shorter,
+// presumably because multiprocessors share the power, and thus the clock.
 inline double share_of_clock(double tiles, const DeviceFacts& facts) {
   constexpr double kOfPower = 0.09;
   return 1 - kOfPower * (1 - std::min(1.0, tiles / facts.multiprocessors));
 }
 
-// Whether tiles of a kernel for short windows take less time than others of as many rows: but for
-// few waves of tiles of two steps at most, whose products begin sooner
-// (docs/lab/attention_sm90.md).
+// Whether tiles of a kernel for short windows are faster than others of as many rows. They are,
+// except in few waves of tiles with at most two steps: the other kernel then begins its products
+// sooner (docs/lab/attention_sm90.md).
 inline bool saves_steps(const AttentionProblem& p, int64_t rows, const DeviceFacts& facts) {
   constexpr int64_t kTwoSteps = 256;  // of the other kernels, in keys
   constexpr int64_t kFewWaves = 2;

@@ -6,16 +6,16 @@
 namespace flashmoe::sm90 {
 
 struct Entry : AttentionKernel {
-  bool capped;      // for logits with a softcap, and for no others
-  int box_rows;     // of a box of Q and of the output, in whole tiles
-  int box_columns;  // of every box
-  // Of a kernel whose keys are split over blocks, of others 0:
-  int groups;      // of 64 rows, of a tile
-  int part_bytes;  // of the workspace, for each part of a tile
+  bool capped;      // only for logits with a softcap
+  int box_rows;     // per box of Q and of the output, in whole tiles
+  int box_columns;  // per box
+  // Only kernels whose keys are split over blocks have these; others have 0:
+  int groups;      // groups of 64 rows per tile
+  int part_bytes;  // in the workspace, per part of a tile
   Kernel combine;  // the second kernel
 
-  bool ragged;  // for ragged, padded and paged batches, and for no others
-  // For windows of so many keys beside a row's own, at most, and for no others; 0: for any.
+  bool ragged;  // only for ragged, padded and paged batches
+  // Only for windows of at most so many keys beside a row's own. 0: for any window.
   int window_keys;
 
   bool splits_kv() const { return part_bytes > 0; }

@@ -1,4 +1,4 @@
-// The sm_90 family: which kernel and which schedule of it serve a problem.
+// The sm_90 family: which kernel and which of its schedules serve a problem.
 #include <algorithm>
 #include <cstring>
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr char kWholeTiles[] = "sm90_whole_tiles";
 constexpr char kSplitKv[] = "sm90_split_kv";
-// How the names of kernels begin.
+// Prefixes of kernel names.
 constexpr char kKernels[] = "attention_forward_";
 constexpr char kSplitKvKernels[] = "attention_forward_sm90_split_kv_";
 
@@ -29,7 +29,7 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// The schedules that a call may be served by, from what it asks for.
+// The schedules that the requested kernel name allows.
 struct Asked {
   bool whole_tiles;
   bool split_kv;
@@ -45,7 +45,7 @@ Asked asked_of(const char* kernel) {
           std::strcmp(kernel, kWholeTiles) != 0 && (!is_kernel || splits_kv)};
 }
 
-// Whether a query sees so many keys beside one, at most, by both ends of a window.
+// Whether a window bounds both sides, so that a query sees at most so many keys beside one.
 bool has_window_of(const AttentionProblem& p, int64_t keys) {
   if (!p.sequences.given) {
     return p.bounded_left && p.bounded_right && p.right_offset - p.left_offset <= keys;
@@ -58,15 +58,15 @@ bool has_window_of(const AttentionProblem& p, int64_t keys) {
          mask.window_left + mask.window_right <= keys && mask.window_left < p.seq_k - 1;
 }
 
-// Whether all queries together see no more keys than one of such a window.
+// Whether all queries together see at most the keys of one query of such a window.
 bool has_keys_of_window(const AttentionProblem& p, int64_t keys) {
   const int64_t first = p.bounded_left ? std::max<int64_t>(0, p.left_offset) : 0;
   const int64_t end = p.bounded_right ? std::min(p.seq_k, p.seq_q + p.right_offset) : p.seq_k;
   return end - first <= keys + 1;
 }
 
-// The kernel of a schedule. Each has some for all head dimensions. Those for short windows compute
-// few keys by name, too, as sequences have that are shorter than their window.
+// The kernel of a schedule. Each schedule has kernels for all head dimensions. If named, those for
+// short windows also compute few keys, such as those of sequences shorter than the window.
 const Entry* entry_of(const AttentionProblem& problem, bool splits_kv, const DeviceFacts& facts) {
   const bool capped = problem.softcap != 0.0f;
   const bool ragged = problem.sequences.given;
@@ -86,7 +86,7 @@ const Entry* entry_of(const AttentionProblem& problem, bool splits_kv, const Dev
       });
 }
 
-// Refuses what no kernel of the family takes, whatever its tiles.
+// Refuses problems that no kernel of the family takes, with any tiles.
 flashmoe_status check(const AttentionProblem& problem, const DeviceFacts** facts,
                       const Reason& reason) {
   FLASHMOE_TRY(check_hopper(problem.device.device_id, facts, reason));

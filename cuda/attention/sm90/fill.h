@@ -1,4 +1,4 @@
-// Parameters that follow from a problem alone, whatever its tiles.
+// Parameters that follow from the problem alone, for any tiles.
 #pragma once
 
 #include "cuda/attention/launch.h"
@@ -30,15 +30,16 @@ inline void fill_tensors(const AttentionProblem& p, Params* params) {
   params->heads_per_kv = static_cast<int32_t>(p.heads_q / p.heads_kv);
 }
 
-// What is kept with a plan: the parameters of its launches, and what their maps are of: q, k, v
-// and, for tiles of one head, out. A call at other addresses moves them.
+// Kept with a plan: the parameters of its launches, and the addresses of their maps: q, k, v and,
+// for tiles of one head, out. A call at other addresses moves the maps.
 template <class AnyParams>
 struct Kept {
   AnyParams params;
   const void* mapped[4];
 };
 
-// Of k or v. Without keys their tensors may be null, which a map is not; none is read then.
+// The address for a map of k or v. Without keys it may be null, which no map accepts; nothing is
+// read then.
 inline const void* mapped_keys(const AttentionProblem& p, const void* data) {
   return p.seq_k > 0 ? data : p.q.data;
 }

@@ -8,9 +8,9 @@
 namespace flashmoe::sm90 {
 namespace {
 
-constexpr int64_t kStepsOfAStart = 1;  // about what a tile takes beside its steps
+constexpr int64_t kStepsOfAStart = 1;  // about the cost of a tile in addition to its steps
 
-// Steps that a tile of a head takes: those up to the last key that its last row sees.
+// Steps of a tile of a head: those up to the last key that its last row sees.
 int64_t steps_of_tile(const AttentionProblem& problem, const Entry& entry, int64_t spare,
                       int64_t tile) {
   const int64_t first_row = tile * entry.tile_q - spare;
@@ -21,9 +21,9 @@ int64_t steps_of_tile(const AttentionProblem& problem, const Entry& entry, int64
   return kStepsOfAStart + (keys + shift + entry.tile_k - 1) / entry.tile_k;
 }
 
-// Steps of each turn of a swizzle group of `heads` heads. Tiles of one length come one after
-// another, so that a round is a few runs of them: what changes from one turn to the next is noted,
-// and summed up.
+// Steps of each turn of a swizzle group of `heads` heads. Tiles of one length are consecutive, so a
+// round is a few runs of them. The function records changes from one turn to the next, and then
+// sums them up.
 void deal(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head,
           int64_t blocks, int64_t heads, int64_t* steps_of_turn) {
   int64_t change[kMostBlocks + 1] = {};
@@ -58,7 +58,7 @@ int64_t kv_block_alignment(const AttentionProblem& problem, int step_keys, int64
 
 int64_t kv_block_alignment_of_tiles(const AttentionProblem& problem, int step_keys,
                                     int64_t first_row, int64_t rows) {
-  const bool by_host = step_keys % kRowsPerGroup == 0;  // others the kernel works out (tile.cuh)
+  const bool by_host = step_keys % kRowsPerGroup == 0;  // else by the kernel (tile.cuh)
   if (by_host && problem.seq_k <= step_keys) return 0;
   return kv_block_alignment(problem, step_keys, first_row, rows);
 }
@@ -78,11 +78,11 @@ int64_t most_steps(const AttentionProblem& problem, const Entry& entry, int64_t 
   const int64_t heads = problem.batch * problem.heads_q;
   for (int64_t first = 0; first < heads; first += heads_per_swizzle) {
     const int64_t held = std::min(heads_per_swizzle, heads - first);
-    // All but the last are like the first.
+    // All groups but the last are like the first.
     if (first == 0 || held < heads_per_swizzle) {
       deal(problem, entry, tiles_per_head, blocks, held, of_swizzle);
     }
-    // A swizzle group begins behind the block that had the end of the one before.
+    // A swizzle group begins with the block after the one that had the end of the previous group.
     const int64_t begin = first * tiles_per_head % blocks;
     for (int64_t i = begin; i < blocks; ++i) steps[i] += of_swizzle[i - begin];
     for (int64_t i = 0; i < begin; ++i) steps[i] += of_swizzle[i + blocks - begin];
@@ -90,16 +90,17 @@ int64_t most_steps(const AttentionProblem& problem, const Entry& entry, int64_t 
   return *std::max_element(steps, steps + blocks);
 }
 
-// Swizzle groups are as small as they can be without leaving blocks idle, since the first tiles of
-// one read all of its keys and values: rounds of tiles enough to even out their lengths, while keys
-// and values fit the L2 beside the traffic of queries and outputs. Of these and the next shorter
-// ones, of half as many heads at least, those are taken that leave the least to the block with the
-// most.
+// Swizzle groups are as small as possible without idle blocks, because the first tiles of a group
+// read all of its keys and values. A group has enough rounds of tiles to even out their lengths,
+// while its keys and values fit the L2 beside the traffic of queries and outputs. Among this size
+// and the next smaller ones, down to half as many heads, the best one minimises the steps of the
+// block with the most.
 int32_t heads_per_swizzle(const AttentionProblem& problem, const Entry& entry,
                           int64_t tiles_per_head, const DeviceFacts& facts) {
   constexpr int64_t kLeastRounds = 2;
   constexpr int64_t kStepsPerRound = 4;
-  // Of more rounds no block's last tile is much. These bounds keep a plan to a few microseconds.
+  // With more rounds the last tile of a block hardly matters. These bounds keep planning to a few
+  // microseconds.
   constexpr int64_t kMostRoundsDealt = 32;
   constexpr int kMostChoices = 5;
   const int64_t group = problem.heads_q / problem.heads_kv;
@@ -111,7 +112,7 @@ int32_t heads_per_swizzle(const AttentionProblem& problem, const Entry& entry,
   const int64_t wanted = (rounds * facts.multiprocessors + group_tiles - 1) / group_tiles;
   const int64_t bytes = problem.seq_k * key_bytes(problem);
   const int64_t fitting = bytes > 0 ? std::max<int64_t>(1, facts.l2_bytes * 3 / 4 / bytes) : wanted;
-  // KV heads of a swizzle group, at most so many, where all groups are of about one size.
+  // KV heads per swizzle group, at most `most`, if all groups have about the same size.
   const auto even = [&](int64_t most) {
     const int64_t groups = (heads_kv + most - 1) / most;
     return (heads_kv + groups - 1) / groups;

@@ -1,5 +1,5 @@
-// How many heads an sm_90 launch mixes the tiles of, where tiles are of unequal length: a pure
-// function of shapes, and the deal of tiles that it is chosen by.
+// How many heads share a swizzle group of an sm_90 launch if tiles have unequal lengths: a pure
+// function of shapes. Also the simulated deal of tiles by which it is chosen.
 #pragma once
 
 #include <cstdint>
@@ -10,32 +10,33 @@
 
 namespace flashmoe::sm90 {
 
-// Whether later tiles of a head are longer, since only the right is bounded. Those of a swizzle
-// group of heads then run longest first.
+// Whether later tiles of a head are longer, because only the right side is bounded. The tiles of a
+// swizzle group then run longest first.
 bool longest_tiles_first(const AttentionProblem& problem);
 
-// kv_block_alignment of cuda/attention/sm90/kv_block_alignment.h, for the rows of a tile.
+// kv_block_alignment of cuda/attention/sm90/kv_block_alignment.h for the rows of a tile.
 int64_t kv_block_alignment(const AttentionProblem& problem, int step_keys, int64_t first_row,
                            int64_t rows);
 
-// The same of the tiles of a launch of whole tiles. A single step parts no rows' ends: it begins
-// with key 0, as that of a sequence does (ragged.cuh).
+// The same for a launch of whole tiles. A single step separates no ends of rows: it begins with key
+// 0, like that of a sequence (ragged.cuh).
 int64_t kv_block_alignment_of_tiles(const AttentionProblem& problem, int step_keys,
                                     int64_t first_row, int64_t rows);
 
-// Rows before row 0 at which the first tile of a head begins where later tiles are longer: the
-// whole groups of rows that full tiles have too many are left out where tiles are shortest.
+// Rows before row 0 at which the first tile of a head begins if later tiles are longer. Full tiles
+// may have more groups of rows than the head needs; the surplus is left out where tiles are
+// shortest.
 int64_t spare_rows(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head);
 
-// Steps of keys, and what a tile takes beside them, of the block that gets the most of them, when
-// the tiles of a problem with longest_tiles_first are dealt to so many blocks, at most kMostBlocks,
-// as the kernel's TileScheduler does it.
+// Steps of keys, plus the fixed cost of tiles, of the block that gets the most. The tiles of a
+// problem with longest_tiles_first are dealt to `blocks` blocks, at most kMostBlocks, as the
+// kernel's TileScheduler does it.
 inline constexpr int64_t kMostBlocks = 256;
 int64_t most_steps(const AttentionProblem& problem, const Entry& entry, int64_t tiles_per_head,
                    int64_t blocks, int64_t heads_per_swizzle);
 
-// Query heads of a swizzle group, a multiple of those of a KV head; 1 where tiles are of one length
-// or there are none.
+// Query heads per swizzle group, a multiple of those per KV head. 1 if tiles have equal lengths or
+// do not exist.
 int32_t heads_per_swizzle(const AttentionProblem& problem, const Entry& entry,
                           int64_t tiles_per_head, const DeviceFacts& facts);
 

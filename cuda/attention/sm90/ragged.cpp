@@ -1,5 +1,5 @@
-// Batches of sequences in whole tiles, of a query head or of several of a KV head: their estimate,
-// plan, parameters and launch. Lengths are read by the kernel alone: nothing here depends on them.
+// Batches of sequences in whole tiles, of a query head or of several heads of a KV head: estimate,
+// plan, parameters and launch. Only the kernel reads lengths: nothing here depends on them.
 #include <algorithm>
 #include <climits>
 
@@ -15,19 +15,19 @@
 namespace flashmoe::sm90 {
 namespace {
 
-// What a launch takes until its first tile is found, beside a dense one.
+// Additional microseconds of a launch until its first tile is found, compared with a dense one.
 constexpr double kStartOfSequences = 1.5;
 
-// Bytes of keys and values that reach one multiprocessor in a microsecond, most of them from the
-// L2: each tile loads its own, whichever others have them. Mixed batches and four queries a
-// sequence took an H200 as long as 4.3 to 4.6 TB/s do (docs/kernels/attention_sm90_ragged.md).
+// Bytes of keys and values that reach one multiprocessor per microsecond, mostly from the L2: each
+// tile loads its own, even if others load the same. Mixed batches, and four queries per sequence,
+// took as long on an H200 as at 4.3 to 4.6 TB/s (docs/kernels/attention_sm90_ragged.md).
 constexpr double kLoadRate = 34e3;
 
-// Of tiles that a swizzle group takes all blocks.
+// Tiles per block in a swizzle group.
 constexpr int kRoundsOfSwizzle = 8;
 
-// The same of sequences of one row at most, in tiles whose rows are so many heads: no sequence ends
-// before them, so that nothing has to be taken back.
+// The same for sequences of at most one row, in tiles whose rows are heads. No sequence ends inside
+// the heads, so coordinates need no correction.
 template <class Data>
 RaggedMap heads_map(const RowsView<Data>& view, int64_t dim, const CountedRows& rows, int64_t tiles,
                     int64_t heads, int columns, int box_rows) {
@@ -38,8 +38,8 @@ RaggedMap heads_map(const RowsView<Data>& view, int64_t dim, const CountedRows& 
           view.data};
 }
 
-// See RaggedParams. All heads of a KV head are one tile's, or none: rows that see the same keys and
-// begin with the same sink, none.
+// See RaggedParams. A tile has all query heads of a KV head, or one. It has all if its rows see the
+// same keys and begin with the same state, without a sink.
 int64_t heads_per_tile(const AttentionProblem& p, const Entry& entry) {
   const AttentionMask& mask = p.sequences.mask;
   const bool left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0;
@@ -56,7 +56,7 @@ int64_t heads_per_tile(const AttentionProblem& p, const Entry& entry) {
   return packs && alike && walkable(p.q.strides) && walkable(p.out.strides) ? group : 1;
 }
 
-// Those of q, k, v and out.
+// The maps of q, k, v and out.
 struct RaggedMaps {
   RaggedMap q;
   RaggedMap k;
@@ -64,8 +64,8 @@ struct RaggedMaps {
   RaggedMap out;
 };
 
-// Without keys the tensors may be null, which a map is not; none is read then. Pages have maps of
-// their own.
+// Without keys the tensors may be null, which no map accepts; nothing is read then. Pages have maps
+// of their own.
 bool maps_keys(const AttentionProblem& p) {
   return !p.sequences.paged && p.seq_k > 0 && tensor_rows(p).batch_k > 0;
 }
@@ -90,9 +90,9 @@ RaggedMaps ragged_maps(const AttentionProblem& p, const Entry& entry) {
   return {q, keys(p.k, p.dim), keys(p.v, p.dim_v), queries(p.out, p.dim_v)};
 }
 
-// Refuses what ragged maps cannot be of.
+// Refuses views that ragged maps cannot describe.
 flashmoe_status check_counted(const AttentionProblem& p, const Entry& entry, const Reason& reason) {
-  if (p.batch == 0 || p.seq_q == 0) return FLASHMOE_OK;  // and strides are 0 then
+  if (p.batch == 0 || p.seq_q == 0) return FLASHMOE_OK;  // strides are 0 then
   const TensorRows rows = tensor_rows(p);
   const auto check = [&](const char* name, const auto& view, int64_t batch, int64_t of_batch) {
     return check_counted_rows(name, view, batch, of_batch, entry.box_columns, reason);
@@ -120,12 +120,13 @@ RowsPerBatch rows_per_batch(const AttentionProblem& p, const Entry& entry) {
 
 bool reads_pages(const AttentionProblem& p) { return p.sequences.paged && p.seq_k > 0; }
 
-// What is kept with a plan: as of dense batches, and what the maps of pages are of.
+// Kept with a plan: the same as for dense batches, and the addresses of the maps of pages.
 struct KeptRagged : Kept<RaggedParams> {
   const void* pages[2];
 };
 
-// Calls function(map, size) for each map of pages, in boxes of 2^size rows, until one is false.
+// Calls function(map, size) for each map of pages, in boxes of 2^size rows, until one call returns
+// false.
 template <class Function>
 bool every_map_of_pages(const Entry& entry, CUtensorMap (&maps)[kPageBoxes],
                         const Function& function) {
@@ -135,8 +136,8 @@ bool every_map_of_pages(const Entry& entry, CUtensorMap (&maps)[kPageBoxes],
   return true;
 }
 
-// Where there are none, tables name none that there is, and nothing is read: but of a map all the
-// same, which is of something.
+// Without pages, tables name no valid page, and nothing is read. But a map needs an address all the
+// same.
 const void* mapped_pages(const AttentionProblem& p, const void* data) {
   return p.sequences.batch_k > 0 ? data : p.q.data;
 }
@@ -207,19 +208,19 @@ void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFact
   params->heads_of_tiles = static_cast<int32_t>(p.heads_q / heads);
   params->by_heads_per_kv = Divisor::of(static_cast<uint32_t>(p.heads_q / p.heads_kv / heads));
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
-  const int64_t rows_of_level = entry.box_rows;  // or more: a bound
+  const int64_t rows_of_level = entry.box_rows;  // or more: this is a bound
   params->most_levels =
       static_cast<int32_t>((int64_t{params->seq_q} + rows_of_level - 1) / rows_of_level);
   const ScoreOptions& score = params->score;
   params->grows = score.bounded_right != 0 && score.left_offset == kNoLeftOffset ? 1 : 0;
-  // Beside the traffic of queries and outputs, as of dense batches.
+  // Leaves room for the traffic of queries and outputs, as for dense batches.
   params->keys_of_l2 =
       static_cast<int32_t>(std::min<int64_t>(facts.l2_bytes * 3 / 4 / key_bytes(p), INT32_MAX));
   params->tiles_of_swizzle = kRoundsOfSwizzle * facts.multiprocessors;
 }
 
-// What a step takes by the boxes of small pages, of what its products take: the copy engine begins
-// boxes one after another. An estimate, of no measurement.
+// Time of a step with the boxes of small pages, relative to that of its products: the copy engine
+// issues boxes one after another. An estimate without a measurement.
 double share_of_pages(const AttentionProblem& p, const Entry& entry) {
   constexpr double kClocksOfABox = 25;
   constexpr double kFlopsOfAClock = 4096;
@@ -235,15 +236,15 @@ double share_of_pages(const AttentionProblem& p, const Entry& entry) {
   return std::max(1.0, boxes * kClocksOfABox / products);
 }
 
-// All tiles, at most, unless offsets overlap.
+// Upper bound on all tiles, unless offsets overlap.
 int64_t most_tiles(const AttentionProblem& p, const Entry& entry) {
   int64_t tiles = 0;
   has_slots_by_rows(p, entry.tile_q, &tiles);
   return tiles * (p.heads_q / heads_per_tile(p, entry));
 }
 
-// Where the call's kernel runs beside another's, its blocks take tiles as they come. A tile's
-// successor is then sought when it is nearly loaded, not kTilesAhead before.
+// If the call's kernel runs beside another, its blocks take tiles as they become free. A block then
+// looks for a tile's successor when the tile is nearly loaded, not kTilesAhead earlier.
 void divide(const AttentionProblem& p, const Plan& plan, const Entry& entry, RaggedParams* params) {
   params->division = static_cast<Division*>(plan.beside.division);
   params->tiles_ahead = kTilesAhead;
@@ -258,7 +259,7 @@ void divide(const AttentionProblem& p, const Plan& plan, const Entry& entry, Rag
 
 int64_t division_bytes(const AttentionProblem& p, const Entry& entry, int64_t blocks) {
   const int64_t tiles = p.batch * ((p.seq_q + entry.tile_q - 1) / entry.tile_q) * p.heads_q;
-  if (tiles > INT_MAX / 2) return 0;  // which the kernel would not count
+  if (tiles > INT_MAX / 2) return 0;  // the kernel could not count them
   return static_cast<int64_t>(sizeof(Division)) + 4 * (blocks + most_tiles(p, entry));
 }
 
@@ -268,8 +269,8 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
                                 const Entry* entry, const DeviceFacts& facts,
                                 WholeTiles* whole_tiles, const Reason& reason) {
   FLASHMOE_TRY(check_counted(problem, *entry, reason));
-  // What a chunk of sequences may have, in whatever order tables have them, the kernel counts:
-  // groups of rows, of which a tile has some.
+  // The kernel counts what a chunk of sequences may have, in any order of the tables: groups of
+  // rows, of which a tile has some.
   constexpr int64_t kMost = INT_MAX / 2;
   const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
   const int64_t groups_per_head = tiles_per_head * (entry->tile_q / entry->box_rows);
@@ -299,7 +300,7 @@ flashmoe_status launch_ragged(const AttentionProblem& problem, const Plan& plan,
   const int device_id = problem.device.device_id;
   Prepared<KeptRagged> kept(plan.detail);
   if (!kept.ready() || !move_maps(problem, entry, &*kept)) {
-    kept.set_ready(false);  // unless the driver takes every map
+    kept.set_ready(false);  // stays so unless the driver takes every map
     const DeviceFacts* facts = nullptr;
     FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,

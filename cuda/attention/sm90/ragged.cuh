@@ -1,9 +1,9 @@
-// Batches of sequences: their tiles, which a warp of its own finds ahead of the loads, and who
-// takes which (ragged_order.h).
+// Batches of sequences: their tiles, which a separate warp finds ahead of the loads, and which
+// block takes which tile (ragged_order.h).
 //
-// The host knows neither the lengths nor how many tiles there are. So the second warp of the
-// producer's warpgroup reads the tables, a chunk of sequences at a time, and leaves this block's
-// tiles in a ring of shared memory, whose slots are free when the consumers are past their tiles.
+// The host knows neither the lengths nor the number of tiles. So the second warp of the producer's
+// warpgroup reads the tables, a chunk of sequences at a time, and puts this block's tiles into a
+// ring in shared memory. A slot is free when the consumers have finished its tile.
 #pragma once
 
 #include <type_traits>
@@ -21,20 +21,20 @@
 
 namespace flashmoe::sm90 {
 
-// A query tile, as Tile is, with the sequence that it is of.
+// A query tile, like Tile, with its sequence.
 struct alignas(16) RaggedTile {
-  int batch;  // row of the batch that its queries are in
-  int head;   // of RaggedParams' heads
+  int batch;  // row of the batch with its queries
+  int head;   // counted as in RaggedParams
   int head_kv;
   int first_row;
   float sink;
   RowState begin;
   int kv_block_alignment;
   Sequence sequence;
-  int batch_k;    // row of the batch that its keys are in; of paged ones the table's
+  int batch_k;    // row of the batch with its keys; of paged keys, row of the table
   int first_key;  // of its steps, as in Steps
   int end_key;
-  int misses_pages;  // a key's page is none: who loads says so
+  int misses_pages;  // some key is on an invalid page; the loading warp sets it
 };
 
 static_assert(sizeof(RaggedTile) == kRaggedTileBytes);
@@ -44,7 +44,7 @@ struct alignas(16) ChunkSequence {
   Sequence sequence;
   int batch_q;
   int batch_k;
-  int tiles;  // of one head
+  int tiles;  // per head
 };
 
 static_assert(sizeof(ChunkSequence) == kChunkSequenceBytes);
@@ -76,7 +76,7 @@ struct WarpLanes {
   }
 };
 
-// A row of a tile in the tensors.
+// The position of a tile's row in the tensors.
 struct PlaceOfRow {
   int head;
   int position;
@@ -93,23 +93,23 @@ struct PlaceOfRow {
   }
 };
 
-// Which tiles are a block's: those that it is dealt, or, beside decoding, those that it takes, each
-// when it is free for it, and may find again.
+// How a block gets its tiles. They are dealt; or, beside decoding, a block takes one each time it
+// is free; or it finds the taken ones again.
 enum class Tiles { kDealt, kTaken, kTakenBefore };
 
-// The tiles of this block, one after another, found by a warp that has the memory of a chunk for
-// itself.
+// The tiles of this block, one after another. A warp with its own memory for a chunk finds them.
 //
-// The groups of 64 rows of a tile follow one another in a head. Or, where kernels pack heads
-// (pack_gqa), those of a KV head's query heads do, the last rows of all heads first: then groups of
-// a tile see about the same keys, and none is without rows but in a sequence's last tile.
+// The groups of 64 rows of a tile follow one another in a head. If kernels pack heads (pack_gqa),
+// they follow one another across the query heads of a KV head, the last rows of all heads first.
+// The groups of a tile then see about the same keys, and only a sequence's last tile has groups
+// without rows.
 template <class Traits, Tiles kTiles>
 class RaggedScheduler {
  public:
   __device__ __forceinline__ RaggedScheduler(const RaggedParams& params, ChunkSequence* chunk)
       : params_(params), chunk_(chunk), tiles_(first_tiles()) {}
 
-  // False when there are no more. All lanes come to know which it is.
+  // Returns false when there are no more. All lanes get the result.
   __device__ __forceinline__ bool next() {
     if constexpr (kTiles == Tiles::kDealt) {
       while (!tiles_.next(lanes_, by_level(), heads(), blocks(), &found_, &head_)) {
@@ -126,8 +126,8 @@ class RaggedScheduler {
     return true;
   }
 
-  // Describes what next() found, as the tile that a group is of. Piece by piece: the scheduling
-  // warp has few registers, and what a piece has read the next one reads again.
+  // Describes what next() found, as the tile of a group. It works piece by piece: the scheduling
+  // warp has few registers, and each piece reads again what the previous one has read.
   __device__ __forceinline__ void describe(RaggedTile* tile, int group) const {
     const ChunkSequence& of = chunk_[found_.lane];
     const Sequence& sequence = of.sequence;
@@ -144,8 +144,9 @@ class RaggedScheduler {
     tile->begin = state_of_sink(sink);
     end_piece();
     const RowRange rows = rows_of_tile(of);
-    // A single step parts no rows' ends, and begins with key 0: it may hold both ends of the keys,
-    // of which a ragged map cuts one. A bound that hides nothing is none, as in dense batches.
+    // A single step separates no ends of rows, and begins with key 0: it may hold both ends of the
+    // keys, but a ragged map clips only one. A bound that hides no key counts as none, as in dense
+    // batches.
     const int right_offset = params_.score.right_offset + sequence.diagonal;
     const int alignment =
         sequence.length_k <= Traits::kStepKeys
@@ -162,7 +163,7 @@ class RaggedScheduler {
  private:
   static __device__ __forceinline__ int blocks() { return static_cast<int>(gridDim.x); }
 
-  // Heads that have tiles of their own, and what tiles hold of levels.
+  // Heads with tiles of their own, and the groups that tiles hold per level.
   __device__ __forceinline__ int heads() const {
     return Traits::kPacksHeads ? params_.heads_kv : params_.heads_of_tiles;
   }
@@ -186,11 +187,11 @@ class RaggedScheduler {
     int head;
   };
 
-  // Of a sequence's rows, by groups.
+  // The last level of a sequence's rows, in groups.
   static __device__ __forceinline__ int last_level(const ChunkSequence& of) {
     return ceil_div<kRowsPerGroup>(of.sequence.length_q) - 1;
   }
-  // Where a packed tile's groups are among the KV head's.
+  // The number of a packed tile's group among those of the KV head.
   __device__ __forceinline__ int number_of(int group) const {
     return found_.rank * Traits::kConsumers + group;
   }
@@ -204,18 +205,18 @@ class RaggedScheduler {
       const int levels = end - by_heads.quotient(number_of(0)) + 1;
       return {(last - end) * kRowsPerGroup, levels * kRowsPerGroup};
     }
-    // As in dense batches: where later tiles are longer, rows are missing from the first.
+    // As in dense batches: if later tiles are longer, the first one lacks rows.
     const int spare = params_.grows != 0 ? of.tiles * Traits::kTileQ - of.sequence.length_q : 0;
     return {(of.tiles - 1 - found_.rank) * Traits::kTileQ - spare / kRowsPerGroup * kRowsPerGroup,
             Traits::kTileQ};
   }
 
-  // One that there is not begins behind the rows.
+  // A missing group begins behind the rows.
   __device__ __forceinline__ GroupOfTile group_of_tile(const ChunkSequence& of, int group) const {
     if constexpr (Traits::kPacksHeads) {
       const int heads = params_.by_heads_per_kv.number();
       const int level = params_.by_heads_per_kv.quotient(number_of(group));
-      const int levels = last_level(of) - level;  // behind it
+      const int levels = last_level(of) - level;  // levels after it
       const int head = levels < 0 ? 0 : number_of(group) - level * heads;
       return {(levels < 0 ? last_level(of) + 1 : levels) * kRowsPerGroup, head_ * heads + head};
     }
@@ -232,14 +233,15 @@ class RaggedScheduler {
     }
   }
 
-  // Of the next tile that is taken, or was; below 0: who took it kept no more.
+  // The number of the next tile that is taken, or was taken. Below 0: the block recorded no more.
   __device__ __forceinline__ int next_number() {
     int number = -1;
     if (threadIdx.x % kThreadsPerWarp == 0) {
-      // Where offsets overlap, there may be more tiles than rows.
+      // If offsets overlap, there may be more tiles than rows.
       const bool kept = link_ < params_.chains_room;
       if (kTiles == Tiles::kTaken) {
-        // What this kernel reads was there when decoding let it begin. It is read behind this.
+        // The data that this kernel reads was written before decoding let it begin, and is read
+        // after this claim.
         number = static_cast<int>(ptx::claim_acquire(&params_.division->next_tile));
         if (kept) params_.chains[link_] = number;
       } else if (kept) {
@@ -258,7 +260,7 @@ class RaggedScheduler {
     ChunkSequence own = {};
     if (first_ + lane < params_.sequences.count) own = read(first_ + lane);
     first_ += kSequencesPerChunk;
-    __syncwarp();  // what was there was read
+    __syncwarp();  // the previous chunk has been read
     chunk_[lane] = own;
     __syncwarp();
     constexpr int kRowsOfLevel = Traits::kPacksHeads ? kRowsPerGroup : Traits::kTileQ;
@@ -283,7 +285,7 @@ class RaggedScheduler {
     const SequenceParams& sequences = params_.sequences;
     const SequenceRows queries = sequences.queries_of(number);
     const SequenceRows keys = sequences.keys_of(number);
-    // Rows that are heads see what the one query sees: the diagonal of later ones hides no more.
+    // Rows that are heads all see what the one query sees: their later diagonals hide no more.
     const int rows = queries.length * params_.heads_per_tile;
     return {{queries.begin, keys.begin, rows, keys.length,
              sequences.diagonal_of(number, queries.length, keys.length)},
@@ -294,7 +296,7 @@ class RaggedScheduler {
                                 : ceil_div<Traits::kTileQ>(rows)};
   }
 
-  // That rows from the first one on see.
+  // Keys that the rows from `first_row` on see.
   __device__ __forceinline__ int keys_of_longest(const ChunkSequence& of, int first_row) const {
     if (of.tiles == 0) return 0;
     return max(0, of.sequence.end_key(params_.score, of.sequence.length_q - 1) -
@@ -307,8 +309,8 @@ class RaggedScheduler {
   WarpLanes lanes_ = {};
   TileOfChunk found_ = {};
   int head_ = 0;
-  int first_ = 0;                            // sequence of the next chunk
-  int link_ = static_cast<int>(blockIdx.x);  // in the chains, where the next tile's number is
+  int first_ = 0;                            // first sequence of the next chunk
+  int link_ = static_cast<int>(blockIdx.x);  // in the chains: where the next tile's number is
 };
 
 }  // namespace flashmoe::sm90

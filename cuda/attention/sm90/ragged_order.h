@@ -1,16 +1,16 @@
-// Who takes which tile of a batch of sequences, without anyone having counted them before: a pure
-// function of their lengths, which every block works out for itself, and the host in tests.
+// Which block takes which tile of a batch of sequences, without a prior count of the tiles: a pure
+// function of their lengths. Every block evaluates it by itself, and so does the host in tests.
 //
-// Sequences are taken in chunks of as many as a warp has lanes, and the heads of a chunk in swizzle
-// groups, one after another: so few heads that blocks work on few keys at a time, which the L2
-// holds, and so many that a group is some rounds of tiles.
+// Sequences are taken in chunks of a warp's size, and the heads of a chunk in swizzle groups, one
+// after another. A group has few enough heads that blocks work on few keys at a time, which fit the
+// L2, and enough heads for some rounds of tiles.
 //
-// The tiles of a group are sorted by the keys that they see, the longest first: by levels, of about
-// as many keys as a tile has rows. A level holds the tiles of one sequence after those of another,
-// and of each tile those of the group's heads. Blocks are dealt these in rounds of one tile each,
-// every other of which runs backwards. After two rounds they move on among each other: where the
-// levels end would else be to the same blocks' advantage every time. The next group begins behind
-// the block that had the end of this one.
+// The tiles of a group are sorted by the number of keys that they see, the longest first. They are
+// sorted by levels of about as many keys as a tile has rows. A level holds the tiles of one
+// sequence after those of another, and for each tile those of the group's heads. Blocks are dealt
+// tiles in rounds of one each, and every other round runs backwards. After two rounds blocks change
+// their order: otherwise the ends of levels would favour the same blocks every time. The next group
+// begins with the block after the one that had the end of this group.
 #pragma once
 
 #include "cuda/tile/extents.h"
@@ -25,19 +25,19 @@ namespace flashmoe::sm90 {
 
 inline constexpr int kSequencesPerChunk = kThreadsPerWarp;
 
-// What tiles hold of a level: groups of rows, of which a level of a sequence has so many. As many
-// as a tile's: a tile is a level. None: later tiles see no more keys, and all are on the highest
-// level.
+// How tiles divide the levels: a level of a sequence has `groups` groups of rows, and a tile has
+// `of_tile`. If both are equal, a tile is a level. If `groups` is 0, later tiles see no more keys,
+// and all are on the highest level.
 struct GroupsOfLevel {
   int groups;
   int of_tile;
-  int most_levels;  // that rows of a sequence are on
+  int most_levels;  // upper bound on the levels of a sequence's rows
 };
 
-// The tiles of one head of a sequence, of which a lane has one.
+// The tiles of one head of a sequence. Each lane has one sequence.
 struct TilesOfSequence {
   int count;
-  int top;  // level of the longest; none is below 0
+  int top;  // level of the longest tile; no level is below 0
 
   FLASHMOE_IN_KERNEL int from_level_on(const GroupsOfLevel& by, int level) const {
     const int above = top - level + 1;
@@ -48,7 +48,7 @@ struct TilesOfSequence {
     return tiles < count ? tiles : count;
   }
 
-  // Of `count` tiles on so many levels of so many rows, the longest of which sees so many keys.
+  // `count` tiles on `levels` levels of `rows` rows each. The longest tile sees `keys` keys.
   static FLASHMOE_IN_KERNEL TilesOfSequence of(int count, int levels, int keys, int rows) {
     const int top = (keys + rows - 1) / rows;
     return {count, top < levels - 1 ? levels - 1 : top};
@@ -61,11 +61,11 @@ struct TileOfChunk {
   int rank;  // among those of its sequence, the longest first
 };
 
-// The tile at a place in the order of all of a chunk's, of one head. `level` is one that it is not
-// above, and becomes its own. `lanes` are the TilesOfSequence of a chunk: lanes.top() is the
-// highest level; lanes.sum(f) the sum of f(tiles) over them; lanes.find(place, f, g) the first lane
-// at which the sum of f reaches beyond `place`, with what is left of it behind the lanes before,
-// plus g(tiles).
+// The tile at a place in the order of a chunk's tiles of one head. `level` is an upper bound on its
+// level, and is set to its level. `lanes` are the TilesOfSequence of a chunk. lanes.top() is the
+// highest level, and lanes.sum(f) the sum of f(tiles) over the lanes. lanes.find(place, f, g) is
+// the first lane at which the running sum of f exceeds `place`, with the rest of `place` after the
+// earlier lanes, plus g(tiles).
 template <class Lanes>
 FLASHMOE_IN_KERNEL TileOfChunk tile_at(const Lanes& lanes, const GroupsOfLevel& by, int place,
                                        int* level) {
@@ -95,13 +95,13 @@ FLASHMOE_IN_KERNEL TileOfChunk tile_at(const Lanes& lanes, const GroupsOfLevel& 
 // The positions of a block among the tiles of a swizzle group.
 class RaggedRounds {
  public:
-  // By so much blocks move on after two rounds. With twice the number of blocks of a GH100, 132 or
-  // 114, it makes a prime: so a block does not come upon the same heads every time.
+  // Blocks move on by this much after two rounds. Added to twice the number of blocks of a GH100,
+  // 132 or 114, it gives a prime, so that a block does not meet the same heads every time.
   static constexpr int kTurn = 29;
 
   explicit FLASHMOE_IN_KERNEL RaggedRounds(int block) : own_slot_(block), slot_(block) {}
 
-  // The next of so many positions that so many blocks are dealt, or -1.
+  // The next of `tiles` positions that are dealt to `blocks` blocks, or -1.
   FLASHMOE_IN_KERNEL int next(int tiles, int blocks) {
     while (round_ < tiles) {
       const int position = round_ + (backwards_ ? blocks - 1 - slot_ : slot_);
@@ -113,7 +113,8 @@ class RaggedRounds {
     return -1;
   }
 
-  // Goes on to the group that begins behind the block which had the end of this one's tiles.
+  // Moves on to the next group, which begins with the block after the one that had the end of this
+  // group's tiles.
   FLASHMOE_IN_KERNEL void pass(int tiles, int blocks) {
     own_slot_ -= tiles % blocks;
     if (own_slot_ < 0) own_slot_ += blocks;
@@ -123,14 +124,14 @@ class RaggedRounds {
   }
 
  private:
-  int own_slot_;  // of this block in the first round of the group
-  int slot_;      // in this round
+  int own_slot_;  // this block's slot in the first round of the group
+  int slot_;      // slot in this round
   int round_ = 0;
   bool backwards_ = false;
 };
 
-// KV heads of a swizzle group, of so many with so many tiles and keys each: about as many in each
-// group, and no more than have the tiles and the keys of one, but one at least.
+// KV heads per swizzle group, for `heads_kv` heads with so many tiles and keys each. Groups are
+// about equal, and none has more than the tiles and the keys of a group, but at least one head.
 FLASHMOE_IN_KERNEL int heads_per_swizzle(int heads_kv, int tiles, int tiles_of_swizzle, int keys,
                                          int keys_of_l2) {
   const int wanted = tiles_of_swizzle / (tiles > 1 ? tiles : 1);
@@ -146,7 +147,7 @@ class TilesOfChunks {
  public:
   explicit FLASHMOE_IN_KERNEL TilesOfChunks(int block) : rounds_(block) {}
 
-  // Goes on to a chunk of so many tiles of a head. Swizzle groups are of so many heads.
+  // Begins a chunk of `tiles` tiles per head. Swizzle groups have `heads` heads.
   template <class Lanes>
   FLASHMOE_IN_KERNEL void begin_chunk(const Lanes& lanes, int tiles, int heads) {
     tiles_ = tiles;
@@ -155,7 +156,7 @@ class TilesOfChunks {
     level_ = lanes.top();
   }
 
-  // The next of the chunk. False when there are no more.
+  // The next tile of the chunk. Returns false when there are no more.
   template <class Lanes>
   FLASHMOE_IN_KERNEL bool next(const Lanes& lanes, const GroupsOfLevel& by, int heads_q, int blocks,
                                TileOfChunk* tile, int* head) {
@@ -177,17 +178,17 @@ class TilesOfChunks {
 
  private:
   RaggedRounds rounds_;
-  int tiles_ = 0;       // of a head
-  int heads_ = 0;       // of a swizzle group
+  int tiles_ = 0;       // per head
+  int heads_ = 0;       // per swizzle group
   int first_head_ = 0;  // of the swizzle group
   int level_ = 0;       // of the last tile
 };
 
-// All tiles, chunk by chunk, where a block takes the next one that no other has: swizzle group by
-// swizzle group, in each the longest first.
+// All tiles, chunk by chunk and group by group, the longest of each swizzle group first. A block
+// takes the next tile that no other block has.
 class TilesInTurn {
  public:
-  // Goes on to a chunk of so many tiles of each of so many heads. Swizzle groups are of `heads`.
+  // Begins a chunk of `tiles` tiles for each of `heads_q` heads. Swizzle groups have `heads` heads.
   FLASHMOE_IN_KERNEL void begin_chunk(int tiles, int heads_q, int heads) {
     before_ += tiles_ * heads_q_;
     tiles_ = tiles;
@@ -195,10 +196,10 @@ class TilesInTurn {
     heads_ = heads;
   }
 
-  // Whether a number is behind the chunk.
+  // Whether a number is after the chunk.
   FLASHMOE_IN_KERNEL bool passes(int number) const { return number - before_ >= tiles_ * heads_q_; }
 
-  // The tile with a number, of the chunk.
+  // The tile with a number, which is in the chunk.
   template <class Lanes>
   FLASHMOE_IN_KERNEL void at(const Lanes& lanes, const GroupsOfLevel& by, int number,
                              TileOfChunk* tile, int* head) const {
@@ -213,10 +214,10 @@ class TilesInTurn {
   }
 
  private:
-  int before_ = 0;  // tiles of the chunks before
-  int tiles_ = 0;   // of a head
+  int before_ = 0;  // tiles of earlier chunks
+  int tiles_ = 0;   // per head
   int heads_q_ = 0;
-  int heads_ = 0;  // of a swizzle group
+  int heads_ = 0;  // per swizzle group
 };
 
 }  // namespace flashmoe::sm90

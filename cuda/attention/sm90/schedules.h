@@ -1,9 +1,9 @@
 // The two schedules of the sm_90 kernel, each with its kernels, its estimate and its launch.
-// family.cpp chooses.
+// family.cpp chooses between them.
 //
 // - Whole tiles of the rows of one query head, which blocks take in the order of an L2 swizzle.
-// Those
-//   of ragged, padded and paged batches have kernels of their own, which find them on the device.
+//   Ragged, padded and paged batches have kernels of their own, which find their tiles on the
+//   device.
 // - Split KV: tiles of the rows of all query heads of a KV head, whose keys several blocks share
 //   (stream-K). A second kernel combines their parts.
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace flashmoe::sm90 {
 
-// What a schedule would do of a problem. Each refuses what its kernels cannot compute.
+// What a schedule would do with a problem. Each refuses what its kernels cannot compute.
 struct WholeTiles {
   const Entry* entry;
   int64_t blocks;
@@ -29,8 +29,8 @@ struct WholeTiles {
 struct SplitKv {
   const Entry* entry;
   PackedTiles tiles;
-  int64_t most_groups;  // of a tile
-  int64_t blocks;       // that the keys of all tiles are split over; 0: each tile is one block's
+  int64_t most_groups;  // per tile
+  int64_t blocks;  // blocks over which the keys of all tiles are split; 0: each tile has one block
   double microseconds;
 };
 
@@ -44,13 +44,13 @@ flashmoe_status estimate_split_kv(const AttentionProblem& problem, const Work& w
                                   const Entry* entry, const DeviceFacts& facts, SplitKv* split_kv,
                                   const Reason& reason);
 
-// Of dense batches and of sequences.
+// For dense batches and sequences.
 flashmoe_status plan_whole_tiles(const AttentionProblem& problem, const WholeTiles& whole_tiles,
                                  const DeviceFacts& facts, Plan* plan, const Reason& reason);
 flashmoe_status plan_split_kv(const AttentionProblem& problem, const SplitKv& split_kv,
                               const DeviceFacts& facts, Plan* plan, const Reason& reason);
 
-// Of what was planned so, with the device current.
+// Launches what was planned. The device is current.
 flashmoe_status launch_whole_tiles(const AttentionProblem& problem, const Plan& plan, void* stream);
 flashmoe_status launch_ragged(const AttentionProblem& problem, const Plan& plan, void* stream);
 flashmoe_status launch_split_kv(const AttentionProblem& problem, const Plan& plan, void* workspace,

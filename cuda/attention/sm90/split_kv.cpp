@@ -1,5 +1,5 @@
-// Split KV: tiles of all query heads of a KV head, whose keys several blocks share. Their estimate,
-// plan, parameters and launch.
+// Split KV: tiles of all query heads of a KV head, whose keys several blocks share. Estimate, plan,
+// parameters and launch.
 #include <algorithm>
 #include <climits>
 
@@ -16,10 +16,11 @@ namespace flashmoe::sm90 {
 
 namespace {
 
-// Stream-K over so many blocks. Where these do not split tiles evenly, of all that the device holds
-// if the workspace takes their parts: the estimate counts two for every block, and cuts that fall
-// between tiles make none. Dealt to as many blocks as have some, which is all that a plan keeps,
-// they come out the same, and the launch finds them.
+// Stream-K over at most `blocks` blocks. If these do not split tiles evenly, it uses all blocks
+// that the device holds, provided that the workspace has room for their parts: the estimate counts
+// two parts per block, but cuts that fall between tiles make none. Then it deals again to the
+// number of blocks that have steps, which is all that a plan keeps. The result is the same, so that
+// the launch finds it again.
 StreamK stream_k_within(const AttentionProblem& problem, const PackedTiles& tiles,
                         const Entry& entry, int64_t blocks, const DeviceFacts& facts) {
   const auto deal = [&](int64_t most) {
@@ -117,7 +118,7 @@ flashmoe_status estimate_split_kv(const AttentionProblem& problem, const Work& w
   const auto [groups, split] =
       best_tile_split(problem, work, entry->groups, kernel, tile_speed(entry->dim), facts);
   const PackedTiles tiles = packed_tiles(problem, groups);
-  // The kernel counts rounds of blocks past the last tile.
+  // The kernel counts rounds of blocks beyond the last tile.
   if (problem.heads_q > INT_MAX / 2 || tiles.heads > INT_MAX / 2 || tiles.tiles > INT_MAX / 2) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
   }
@@ -130,7 +131,7 @@ flashmoe_status plan_split_kv(const AttentionProblem& problem, const SplitKv& sp
   const Entry& entry = *split_kv.entry;
   const PackedTiles& tiles = split_kv.tiles;
   const int device_id = problem.device.device_id;
-  // Persistent: no more blocks than multiprocessors, each of which holds one.
+  // The kernel is persistent: at most one block per multiprocessor, which holds one.
   int64_t blocks = std::min<int64_t>(tiles.tiles, facts.multiprocessors);
   StreamK stream_k = {};
   if (split_kv.blocks > 0) {
@@ -157,7 +158,7 @@ flashmoe_status launch_split_kv(const AttentionProblem& problem, const Plan& pla
   const int device_id = problem.device.device_id;
   Prepared<Kept<SplitParams>> kept(plan.detail);
   if (!kept.ready() || !move_inputs(problem, &*kept)) {
-    kept.set_ready(false);  // unless the driver takes every map
+    kept.set_ready(false);  // stays so unless the driver takes every map
     const PackedTiles tiles = packed_tiles(problem, plan.info.launches[0].tile_m / kRowsPerGroup);
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return encode_maps(problem, entry, tiles, &*kept); }));

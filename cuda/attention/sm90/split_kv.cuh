@@ -1,6 +1,6 @@
-// Split KV: what is left of a tile whose keys several blocks share. Each leaves its part of the
-// output in the workspace, relative to its own row maxima, and a second kernel adds the parts up
-// (cuda/attention/combine.cuh).
+// Split KV: the second kernel's view of a tile whose keys several blocks share. Each block leaves
+// its part of the output in the workspace, relative to its own row max, and a second kernel adds
+// the parts up (cuda/attention/combine.cuh).
 #pragma once
 
 #include "cuda/attention/combine.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashmoe::sm90 {
 
-// A row of a tile that has parts, as the second kernel takes it: `tile` counts these.
+// A row of a cut tile, for the second kernel. `tile` counts the cut tiles.
 template <class Traits>
 class SplitRow {
  public:
@@ -25,7 +25,8 @@ class SplitRow {
   }
 
   __device__ __forceinline__ RowParts parts(const Params& params) const {
-    // The first part ends where the tile is cut first, at the place behind its own.
+    // The first part ends at the tile's first cut. Its place is the one before that of the start
+    // there.
     const int first = params.starts[params.cuts[cut_]].place - 1;
     const int behind = params.starts[params.cuts[cut_ + 1]].place - 1;
     return {params.part_outs, params.part_statistics, first * Traits::kTileQ + row_of_tile_,
@@ -66,8 +67,8 @@ class SplitRow {
   PackedRow row_;
 };
 
-// The second kernel of kernels that have one, else nullptr. It knows rows of values alone, so
-// kernels of as many columns of these share it.
+// The second kernel of kernels that have one, else nullptr. It only depends on rows of values, so
+// kernels with the same number of value columns share it.
 template <class Traits>
 const void* combine_kernel() {
   if constexpr (Traits::kSplit) {

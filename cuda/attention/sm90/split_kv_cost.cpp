@@ -9,11 +9,11 @@
 namespace flashmoe::sm90 {
 namespace {
 
-// What a call takes by kernels that split keys.
+// Time of a call with kernels that split keys.
 class SplitTimes {
  public:
   double most_steps;  // of a tile
-  double steps;       // of one on average
+  double steps;       // of a tile on average
   double step;        // microseconds
 
   SplitTimes(const Work& work, const PackedTiles& tiles, const SplitKernel& kernel,
@@ -31,13 +31,13 @@ class SplitTimes {
     steps = std::min(keys / kernel.step_keys + 0.5, most_steps);
   }
 
-  // By the run of the block that has the most, and the parts that a tile leaves on average.
+  // Time from the run of the block with the most, and the average number of parts per tile.
   double of(double run, double parts) const {
     const double second = parts > 0 ? kSplitSecond + 2 * parts * part_bytes_ / kSplitPartRate : 0;
     return start_ + std::max(run, memory_) + kSplitUnhidden * std::min(run, memory_) + second;
   }
 
-  // Of several waves' tiles a block has long ones and short ones.
+  // With several waves a block has long tiles and short ones.
   double of_whole_tiles() const {
     const double waves = ceil_of(tiles_, facts_.multiprocessors);
     const double run = waves * ((waves > 1 ? steps : most_steps) + kSplitSteps) * step;
@@ -48,7 +48,7 @@ class SplitTimes {
   double tiles_;
   double start_;
   double memory_;
-  double part_bytes_;  // one of each tile
+  double part_bytes_;  // for one part per tile
   const DeviceFacts& facts_;
 };
 
@@ -62,7 +62,7 @@ PackedTiles packed_tiles(const AttentionProblem& problem, int64_t most_groups) {
   made.chunks = problem.q.strides.head == 0 ? heads : ceil(heads, kRowsPerGroup);
   made.packed_heads = ceil(heads, made.chunks);
   made.queries_per_group = kRowsPerGroup / made.packed_heads;
-  // Tiles of one size as far as they can be.
+  // Makes tiles as equal as possible.
   const int64_t groups = ceil(problem.seq_q, made.queries_per_group);
   made.groups_per_tile = ceil(groups, std::max<int64_t>(1, ceil(groups, most_groups)));
   made.tiles_per_head = groups == 0 ? 0 : ceil(groups, made.groups_per_tile);
@@ -86,8 +86,8 @@ KeySplit best_key_split(const Work& work, const PackedTiles& tiles, const SplitK
     }
   }
   if (ceil_of(tile_count, facts.multiprocessors) > kMostStreamKWaves) return best;
-  // Every block but the last cuts a tile, unless it ends where one does. A tile has a part more
-  // than cuts.
+  // Every block but the last cuts a tile, unless its range ends where a tile does. A tile has one
+  // part more than cuts.
   const bool alike = work.keys == work.most_keys;
   const auto cuts_of = [&](int64_t blocks) {
     return static_cast<double>(blocks - (alike ? std::gcd(tiles.tiles, blocks) : 1));

@@ -6,8 +6,8 @@
 
 namespace flashmoe::sm90 {
 
-// The steps that some rows need, by their keys: from the first step's first one to behind the last
-// one's last. Both 0 where there are no such rows, or where they see no key.
+// The steps that some rows need, as a range of keys: from the first key of the first step to behind
+// the last key of the last step. Both are 0 if there are no such rows, or if they see no key.
 template <class Traits>
 struct Steps {
   int first;  // may be below 0, where there are no keys

@@ -7,10 +7,10 @@
 namespace flashmoe::sm90 {
 namespace {
 
-constexpr int64_t kStepsOfAPart = 1;  // about what a tile, or a part of one, takes beside its steps
-constexpr int64_t kLeastSteps = 2;  // for which a part is begun, if it is not all that a block has
+constexpr int64_t kStepsOfAPart = 1;  // about what a tile, or a part, costs besides its steps
+constexpr int64_t kLeastSteps = 2;    // minimum of a part, unless the block has no other work
 
-// The tiles of a call, end to end, those of a head in the order of TilePart::at.
+// The tiles of a call, end to end. Those of a head are in the order of TilePart::at.
 class Row {
  public:
   Row(const AttentionProblem& problem, const PackedTiles& tiles, int step_keys)
@@ -50,7 +50,7 @@ void begin(int64_t block, int64_t tile, int64_t step, StreamK* stream_k) {
                                                   static_cast<int32_t>(step), 0};
 }
 
-// Each tile's steps to as many blocks.
+// Deals each tile's steps to the same number of blocks.
 void deal_evenly(const Row& row, int64_t blocks, StreamK* stream_k) {
   const int64_t parts = blocks / row.tiles();
   for (int64_t block = 0; block < blocks; ++block) {
@@ -60,7 +60,7 @@ void deal_evenly(const Row& row, int64_t blocks, StreamK* stream_k) {
   stream_k->blocks = static_cast<int32_t>(blocks);
 }
 
-// To one block after another what it can take with at most so many steps; false if steps are left.
+// Deals steps to one block after another, at most `most` each. Returns false if steps are left.
 bool deal_up_to(const Row& row, int64_t most, int64_t blocks, StreamK* stream_k) {
   const int64_t least = std::min(kLeastSteps, most - kStepsOfAPart);
   int64_t block = 0;
@@ -81,7 +81,7 @@ bool deal_up_to(const Row& row, int64_t most, int64_t blocks, StreamK* stream_k)
   return true;
 }
 
-// Gives the parts of tiles that several blocks share their places.
+// Assigns places to the parts of tiles that several blocks share.
 void place_parts(int64_t tiles, StreamK* stream_k) {
   const auto blocks = static_cast<size_t>(stream_k->blocks);
   begin(stream_k->blocks, tiles, 0, stream_k);

@@ -1,4 +1,4 @@
-// Tiles of query rows, the steps of keys that they need, and who takes which.
+// Tiles of query rows, the steps of keys that they need, and which block takes which tile.
 #pragma once
 
 #include <type_traits>
@@ -16,17 +16,17 @@ namespace flashmoe::sm90 {
 
 inline constexpr int kNoTile = -(1 << 30);
 
-// A query tile. The producer works it out and leaves it in shared memory with its Q, with what its
-// rows begin with: so that neither a sink nor its absence costs the consumers instructions. Tiles
-// of unequal length come longest first, inside groups of heads whose keys and values fit the L2
-// together (L2 swizzle).
+// A query tile. The producer decodes it and puts it into shared memory with its Q, together with
+// the initial state of its rows: so neither a sink nor its absence costs the consumers
+// instructions. Tiles of unequal length come longest first, within groups of heads whose keys and
+// values fit the L2 together (L2 swizzle).
 struct alignas(16) Tile {
   int batch;
   int head;
   int head_kv;
-  int first_row;  // groups before row 0 do not exist; kNoTile: there are no more
+  int first_row;  // groups before row 0 do not exist; kNoTile: no more tiles
   float sink;
-  RowState begin;  // of each row: the sink's state
+  RowState begin;  // state of each row at the beginning: the sink's
 
   template <class Traits>
   static __device__ __forceinline__ Tile at(const TileParams& params, int position) {
@@ -44,7 +44,7 @@ struct alignas(16) Tile {
 
 static_assert(sizeof(Tile) == kTileBytes);
 
-// kv_block_alignment of a tile of so many queries.
+// kv_block_alignment of a tile of `rows` queries.
 template <class Traits>
 __device__ __forceinline__ int kv_block_alignment(const Params& params, const Sequence& sequence,
                                                   int first_row, int rows) {
@@ -63,7 +63,7 @@ class TileScheduler {
  public:
   explicit __device__ __forceinline__ TileScheduler(const TileParams& params) : params_(params) {}
 
-  // False when there are no more.
+  // Returns false when there are no more.
   __device__ __forceinline__ bool next(Tile* tile) {
     return rounds_.next(params_,
                         [&](int position) { *tile = Tile::at<Traits>(params_, position); });
@@ -83,14 +83,14 @@ inline constexpr int kWholeTile = -1;
 // first, or none.
 struct alignas(16) TilePart {
   int batch;
-  int head;  // of the KV head's query heads the first
+  int head;  // the first of the KV head's query heads
   int head_kv;
-  int first_row;  // query; kNoTile: there are no more
+  int first_row;  // query; kNoTile: no more tiles
   int first_key;
   int end_key;
-  int place;  // in the workspace, in parts; kWholeTile: there are no others
+  int place;  // in the workspace, in parts; kWholeTile: the only part
 
-  // The whole tile. Those of a head come together, as they read the same keys.
+  // The whole tile. Tiles of a head are consecutive, because they read the same keys.
   template <class Traits>
   static __device__ __forceinline__ TilePart at(const SplitParams& params, int position) {
     const auto [head, rank] =
@@ -135,7 +135,7 @@ struct PackedRow {
   }
 };
 
-// What this block takes: its range of steps, or whole tiles in rounds.
+// The work of this block: its range of steps, or whole tiles in rounds.
 template <class Traits>
 class SplitTileScheduler {
  public:
@@ -145,7 +145,7 @@ class SplitTileScheduler {
     tiles_.begin(params.starts[blockIdx.x]);
   }
 
-  // False when there are no more.
+  // Returns false when there are no more.
   __device__ __forceinline__ bool next(TilePart* part) {
     return params_.stream_k_blocks > 0 ? next_of_stream_k(part) : next_of_rounds(part);
   }
@@ -179,7 +179,7 @@ class SplitTileScheduler {
 // ---- either
 // -----------------------------------------------------------------------------------------
 
-// By what batches are: sequences, keys that are split, or neither.
+// Selects a type by the kind of batch: sequences, split keys, or neither.
 template <class Traits, class Ragged, class Split, class Whole>
 using ByBatch =
     std::conditional_t<Traits::kRagged, Ragged, std::conditional_t<Traits::kSplit, Split, Whole>>;
@@ -192,7 +192,7 @@ template <class Traits>
 using SchedulerOf = ByBatch<Traits, RaggedScheduler<Traits, Tiles::kDealt>,
                             SplitTileScheduler<Traits>, TileScheduler<Traits>>;
 
-// What lies in shared memory is read where it is used.
+// Data in shared memory is read at each use.
 template <class Traits>
 using SequenceOf = std::conditional_t<Traits::kRagged, const Sequence&, Sequence>;
 
@@ -206,8 +206,8 @@ __device__ __forceinline__ SequenceOf<Traits> sequence_of_tile(const ParamsOf<Tr
   }
 }
 
-// Whether some query of the tile's sequence does not see every key: as the core says of a dense
-// batch (set_bounds).
+// Whether some query of the tile's sequence does not see every key, like set_bounds in the core for
+// a dense batch.
 template <class Traits>
 __device__ __forceinline__ bool is_masked(const ParamsOf<Traits>& params,
                                           const TileOf<Traits>& tile) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ bool is_masked(const ParamsOf<Traits>& params,
   }
 }
 
-// Queries of a warpgroup, all of whose rows are of one head where keys are not split.
+// Queries of a warpgroup. Without split keys, all of its rows are of one head.
 template <class Traits>
 __device__ __forceinline__ int queries_per_group(const ParamsOf<Traits>& params) {
   if constexpr (Traits::kSplit) {
@@ -230,7 +230,7 @@ __device__ __forceinline__ int queries_per_group(const ParamsOf<Traits>& params)
   }
 }
 
-// The query of a row of a warpgroup, of which the first is `first_query`.
+// The query of a row of a warpgroup whose first query is `first_query`.
 template <class Traits>
 __device__ __forceinline__ int query_of(const ParamsOf<Traits>& params, int first_query, int row) {
   if constexpr (Traits::kSplit) {

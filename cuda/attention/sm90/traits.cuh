@@ -14,25 +14,24 @@ inline constexpr int kBoxColumns = 64;  // 128 bytes, the widest swizzle
 inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kTileBytes = 32;  // a Tile, or TilePart, in shared memory
-// Tiles in flight: those whose Q is there, the one before them that is being written out, and the
-// one behind them whose first portion of Q is there.
+// Tiles in flight: those whose Q has arrived, the one before them that is being written, and the
+// one after them whose first portion of Q has arrived.
 inline constexpr int kTilesInFlight = 4;
-inline constexpr int kRaggedTileBytes = 80;     // of ragged kernels: a RaggedTile
+inline constexpr int kRaggedTileBytes = 80;     // a RaggedTile of ragged kernels
 inline constexpr int kChunkSequenceBytes = 32;  // a sequence of a chunk
 
-// The choices that differ from one head dimension to the next; docs/kernels/attention_sm90.md has
-// the measurements behind the table.
+// Choices per head dimension; docs/kernels/attention_sm90.md has the measurements behind the table.
 struct Tuning {
   int consumers;        // warpgroups of 64 query rows
-  int step_keys;        // keys of one step of the main loop
+  int step_keys;        // keys per step of the main loop
   int stages;           // steps of K, and of V, in flight or in use
   int q_stages;         // tiles of Q
-  bool ordered;         // consumers issue the products of a step one after another
-  int output_boxes;     // of 64 columns of a group's output that leave at a time
+  bool ordered;         // consumers take turns to issue the products of a step
+  int output_boxes;     // boxes of 64 columns of a group's output that are stored at a time
   bool capped = false;  // logits have a softcap
-  bool split = false;  // keys are split over blocks, rows are those of all query heads of a KV head
-  bool ragged = false;   // the batch is sequences, of which tables say where and how long they are
-  int window_steps = 0;  // that the keys of a group fit into, all of them at once (window.cuh)
+  bool split = false;  // keys are split over blocks; rows are those of all query heads of a KV head
+  bool ragged = false;   // the batch is sequences; tables give their positions and lengths
+  int window_steps = 0;  // steps that hold all keys of a group at once (window.cuh)
 };
 
 constexpr Tuning tuning(int dim, int dim_v) {
@@ -48,7 +47,7 @@ struct TableTuning {
   static constexpr Tuning value = tuning(kDim, kDimV);
 };
 
-// With a softcap, in kernels of their own: in the others its code would take registers and cache
+// Softcaps have kernels of their own: in other kernels their code would take registers and cache
 // lines from the main loop.
 template <int kDim, int kDimV>
 struct CappedTuning {
@@ -59,7 +58,7 @@ struct CappedTuning {
   }();
 };
 
-// Keys split over blocks, which leave parts of the output in fp32 for a second kernel.
+// Keys are split over blocks, which leave fp32 parts of the output for a second kernel.
 template <int kDim, int kDimV>
 struct SplitTuning {
   static constexpr Tuning value = [] {
@@ -78,7 +77,7 @@ struct CappedSplitTuning {
   }();
 };
 
-// Sequences (ragged.cuh).
+// For sequences (ragged.cuh).
 template <int kDim, int kDimV>
 struct RaggedTuning {
   static constexpr Tuning value = [] {
@@ -93,14 +92,14 @@ struct CappedRaggedTuning {
   static constexpr Tuning value = [] {
     Tuning ragged = RaggedTuning<kDim, kDimV>::value;
     ragged.capped = true;
-    // Of three consumers a thread would have too few registers. This changes no bit: steps begin
+    // With three consumers a thread would have too few registers. This changes no bit: steps begin
     // where they do in tiles of three.
     if (ragged.consumers == 3) ragged.consumers = 2;
     return ragged;
   }();
 };
 
-// Short windows (window.cuh).
+// For short windows (window.cuh).
 template <int kDim, int kDimV>
 struct WindowTuning {
   static constexpr Tuning value = [] {
@@ -136,27 +135,28 @@ struct Traits {
   static constexpr bool kSplit = kTuning.split;
   static constexpr bool kRagged = kTuning.ragged;
   static constexpr int kWindowSteps = kTuning.window_steps;
-  // Keys, beside one, that rows of a call may see: those of 64 rows are then no more than so many
-  // steps. Of kernels that take any number of steps 0.
+  // Keys, beside one, that a row may see: those of 64 rows then fit into kWindowSteps steps. 0 for
+  // kernels that take any number of steps.
   static constexpr int kWindowKeys =
       kWindowSteps > 0 ? kWindowSteps * kStepKeys - kRowsPerGroup : 0;
 
-  // Keys of a narrow step: the first of a tile, where no row of a group sees more of it. Not with a
-  // softcap, where products are not what takes the time, nor where it leaves too few registers.
+  // Keys of a narrow step: the first step of a tile, if no row of a group sees more of it. There is
+  // none with a softcap, where products are not the bottleneck, or where it would leave too few
+  // registers.
   static constexpr bool kNarrows =
       kStepKeys == 2 * kRowsPerGroup && !kCapped && !(kSplit && kDim > 128);
   static constexpr int kNarrowKeys = kNarrows ? kRowsPerGroup : kStepKeys;
 
-  // setmaxnreg: a block has the registers that it is launched with, for each of its threads as many
-  // as 64 Ki suffice for, a multiple of 8. The roles of ragged kernels' producer need more.
+  // setmaxnreg: a block has the registers that it is launched with. Each thread gets as many as 64
+  // Ki registers allow, a multiple of 8. The producer roles of ragged kernels need more.
   static constexpr int kLaunchRegisters = (64 * 1024 / kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kRagged ? 40 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kRagged ? 232 : 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * kLaunchRegisters);
 
-  // Tiles are boxes of 64 columns side by side: K and V [dim / 64][keys][64], Q and the output
-  // [group][dim / 64][rows of the group][64].
+  // Tiles are boxes of 64 columns, one after another: K and V [dim / 64][keys][64], Q and the
+  // output [group][dim / 64][rows of the group][64].
   static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
   static constexpr int kBoxesV = ceil_div(kDimV, kBoxColumns);
   static constexpr int kRowBoxBytes = kRowsPerGroup * kBoxRowBytes;
@@ -169,10 +169,10 @@ struct Traits {
   static constexpr int kOutputParts = ceil_div(kBoxesV, kOutputBoxes);
   static constexpr int kOBytesPerGroup = kOutputBoxes * kRowBoxBytes;
   static constexpr int kOBytes = kSplit ? 0 : kConsumers * kOBytesPerGroup;
-  // What a part leaves: units of four floats of each row, and its maximum and sum.
+  // Size of a part: units of four floats for each row, and its row max and sum.
   static constexpr int kUnitsPerRow = kDimV / 4;
   static constexpr int kPartBytes = kSplit ? kTileQ * (kUnitsPerRow * 16 + 8) : 0;
-  // A single tile of Q is given back group by group.
+  // With a single stage of Q, it is released group by group.
   static constexpr int kQPortions = kQStages == 1 ? kConsumers : 1;
   static constexpr int kGroupsPerPortion = kConsumers / kQPortions;
 
@@ -183,15 +183,15 @@ struct Traits {
   static constexpr int kTilesOffset = kOOffset + kOBytes;
   static constexpr int kTileSlots = kTilesInFlight + (kRagged ? kTilesAhead : 0);
   static constexpr int kTileSlotBytes = kRagged ? kRaggedTileBytes : kTileBytes;
-  // Tiles hold groups of several heads (RaggedScheduler). With two consumers fewer of them would be
-  // without rows, and there is no room for a ring of tiles for each.
+  // Whether tiles hold groups of several heads (RaggedScheduler). With two consumers it would save
+  // fewer groups without rows, and there is no room for one ring of tiles per consumer.
   static constexpr bool kPacksHeads = kRagged && kConsumers > 2;
   static constexpr int kTileRings = kPacksHeads ? kConsumers : 1;
   static constexpr int kSequencesOffset = kTilesOffset + kTileRings * kTileSlots * kTileSlotBytes;
   static constexpr int kSequencesBytes = kRagged ? kSequencesPerChunk * kChunkSequenceBytes : 0;
   static constexpr int kBarriersOffset = kSequencesOffset + kSequencesBytes;
   // Barriers: K full, K empty, V full, V empty, Q full, Q empty, each for all stages; those of Q
-  // for all portions of a stage. Of ragged kernels tiles, full and empty, each for all slots.
+  // for all portions of a stage. Ragged kernels also have tile full and empty, for all slots.
   static constexpr int kBarriers =
       4 * kStages + 2 * kQStages * kQPortions + (kRagged ? 2 * kTileSlots : 0);
   static constexpr int kSharedBytes = kBarriersOffset + 8 * kBarriers + kSharedAlignment;
@@ -201,7 +201,7 @@ struct Traits {
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
   static_assert(kQStages + (kQPortions > 1 ? 1 : 0) + 1 < kTilesInFlight);
   static_assert(!kRagged || (!kSplit && kStepKeys % kRowsPerGroup == 0));
-  // Where a warp of a consumer that looks for its tiles again keeps a chunk (Consumer::run).
+  // Space in which a consumer warp keeps a chunk while it finds its tiles again (Consumer::run).
   static_assert(!kRagged || 4 * kSequencesBytes <= kOBytesPerGroup);
   static_assert(kStepKeys <= 256, "a box has at most 256 rows");
 };

@@ -1,4 +1,4 @@
-// Whole tiles of one query head: their estimate, plan, parameters and launch.
+// Whole tiles of one query head: estimate, plan, parameters and launch.
 #include <algorithm>
 #include <climits>
 #include <iterator>
@@ -55,11 +55,11 @@ flashmoe_status estimate_whole_tiles(const AttentionProblem& problem, const Work
                                      WholeTiles* whole_tiles, const Reason& reason) {
   const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
   const int64_t heads = problem.batch * problem.heads_q;
-  // The kernel counts rounds of blocks past the last tile.
+  // The kernel counts rounds of blocks beyond the last tile.
   if (heads > INT_MAX / 2 || tiles_per_head * heads > INT_MAX / 2) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
   }
-  // Persistent: no more blocks than multiprocessors, each of which holds one.
+  // The kernel is persistent: at most one block per multiprocessor, which holds one.
   *whole_tiles = {entry, std::min<int64_t>(tiles_per_head * heads, facts.multiprocessors),
                   kBesideFewRows * tile_microseconds(work, tile_speed(entry->dim), facts)};
   return FLASHMOE_OK;
@@ -82,7 +82,7 @@ flashmoe_status launch_whole_tiles(const AttentionProblem& problem, const Plan& 
   const int device_id = problem.device.device_id;
   Prepared<Kept<TileParams>> kept(plan.detail);
   if (!kept.ready() || !move_maps(problem, &*kept)) {
-    kept.set_ready(false);  // unless the driver takes every map
+    kept.set_ready(false);  // stays so unless the driver takes every map
     const DeviceFacts* facts = nullptr;
     FLASHMOE_TRY(read_device_facts(device_id, &facts, Reason()));
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,

@@ -1,17 +1,17 @@
 // Short windows: all keys of a group of 64 rows at once.
 //
-// Where the keys that a row sees are few, those of a tile's first and last rows have little in
-// common, and steps that all consumers take are masked away for some. So a step has as many keys
-// as a group has rows; all that the group sees fit into kWindowSteps of them, and others it leaves
-// out. Their scores are in registers together: a row's maximum is known before its first
-// probability, and nothing is rescaled or computed again. Consumers take no turns.
+// If a row sees few keys, those of a tile's first and last rows overlap little, and steps that all
+// consumers take would be masked for some. So a step has as many keys as a group has rows. All keys
+// of a group fit into kWindowSteps steps, and it skips the others. Their scores are in registers
+// together, so the row max is known before the first probability, and nothing is rescaled or
+// recomputed. Consumers take no turns.
 #pragma once
 
 #include "cuda/attention/sm90/forward.cuh"
 
 namespace flashmoe::sm90 {
 
-// Scores of several products by wgmma, of keys one behind the other.
+// Scores of several wgmma products over consecutive keys.
 template <int kSteps, int kKeys>
 struct StepsScoreFragments {
   using Scores = float[kSteps][kKeys / 2];
@@ -42,12 +42,12 @@ struct WindowConsumer : Consumer<Traits> {
 
   enum class Of { kK, kV };
 
-  Pipe pipe;  // of the tile's first step, of K and of V
+  Pipe pipe;  // of the tile's first step, for K and V
 
   using Base::Base;
 
-  // Of a tile's steps, in the order in which they are loaded: those before the group's own, which
-  // are behind its keys; those; and all.
+  // Numbers of a tile's steps, in the order of their loads: steps before the group's own, whose
+  // keys are behind the group's; its own; and all.
   struct Counts {
     int before;
     int own;
@@ -72,8 +72,8 @@ struct WindowConsumer : Consumer<Traits> {
       this->release(kOf == Of::kK ? barriers.k_empty(at.stage) : barriers.v_empty(at.stage));
     }
   }
-  // Leaves steps out. They are waited for: a stage that is not full may still be in use by others,
-  // as the step before it.
+  // Skips steps. It waits for them first: other consumers may still use a stage that is not full
+  // for an earlier step.
   template <Of kOf>
   __device__ __forceinline__ void skip_steps(Pipe at, int steps) const {
 #pragma unroll 1
@@ -82,8 +82,8 @@ struct WindowConsumer : Consumer<Traits> {
       release_steps<kOf>(at, 1);
     }
   }
-  // Waits for steps and says where they are. Where there are fewer than kSteps, the last stands for
-  // the others, whose keys are masked.
+  // Waits for steps and returns their stages. If there are fewer than kSteps, the last one stands
+  // in for the others, whose keys are masked.
   template <Of kOf>
   __device__ __forceinline__ void find_steps(Pipe at, int steps, int (&stages)[kSteps]) const {
 #pragma unroll
@@ -105,7 +105,8 @@ struct WindowConsumer : Consumer<Traits> {
       const int group_row = first_row + this->group * kRowsPerGroup;
       const Steps<Traits> own = this->own_steps(first_row, group_row, steps);
       if (first_row == kNoTile) break;
-      // Known to be uniform: what products read by is then in no thread's registers.
+      // Makes the value known to be uniform: the descriptors of products then take no per-thread
+      // registers.
       const auto uniform = [](int keys) { return __shfl_sync(kFullWarp, keys / kKeys, 0); };
       const int all = uniform(steps.end - steps.first);
       if (own.end > 0) {
@@ -123,7 +124,7 @@ struct WindowConsumer : Consumer<Traits> {
     this->repair_whole_tiles();
   }
 
-  // Computes a tile, of which this group sees keys, and writes it out.
+  // Computes a tile in which this group sees keys, and writes it out.
   __device__ __forceinline__ void compute(int group_row, int end_key, const Counts& counts) {
     const Pipe own = behind(pipe, counts.before);
     int stages[kSteps];
@@ -151,8 +152,8 @@ struct WindowConsumer : Consumer<Traits> {
       statistics.exponentiate(scores[step], params.score.scale_log2, sums);
       statistics.add(sums);
       Base::pack(scores[step], p[step]);
-      // Never taken: ptxas would begin the exponentials of all steps together, for which there are
-      // too few registers.
+      // Never taken. Without this branch, ptxas would begin the exponentials of all steps together,
+      // for which there are too few registers.
       if (step + 1 < kSteps && __any_sync(kFullWarp, sums[0] + sums[1] < 0.0f)) __trap();
       this->issue_values(p[step], stages[step], step > 0);
     }
@@ -178,8 +179,8 @@ struct WindowConsumer : Consumer<Traits> {
     ptx::wgmma_commit();
   }
 
-  // Hides the keys that a row does not see, in steps where there are some. The steps end with
-  // end_key, the first of them last.
+  // Masks the keys that a row does not see, in steps that have some. The steps end with end_key and
+  // are stored last step first.
   __device__ __forceinline__ void mask(int group_row, int end_key, StepsScores& scores) const {
     const auto& sequence = this->sequence();
     const int last_row = min(group_row + kRowsPerGroup, sequence.length_q) - 1;

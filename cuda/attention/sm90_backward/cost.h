@@ -1,4 +1,4 @@
-// How fast the sm_90 backward kernels are. Fitted to measurements on an H200
+// Speed of the sm_90 backward kernels. Fitted to measurements on an H200
 // (docs/lab/attention_backward.md).
 #pragma once
 

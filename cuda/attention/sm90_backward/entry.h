@@ -6,10 +6,10 @@
 namespace flashmoe::sm90_backward {
 
 struct Entry : attention_backward::Entry {
-  bool capped;      // for logits with a softcap, and for no others
-  int box_columns;  // of every box
-  int box_rows;     // of a box of dq, dk and dv
-  int dq_parts;     // of which a warp adds or withholds one: params.h
+  bool capped;      // only for logits with a softcap
+  int box_columns;  // per box
+  int box_rows;     // per box of dq, dk and dv
+  int dq_parts;     // parts that a warp adds or withholds one at a time (params.h)
   int key_parts;    // of dk and dv
 };
 

@@ -1,5 +1,5 @@
-// The sm_90 family of the attention backward: which kernel serves a problem, and with what
-// parameters it and its prologue are launched.
+// The sm_90 family of the attention backward: which kernel serves a problem, and the parameters of
+// its launch and that of its prologue.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -28,12 +28,12 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// Whether consumers write a gradient themselves, since the copy engine cannot.
+// Whether consumers write a gradient themselves, because the copy engine cannot.
 bool is_direct(const AttentionBackwardProblem& p, const RowsView<void>& gradient) {
   return gradient.data != nullptr && (p.accumulate || gradient.dtype != p.q.dtype);
 }
 
-// Of views in ragged maps the copy engine asks for more.
+// Views in ragged maps have further requirements of the copy engine.
 flashmoe_status check_counted(const AttentionBackwardProblem& p, const Reason& reason) {
   const TensorRows rows = tensor_rows(p);
   if (p.batch == 0) return FLASHMOE_OK;
@@ -69,14 +69,15 @@ flashmoe_status check_computable(const AttentionBackwardProblem& p, const Reason
   FLASHMOE_TRY(check_sequences_fit(p, reason));
   FLASHMOE_TRY(attention_backward::check_lengths(p, reason));
   FLASHMOE_TRY(check_walkable(p, reason));
-  return ragged ? check_counted(p, reason) : FLASHMOE_OK;  // which divides by strides
+  return ragged ? check_counted(p, reason) : FLASHMOE_OK;  // it divides by strides
 }
 
-// Marks of rows that are withheld, at the workspace's end: offsets from there (params.h).
+// Marks of withheld rows, as offsets from the beginning of their area at the end of the workspace
+// (params.h).
 struct Marks {
   int64_t dk;
   int64_t dv;
-  int64_t bytes;  // none: nothing is withheld
+  int64_t bytes;  // 0: nothing is withheld
 };
 
 Marks marks_of(const AttentionBackwardProblem& p, const Entry& entry) {
@@ -84,7 +85,7 @@ Marks marks_of(const AttentionBackwardProblem& p, const Entry& entry) {
   const attention_backward::TileCounts tiles =
       p.sequences.given ? attention_backward::ragged_tile_counts_of(p, entry)
                         : attention_backward::tile_counts_of(p, entry);
-  constexpr int64_t kWarps = 4;  // of a place, which are 64 rows, as those of a box
+  constexpr int64_t kWarps = 4;  // per place of 64 rows, the rows of a box
   const auto bytes_of = [&](int64_t count, int64_t rows, int64_t parts) {
     return count * (rows / entry.box_rows) * parts * kWarps * int64_t{sizeof(uint2)};
   };
@@ -119,7 +120,7 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   if (entry == nullptr) {
     return reason.refuse(FLASHMOE_ERROR_INTERNAL, "%s", "no kernel for these head dimensions");
   }
-  // Persistent: a multiprocessor holds one block.
+  // The kernel is persistent, and a multiprocessor holds one block.
   const auto plan_launches =
       ragged ? attention_backward::plan_ragged_launches : attention_backward::plan_launches;
   FLASHMOE_TRY(plan_launches(problem, *entry, *facts, "a", facts->multiprocessors, reason, plan));
@@ -129,7 +130,7 @@ flashmoe_status plan(const AttentionBackwardProblem& problem, Plan* plan, const 
   return FLASHMOE_OK;
 }
 
-// What is kept with a plan: the parameters of its launches, and what their maps are of.
+// Kept with a plan: the parameters of its launches, and the addresses of their maps.
 constexpr int kMaps = 7;
 template <class AnyParams>
 struct KeptOf {
@@ -148,8 +149,8 @@ struct MapIn {
 using MapOf = MapIn<attention_backward::CommonParams>;
 using RaggedMapOf = MapIn<attention_backward::RaggedParams>;
 
-// A tensor that is absent or has no rows gets a map of one row in the workspace: what a store has
-// beyond it the copy engine leaves out. So does a gradient that needs no map.
+// A tensor that is absent or has no rows gets a map of one row in the workspace; the copy engine
+// drops what a store has beyond it. So does a gradient that needs no map.
 std::array<MapOf, kMaps> maps_of(const AttentionBackwardProblem& p, const Entry& entry,
                                  void* unwanted) {
   const auto map = [&](CUtensorMap Params::* member, const auto& view, int64_t dim, int64_t seq,
@@ -175,7 +176,7 @@ std::array<MapOf, kMaps> maps_of(const AttentionBackwardProblem& p, const Entry&
   };
 }
 
-// The same of ragged and padded batches, as ragged maps, which count the rows of all of the batch.
+// The same for ragged and padded batches, as ragged maps, which count the rows of the whole batch.
 struct RaggedMaps {
   std::array<RaggedMapOf, kMaps> maps;
   int32_t RaggedParams::* rows_per_batch[kMaps];
@@ -248,7 +249,7 @@ void fill_repeats(const AttentionBackwardProblem& p, AnyParams* params) {
   params->dout_repeats = repeats(p.dout.strides);
 }
 
-// Behind the addresses.
+// Must follow the addresses.
 template <class AnyParams>
 void fill_directs(const AttentionBackwardProblem& p, AnyParams* params) {
   params->dq_direct = is_direct(p, p.dq) ? params->dq_rows : Direct{};
@@ -263,7 +264,7 @@ flashmoe_status launch_ragged(const AttentionBackwardProblem& problem, const Pla
   const RaggedMaps made =
       ragged_maps_of(problem, entry, attention_backward::unwanted_row(problem, entry, memory));
   if (!kept.ready() || !move_maps(made.maps, &*kept)) {
-    kept.set_ready(false);  // unless the driver takes every map
+    kept.set_ready(false);  // stays so unless the driver takes every map
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, problem.device.device_id, [&] {
       return encode_maps(made.maps, problem.q.dtype, &*kept);
     }));
@@ -292,7 +293,7 @@ flashmoe_status launch(const AttentionBackwardProblem& problem, const Plan& plan
   const attention_backward::Layout layout = attention_backward::layout_of(problem, entry);
   const auto maps = maps_of(problem, entry, memory + layout.unwanted);
   if (!kept.ready() || !move_maps(maps, &*kept)) {
-    kept.set_ready(false);  // unless the driver takes every map
+    kept.set_ready(false);  // stays so unless the driver takes every map
     FLASHMOE_TRY(flashmoe::encode_maps(entry.name, device_id,
                                        [&] { return encode_maps(maps, problem.q.dtype, &*kept); }));
     attention_backward::fill_params(problem, entry, &kept->params);

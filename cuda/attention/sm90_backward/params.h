@@ -12,20 +12,20 @@
 
 namespace flashmoe::sm90_backward {
 
-// What a coordinate of a batch or head is multiplied by: 0 where the view repeats one of them,
-// which its map then holds once.
+// Factors of coordinates of batch and head: 0 if the view repeats that dimension, which then has
+// extent 1 in its map.
 struct Repeats {
   int32_t batch;
   int32_t head;
 };
 
-// A gradient that consumers write from their registers, in fp32 or added to what is there. Without
-// `rows` the copy engine writes it, by its map.
+// A gradient that consumers write from their registers, in fp32 or accumulated. If `rows` is null,
+// the copy engine writes it by its map.
 using Direct = attention_backward::Gradient;
 
-// In calls with bounds that add to what is there, rows of a part of a gradient that are not finite
-// are not added, but marked for the repair (behind.cuh): [places of 64 rows][parts of the columns]
-// [warps], of each warp's 16 rows a bit for each lane, those of rows lane / 4 and those 8 rows on.
+// In calls with bounds that accumulate, non-finite rows of a part of a gradient are not added, but
+// marked for the repair (behind.cuh): [places of 64 rows][parts of the columns] [warps]. For each
+// warp's 16 rows there is a bit per lane: one word for rows lane / 4, one for those 8 rows on.
 // Without marks everything is added.
 struct Withheld {
   uint2* dq;
@@ -35,8 +35,8 @@ struct Withheld {
 
 template <class Common>
 struct ParamsOf : Common {
-  // Tensor maps over [dim, seq, heads, batch] in boxes of 64 elements by so many rows: kTileQ for q
-  // and dout, kTileK for k and v, 64 for the gradients.
+  // Tensor maps over [dim, seq, heads, batch] in boxes of 64 columns. The rows per box are kTileQ
+  // for q and dout, kTileK for k and v, and 64 for the gradients.
   CUtensorMap q;
   CUtensorMap k;
   CUtensorMap v;
@@ -57,8 +57,8 @@ struct ParamsOf : Common {
 };
 using Params = ParamsOf<attention_backward::CommonParams>;
 
-// Of ragged and padded batches maps are ragged ones (cuda/attention/ragged_rows.h), which
-// count the rows of all of a tensor's batch.
+// The maps of ragged and padded batches are ragged ones (cuda/attention/ragged_rows.h), which count
+// the rows of a tensor's whole batch.
 struct RaggedParams : ParamsOf<attention_backward::RaggedParams> {
   // Rows from one row of the batch to the next.
   int32_t q_rows_per_batch;
@@ -70,7 +70,7 @@ struct RaggedParams : ParamsOf<attention_backward::RaggedParams> {
   int32_t dv_rows_per_batch;
 };
 
-// Of traits.
+// The parameters for a kernel's Traits.
 template <class Traits>
 using ParamsFor = std::conditional_t<Traits::kRagged, RaggedParams, Params>;
 

@@ -1,9 +1,9 @@
-// The second kernel: rows of tiles whose keys several blocks have.
+// The second kernel of MLA decoding: combines rows of tiles whose keys are split over blocks.
 //
-// Blocks share the rows of all cut tiles, which each of them counts. A quarter of a row's columns,
-// a unit of four in each lane, is a warp's, or where there are many parts several warps': each adds
-// up every so many-th part, some of which are on their way together, and then their sums are added
-// up. The order is fixed by the number of parts.
+// Blocks share the rows of all cut tiles; each block counts them. A warp takes a quarter of a row's
+// columns, one unit of four per lane. If there are many parts, several warps share a quarter: each
+// adds up every so many-th part, with several loads in flight, and then their sums are added up.
+// The number of parts fixes the order.
 #pragma once
 
 #include "cuda/attention/decode/rows.cuh"
@@ -15,13 +15,14 @@ namespace flashmoe::sm90_mla {
 inline constexpr int kSumWarps = kSumThreads / kThreadsPerWarp;
 inline constexpr int kSumBatch = 8;  // parts that a lane loads at a time
 
-// Parts of a row from `begin` on, one in `step`; all lanes of a warp, of each its unit.
+// Adds up every `step`-th part of a row from `begin` on. All lanes of a warp call it, each for its
+// unit.
 __device__ __forceinline__ Sum combine_parts(const Params& params,
                                              const attention_decode::CutTile& cut, int row,
                                              int unit, int begin, int step) {
   const auto place_of = [&](int part) {
     const int place = part == 0 ? cut.first : cut.second + part;
-    return static_cast<uint32_t>(place * kRows + row);  // of at most two blocks a multiprocessor
+    return static_cast<uint32_t>(place * kRows + row);  // at most two blocks per multiprocessor
   };
   Sum total = Sum::none();
   for (int first = begin; first < cut.parts; first += kSumBatch * step) {
@@ -64,8 +65,8 @@ __device__ __forceinline__ Sum combine_parts(const Params& params,
   return total;
 }
 
-// A part's unit has two columns of each of two eights (Consumer::leave_part): makes it four columns
-// that are neighbours by exchange with the next lane, and returns which.
+// A part's unit has two columns of each of two groups of eight (Consumer::leave_part). Exchanges
+// with the next lane to get four neighbouring columns, and returns their unit.
 __device__ __forceinline__ int make_neighbours(float4& out, int unit) {
   const bool odd = unit % 2 != 0;
   const float x = __shfl_xor_sync(kFullWarp, odd ? out.x : out.z, 1);
@@ -78,24 +79,25 @@ __device__ __forceinline__ int make_neighbours(float4& out, int unit) {
   return unit / 4 * 4 + unit % 2 * 2 + unit / 2 % 2;
 }
 
-// How many warps add up the parts of a quarter: so many that each has a batch, at most all.
+// Log2 of the warps that add up the parts of a quarter: enough that each has a batch, at most all.
 __device__ __forceinline__ int workers_log2_of(int parts) {
   int log2 = 0;
   while (1 << log2 < kSumWarps && kSumBatch << log2 < parts) ++log2;
   return log2;
 }
 
-// Where a cut tile is in the work of all, in quarters that a block adds up at a time.
+// The range of a cut tile in the work of all tiles, in quarters that a block adds up at a time.
 struct WorkOfTile {
   int begin;
   int end;
 };
 
-// Of the cut tile that has the number of this thread; *total is that of all. All threads call it.
+// The work of the cut tile whose number is this thread's; *total is that of all tiles. All threads
+// call it.
 __device__ __forceinline__ WorkOfTile find_work(const Params& params, int* total) {
   __shared__ int of_warps[kSumWarps];
   const int thread = reread::thread_index();
-  const int warp = reread::warp_index();  // of all lanes: it shuffles
+  const int warp = reread::warp_index();  // all lanes call it: it shuffles
   int count = 0;
   if (thread < params.cuts) {
     const attention_decode::CutTile& cut = params.cut_tiles[thread];
@@ -105,9 +107,9 @@ __device__ __forceinline__ WorkOfTile find_work(const Params& params, int* total
     }
   }
   *total = 0;
-  // Often there is none: the block ends in few instructions.
+  // Often no tile is cut: the block then ends after few instructions.
   if (!__syncthreads_or(count != 0)) return {0, 0};
-  int upto = count;  // this thread, in its warp
+  int upto = count;  // in its warp, up to this thread
 #pragma unroll
   for (int step = 1; step < kThreadsPerWarp; step *= 2) {
     const int before = __shfl_up_sync(kFullWarp, upto, step);
@@ -123,7 +125,7 @@ __device__ __forceinline__ WorkOfTile find_work(const Params& params, int* total
   return {upto - count, upto};
 }
 
-// What a warp has to do of what a block adds up at a time.
+// A warp's task among those that a block works on at a time.
 struct Quarter {
   int row;
   int number;  // in its row
@@ -145,8 +147,8 @@ struct Quarter {
   }
 };
 
-// Adds up and writes quarters of a cut tile's rows from `first` on, and lse with the first of each
-// row. Returns whether this warp's is to be computed again.
+// Adds up and writes quarters of a cut tile's rows from `first` on, and lse with the first quarter
+// of each row. Returns whether this warp's quarter must be recomputed.
 template <class Element>
 __device__ __forceinline__ bool combine_quarters(const Params& params,
                                                  const attention_decode::CutTile& cut, int first) {
@@ -176,7 +178,7 @@ __device__ __forceinline__ bool combine_quarters(const Params& params,
       kFullWarp, attention_decode::write_unit<Element>(total, params, cut.tile, quarter.row, unit));
 }
 
-// This warp's quarter.
+// Recomputes this warp's quarter.
 template <class Element, int kDimV>
 __device__ __forceinline__ void compute_again(const Params& params,
                                               const attention_decode::CutTile& cut, int first) {
@@ -194,7 +196,7 @@ __device__ __forceinline__ void compute_again(const Params& params,
       [&](int column) { return column / (kDimV / kQuarters) == quarter.number; }, keys);
 }
 
-// kDimV: of v at most.
+// kDimV: upper bound on v's dimension.
 template <class Element, int kDimV>
 __global__ void __launch_bounds__(kSumThreads, kSumBlocks)
     combine_kernel(const __grid_constant__ Params params) {

@@ -1,12 +1,12 @@
-// The two warpgroups that compute. Both hold 64 rows of half of the output's columns. Of two blocks
-// of keys the first makes the probabilities of one, the second those of the other, from one running
-// maximum, and each multiplies both by its half of their values.
+// The two consumer warpgroups. Both hold 64 rows of half of the output's columns. For two blocks of
+// keys, the first computes the probabilities of one block, the second those of the other, from one
+// running row max. Each multiplies both by its half of their values.
 //
 //   first    S0 | softmax | P0 V0 . . . . . . . . | P1 V1 | S2 ...
 //   second   .  | S1 . . . . . | P0 V0 + softmax  | P1 V1 | . S3 ...
 //
-// A warp's rows are those of one warp of the other consumer, and a lane's fragments those of one of
-// its lanes: to these alone are probabilities and maxima told.
+// A warp has the same rows as one warp of the other consumer, and a lane the same fragments as one
+// of its lanes. Probabilities and row maxima are exchanged only between these.
 #pragma once
 
 #include "cuda/attention/decode/rows.cuh"
@@ -20,10 +20,10 @@
 namespace flashmoe::sm90_mla {
 
 // Named barriers.
-inline constexpr int kToldBarrier = 1;      // of each block of two and warp of a consumer: 8
-inline constexpr int kConsumerBarrier = 9;  // of each consumer
-inline constexpr int kAllBarrier = 11;      // of both
-inline constexpr int kScoresBarrier = 12;   // the first has sent for its scores
+inline constexpr int kToldBarrier = 1;      // per buffer and warp of a consumer: 8
+inline constexpr int kConsumerBarrier = 9;  // per consumer
+inline constexpr int kAllBarrier = 11;      // of both consumers
+inline constexpr int kScoresBarrier = 12;   // the first consumer has issued its scores
 
 template <class Traits>
 struct Consumer {
@@ -37,12 +37,12 @@ struct Consumer {
   const Params& params;
   unsigned char* memory;
   State& state;
-  int consumer;  // of the two
+  int consumer;  // 0 or 1
   Uses uses;
 
   float out[Traits::kHalf / 2];
   float row_max[2];
-  float row_sum[2];  // of this consumer's blocks, and columns of this lane
+  float row_sum[2];  // of this consumer's blocks, and this lane's columns
 
   // ---- which rows and keys ----------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ struct Consumer {
   static __device__ __forceinline__ int warp_of_group() {
     return warp_index() % (kThreadsPerGroup / kThreadsPerWarp);
   }
-  // Of fragment elements 2e and 2e + 1.
+  // The row of fragment elements 2e and 2e + 1.
   static __device__ __forceinline__ int row_of(int e) {
     return group_thread() / kThreadsPerWarp * 16 + lane_index() / 4 + 8 * e;
   }
@@ -89,7 +89,7 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Fences come before: what the accumulators are multiplied by is behind them.
+  // Fences come first: the accumulators have just been multiplied.
   template <int kConsumer>
   __device__ __forceinline__ void send_values(const uint32_t (&p)[kSteps][4], int buffer) {
     const uint64_t v = ptx::swizzled_descriptor(
@@ -104,8 +104,8 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // The products with a block's values are done: its buffer is free as far as this consumer has it,
-  // but for that of the last block, which the end of the segment frees.
+  // The products with a block's values are done. This consumer frees its half of the buffer, except
+  // that of the last block, which the end of the segment frees.
   template <int kConsumer>
   __device__ __forceinline__ void end_values(int buffer, bool last) {
     ptx::wgmma_wait<0>();
@@ -151,7 +151,8 @@ struct Consumer {
     }
   }
 
-  // From scores to probabilities, and what the rows are to be multiplied by before these count.
+  // Converts scores to probabilities. Returns the factors by which the rows must be multiplied
+  // before these count.
   __device__ __forceinline__ void exponentiate(float (&scores)[kBlockKeys / 2],
                                                uint32_t (&p)[kSteps][4], float (&factors)[2]) {
     const float scale_log2 = params.score.scale_log2;
@@ -176,7 +177,7 @@ struct Consumer {
     }
   }
 
-  // Zeros where a block has no such key: a NaN there would reach the rows by way of 0 * NaN.
+  // Zeros the values of missing keys of a block: a NaN there would reach the rows as 0 * NaN.
   template <int kConsumer>
   __device__ __forceinline__ void clear_hidden(int buffer, uint64_t valid) const {
     if (valid == ~uint64_t{0}) return;
@@ -192,7 +193,7 @@ struct Consumer {
     ptx::named_barrier_sync(kConsumerBarrier + kConsumer, kThreadsPerGroup);
   }
 
-  // From a block's scores to its probabilities, which the other consumer is told, too.
+  // Converts a block's scores to its probabilities, and passes them to the other consumer.
   template <int kConsumer>
   __device__ __forceinline__ void make_probabilities(float (&scores)[kBlockKeys / 2],
                                                      const Segment& segment, int key,
@@ -202,7 +203,7 @@ struct Consumer {
     if (params.score.capped()) params.score.template cap<Softcap::kBrief>(scores);
     mask(scores, segment, key, valid);
     exponentiate(scores, p, factors);
-    // All warps have their scores: what these were made of may be overwritten.
+    // All warps have their scores: the key box that these were made of may be overwritten.
     ptx::named_barrier_sync(kConsumerBarrier + kConsumer, kThreadsPerGroup);
     clear_hidden<kConsumer>(kConsumer, valid);
     uint4* const to = probabilities_of(kConsumer);
@@ -214,7 +215,7 @@ struct Consumer {
     ptx::named_barrier_arrive(kToldBarrier + 4 * kConsumer + warp_of_group(), 2 * kThreadsPerWarp);
   }
 
-  // Those of the other consumer.
+  // Takes the probabilities of the other consumer.
   template <int kConsumer>
   __device__ __forceinline__ void take_probabilities(uint32_t (&p)[kSteps][4],
                                                      float (&factors)[2]) {
@@ -262,7 +263,7 @@ struct Consumer {
     make_probabilities<0>(scores, segment, segment.key + b * kBlockKeys, p, factors);
     if (grow_rows(factors)) multiply_rows(factors);
     send_values<0>(p, 0);
-    ptx::fence_proxy_async_shared();  // the copy engine writes next to where P was told
+    ptx::fence_proxy_async_shared();  // the copy engine writes next to the exchanged P
     end_values<0>(0, b + 1 == segment.blocks);
     if (b + 1 == segment.blocks) return;
     uint32_t of_other[kSteps][4];
@@ -277,12 +278,12 @@ struct Consumer {
     uint32_t p[kSteps][4];
     uint32_t of_other[kSteps][4];
     float factors[2];
-    // Behind the other consumer's, whose softmax these then hide: at the same time both would be
-    // late.
+    // Waits for the other consumer to issue its scores first. Its softmax then hides these
+    // products; issued together, both would be late.
     ptx::named_barrier_sync(kScoresBarrier, kConsumerThreads);
     send_scores(scores, 1);
-    // Sent behind the scores, so that the softmax begins when these are there. It needs the maxima
-    // of the other block anyway.
+    // Issued after the scores, so that the softmax begins when these are ready. It needs the row
+    // max of the other block anyway.
     take_probabilities<1>(of_other, factors);
     if (grow_rows(factors)) {
       ptx::wgmma_wait<0>();
@@ -297,11 +298,11 @@ struct Consumer {
     end_values<1>(0, false);
     if (grow_rows(factors)) multiply_rows(factors);
     send_values<1>(p, 1);
-    ptx::fence_proxy_async_shared();  // as in the first
+    ptx::fence_proxy_async_shared();  // as in first_of_two
     end_values<1>(1, b + kBuffers == segment.blocks);
   }
 
-  // The second consumer's part of a last block without a second.
+  // The second consumer's part of a last block without a second one.
   __device__ __forceinline__ void last_alone() {
     uint32_t of_other[kSteps][4];
     float factors[2];
@@ -325,7 +326,7 @@ struct Consumer {
 
   // ---- the end of a segment ---------------------------------------------------------------------
 
-  // Both consumers' sums.
+  // Adds up the sums of both consumers.
   __device__ __forceinline__ void add_sums_of_both() {
     const float2 own = make_float2(sum_of_quad(row_sum[0]), sum_of_quad(row_sum[1]));
     state.told.row_sums[consumer][group_thread()] = own;
@@ -335,7 +336,8 @@ struct Consumer {
     row_sum[1] = own.y + other.y;
   }
 
-  // A lane has two columns of each eight: its units are of those of two eights (combine.cuh).
+  // A lane has two columns of each group of eight: its units combine those of two groups
+  // (combine.cuh).
   __device__ __forceinline__ void leave_part(const Segment& segment) const {
     const int unit = consumer * (Traits::kHalf / 4) + lane_index() % 4;
 #pragma unroll
@@ -355,8 +357,9 @@ struct Consumer {
     }
   }
 
-  // Whether an output of a row of this lane is an infinity or a NaN. Asked where rows are masked
-  // alone, and apart from the stores: a block waits for instructions that it executes once.
+  // Whether an output of a row of this lane is infinite or NaN. It is separate from the stores and
+  // called only if rows are masked: a block waits for the fetch of instructions that it executes
+  // once.
   __device__ __forceinline__ bool is_wild(int e, float factor) const {
     uint32_t nonfinite = 0;
 #pragma unroll
@@ -373,8 +376,8 @@ struct Consumer {
     return suspect;
   }
 
-  // Of the rows of this warp, in the place of the consumer's half of the values: columns of eights
-  // from what lanes have, behind a barrier.
+  // Stores the rows of this warp in place of the consumer's half of the values: from the lanes'
+  // fragments to columns in groups of eight. Must follow a barrier.
   __device__ __forceinline__ void put_rows(uint32_t half, const float (&factors)[2]) {
     const int row = warp_of_group() * 16 + lane_index() % 16;
     const uint32_t to = half + row * Traits::kBoxRowBytes + (lane_index() / 16 ^ row % 8) * 16;
@@ -391,8 +394,8 @@ struct Consumer {
     }
   }
 
-  // Writes them from there, a row at a time, `to` being where a lane's row has them: that of
-  // fragment elements 2e of lanes 4i + e.
+  // Writes the rows from there, one at a time. `to` is the address of a lane's row: lane 4i + e has
+  // that of fragment elements 2e.
   __device__ __forceinline__ void write_from(uint32_t half, const uint16_t* to, int rows) {
     const int chunk = lane_index();  // of 16 bytes
     const int first = warp_of_group() * 16;
@@ -415,11 +418,11 @@ struct Consumer {
     }
   }
 
-  // Returns whether a row of this thread is to be computed again. The last block of keys is done
-  // with, but its buffer not free: the output passes through it.
+  // Returns whether a row of this thread must be recomputed. The last block of keys has been used,
+  // but its buffer is not free: the output passes through it.
   __device__ __forceinline__ bool write_rows(const Segment& segment) {
     const attention_decode::TileRows& tile = segment.tile;
-    // Two lanes of four end one of their rows each.
+    // Two of four lanes end one of their rows each.
     const bool second = lane_index() % 2 != 0;
     const int row = row_of(second ? 1 : 0);
     const float sum = second ? row_sum[1] : row_sum[0];
@@ -480,7 +483,7 @@ struct Consumer {
       free_last(segment);
       leave_part(segment);
     }
-    // Also before the sums of the next segment are left.
+    // Also precedes the stores of the next segment's sums.
     const bool all_done = ptx::named_barrier_all(kAllBarrier, kConsumerThreads, !again);
     if (segment.whole != 0) free_last(segment);
     if (!all_done) compute_again(segment);
@@ -488,7 +491,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     for (int number = 0;; ++number) {
-      // While there is nothing else to do.
+      // Done here because there is nothing else to do.
 #pragma unroll
       for (int i = 0; i < Traits::kHalf / 2; ++i) out[i] = 0.0f;
 #pragma unroll

@@ -1,4 +1,4 @@
-// One instantiated kernel and the one behind it, as the host sees them.
+// One instantiated kernel and the one after it, as the host sees them.
 #pragma once
 
 #include "cuda/attention/launch.h"
@@ -9,7 +9,7 @@ namespace flashmoe::sm90_mla {
 struct Entry : AttentionKernel {
   Kernel combine;
   int box_columns;
-  int units_log2;  // of four columns of a row of a part
+  int units_log2;  // log2 of the units of four columns in a row of a part
 };
 
 }  // namespace flashmoe::sm90_mla

@@ -1,5 +1,5 @@
 // The sm90_mla family: ragged, padded and paged batches whose values are the first columns of their
-// keys. Lengths are read by the kernels alone: nothing here depends on them.
+// keys. Only the kernels read lengths: nothing here depends on them.
 #include <algorithm>
 #include <climits>
 
@@ -26,32 +26,32 @@ const Entry* const kEntries[] = {
 
 int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
 
-// Row tiles of a KV head, at most.
+// Upper bound on the row tiles of a KV head.
 int64_t row_tiles(const AttentionProblem& p) {
   return std::max<int64_t>((p.seq_q * group_of(p) + kRows - 1) / kRows, 1);
 }
 
-// Of all sequences and KV heads.
+// Upper bound on the tiles of all sequences and KV heads.
 int64_t tiles_of(const AttentionProblem& p) {
   const int64_t tiles = p.heads_kv * row_tiles(p);
   return tiles > INT_MAX / std::max<int64_t>(p.batch, 1) ? INT_MAX : tiles * p.batch;
 }
 
-// Whether tiles, of which any may be cut, are so few that each has its place among those; otherwise
-// each block has one, whose tile it may cut. Without sequences there is no tile.
+// Whether there are so few tiles that each has its own place among the cut tiles. Otherwise each
+// block has a place for the tile that it may cut. Without sequences there is no tile.
 bool has_cuts_by_tile(const AttentionProblem& p, int64_t blocks) {
   const int64_t tiles = tiles_of(p);
   return tiles > 0 && tiles <= blocks;
 }
 
-// Places of tiles that are cut: none if a block has all keys of a row tile.
+// Places for cut tiles: none if a block has all keys of a row tile.
 int64_t cuts_of(const AttentionProblem& p, int64_t blocks, int64_t shares) {
   if (shares == 1) return 0;
   return has_cuts_by_tile(p, blocks) ? tiles_of(p) : blocks;
 }
 
-// Blocks that share the keys of a row tile: as many as run at a time, if there are so many blocks
-// of keys.
+// Blocks that share the keys of a row tile: as many as run at a time, but at most one per block of
+// keys.
 int64_t shares_of(const AttentionProblem& p, const DeviceFacts& facts) {
   const int64_t blocks = p.heads_kv * row_tiles(p);
   const int64_t most = std::max<int64_t>(facts.multiprocessors / blocks, 1);
@@ -60,12 +60,12 @@ int64_t shares_of(const AttentionProblem& p, const DeviceFacts& facts) {
   return std::clamp<int64_t>(p.batch * blocks_of_keys, 1, most);
 }
 
-// Whether a map can have such a stride, in elements.
+// Whether a map can have this stride, in elements.
 bool is_walkable(int64_t stride, int64_t extent) {
   return extent <= 1 || (stride > 0 && stride < kMaxStrideBytes / 2);
 }
 
-// Rows that lie in one piece wherever a block of keys begins, a power of two.
+// Contiguous rows wherever a block of keys begins, a power of two.
 int box_rows(const AttentionProblem& p) {
   const SequenceTables& tables = p.sequences;
   if (!tables.paged) return kBlockKeys;
@@ -75,13 +75,13 @@ int box_rows(const AttentionProblem& p) {
   return rows;
 }
 
-// Of q, as sequences have it.
+// Rows of q's batch: 1 if sequences are packed.
 int64_t batch_of_queries(const AttentionProblem& p) {
   return p.sequences.cu_seqlens_q.data != nullptr ? 1 : p.batch;
 }
 
-// Query heads of a box of a tile's rows, if these are whole heads of one query, or whole queries,
-// and the copy engine can walk them; else 0.
+// Query heads in a box of a tile's rows, if these are whole heads of one query, or whole queries,
+// and the copy engine can walk them. Otherwise 0.
 int query_heads(const AttentionProblem& p) {
   const int64_t group = group_of(p);
   const int64_t heads = std::min<int64_t>(group, kRows);
@@ -164,14 +164,14 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   return FLASHMOE_OK;
 }
 
-// What is kept with a plan: the parameters, and what their maps are of.
+// Kept with a plan: the parameters, and the addresses of their maps.
 struct Kept {
   Params params;
   const void* mapped;
   const void* mapped_queries;
 };
 
-// Without keys there is nothing to read, but a map is of something all the same.
+// Without keys nothing is read, but a map needs an address all the same.
 const void* mapped_keys(const AttentionProblem& p) { return has_keys(p) ? p.k.data : p.q.data; }
 
 bool encode(const AttentionProblem& p, const Entry& entry, Kept* kept) {
@@ -201,7 +201,7 @@ bool move_maps(const AttentionProblem& p, Kept* kept) {
           move_map(&kept->params.queries, &kept->mapped_queries, p.q.data));
 }
 
-// All that does not depend on addresses.
+// Fills everything that does not depend on addresses.
 void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
   const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
   params->k_chunks = params->v_chunks = attention_decode::chunk_strides(p, p.k.strides);
@@ -217,7 +217,7 @@ void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
   params->cuts_by_tile = has_cuts_by_tile(p, blocks) ? 1 : 0;
   params->by_shares = Divisor::of(static_cast<uint32_t>(shares));
   params->by_row_tiles = Divisor::of(static_cast<uint32_t>(row_tiles(p)));
-  // Of two row tiles the second reads keys while they are still on their way for the first.
+  // With two row tiles the second reads keys while they are still in flight for the first.
   params->evict_first = row_tiles(p) <= 2 ? 1 : 0;
   params->cuts = static_cast<int32_t>(cuts_of(p, blocks, shares));
 }
@@ -244,7 +244,7 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* 
   const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
   Prepared<Kept> kept(plan.detail);
   if (!kept.ready() || !move_maps(problem, &*kept)) {
-    kept.set_ready(false);  // unless the driver takes the map
+    kept.set_ready(false);  // stays so unless the driver takes the map
     kept->params = {};
     FLASHMOE_TRY(encode_maps(entry.name, problem.device.device_id,
                              [&] { return encode(problem, entry, &*kept); }));

@@ -1,13 +1,13 @@
 // Attention forward over a cache whose values are the first columns of its keys: multi-head latent
-// attention with absorbed queries, decoding above all.
+// attention with absorbed queries, mainly for decoding.
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask),  V in K
 //
 // A tile is 64 packed rows of one KV head of a sequence. Blocks take equal shares of the keys of
-// all sequences (share.cuh), and go from tile to tile. Of a block of 64 keys, 72 KiB, the keys are
-// loaded once, for both products; two of them and the queries fill the shared memory. A warpgroup
-// loads (producer.cuh), two compute (consumer.cuh). A tile that lies in one block is written;
-// others leave parts in the workspace, which the second kernel adds up (combine.cuh).
+// all sequences (share.cuh), and go from tile to tile. The keys of a block of 64 keys, 72 KiB, are
+// loaded once for both products. Two such blocks and the queries fill the shared memory. One
+// warpgroup loads (producer.cuh), two compute (consumer.cuh). A tile within one thread block is
+// written; other tiles leave parts in the workspace, which the second kernel adds up (combine.cuh).
 #pragma once
 
 #include "cuda/attention/sm90_mla/consumer.cuh"

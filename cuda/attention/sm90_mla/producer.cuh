@@ -1,11 +1,11 @@
-// The warpgroup that brings keys and queries to shared memory. Its first warp loads blocks of keys
-// by the copy engine, the second describes segments for all others, and the third loads queries in
-// boxes, or both behind it row by row. The first three go through the block's share each by
-// itself: what a block begins with is sent before its segment is told.
+// The producer warpgroup. Its first warp loads blocks of keys by the copy engine. The second
+// describes segments for all others. The third loads queries in boxes; if they are no boxes, the
+// third and fourth load them row by row. The first three walk the block's share independently:
+// loads of the first keys are issued before their segment is announced.
 //
-// A block of keys is loaded in boxes of 64 columns and as many rows as lie in one piece whatever
-// page they begin in. The copy engine writes zeros for keys that there are not: those of a page
-// that is none, and those behind the end, whose pages are not looked up.
+// A block of keys is loaded in boxes of 64 columns and as many rows as are contiguous wherever in a
+// page they begin. The copy engine writes zeros for missing keys: those of an invalid page, and
+// those behind the end, whose pages are not looked up.
 #pragma once
 
 #include "cuda/attention/sm90_mla/share.cuh"
@@ -20,11 +20,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The uses of buffers so far, as parities of barriers: a bit of each buffer.
+// The uses of buffers so far, as parities of barriers: one bit per buffer.
 struct Uses {
   uint32_t odd = 0;
 
-  // Of the barrier that ends the filling for the next use, and of the one that ends the use before.
+  // Parities of the barrier that ends the fill of the next use, and of the one that ends the
+  // previous use.
   __device__ __forceinline__ uint32_t full_parity(int buffer) const { return odd >> buffer & 1; }
   __device__ __forceinline__ uint32_t empty_parity(int buffer) const {
     return full_parity(buffer) ^ 1;
@@ -32,18 +33,18 @@ struct Uses {
   __device__ __forceinline__ void next(int buffer) { odd ^= 1u << buffer; }
 };
 
-inline constexpr int kWindowBarrier = 13;  // a named one, of the warps that go through the share
+inline constexpr int kWindowBarrier = 13;  // a named barrier of the warps that walk the share
 
-// A coordinate that no map has.
+// A coordinate outside every map.
 inline constexpr int kNowhere = 1 << 30;
 
-// The keys from `key` on that there are of a block whose rows lie in one piece.
+// The existing keys from `key` on in a block whose rows are contiguous.
 struct WholeBox {
-  int page;  // kNowhere: no key is there
+  int page;  // kNowhere: no key exists
   int row;
   int key;
 
-  // Looks the page up, but does not wait for it.
+  // Looks the page up without waiting for it.
   __device__ __forceinline__ void ask(const Params& params, const Described& known,
                                       const int32_t* pages, int first) {
     key = first;
@@ -55,7 +56,7 @@ struct WholeBox {
     page = TableNumbers{pages, keys.page_step}.at(index);
     row -= index * keys.page_size;
   }
-  // Which keys there are, a bit each.
+  // Returns one bit per existing key.
   __device__ __forceinline__ uint64_t check(const Params& params, const Described& known) {
     const int left = known.end - key;
     const bool there = left > 0 && page >= 0 && page < params.sequences.keys.batch_k;
@@ -65,11 +66,11 @@ struct WholeBox {
   }
 };
 
-// The keys from `key` on that there are of a block, as this lane's boxes have them.
+// The existing keys from `key` on in a block, by this lane's boxes.
 struct LaneBoxes {
-  static constexpr int kMost = kBlockKeys / kThreadsPerWarp;  // of a lane
+  static constexpr int kMost = kBlockKeys / kThreadsPerWarp;  // per lane
 
-  int page[kMost];  // kNowhere: no key of the box is there
+  int page[kMost];  // kNowhere: no key of the box exists
 
   static __device__ __forceinline__ uint64_t below(int keys) {
     return keys >= kBlockKeys ? ~uint64_t{0} : (uint64_t{1} << max(keys, 0)) - 1;
@@ -79,7 +80,7 @@ struct LaneBoxes {
     return below(known.end - key) & ~below(known.first - key);
   }
 
-  // Looks the pages up, but waits for none: a lookup takes about as long as half a block.
+  // Looks the pages up without waiting: a lookup takes about as long as half a block.
   __device__ __forceinline__ void ask(const Params& params, const Described& known,
                                       const int32_t* pages, int key) {
     const uint64_t valid = between_ends(known, key);
@@ -96,7 +97,7 @@ struct LaneBoxes {
       }
     }
   }
-  // Of box i, if there is something.
+  // The row of box i, if the box has keys.
   static __device__ __forceinline__ int row(const Params& params, const Described& known, int key,
                                             int i) {
     const int at = known.begin_k + key + (lane_index() + i * kThreadsPerWarp) * params.box_rows;
@@ -104,7 +105,7 @@ struct LaneBoxes {
     const KeyTables& keys = params.sequences.keys;
     return at - keys.by_page_size.quotient(at) * keys.page_size;
   }
-  // Which keys there are in the boxes of all lanes, a bit each.
+  // Returns one bit per existing key in the boxes of all lanes.
   __device__ __forceinline__ uint64_t check(const Params& params, const Described& known, int key) {
     const uint64_t valid = between_ends(known, key);
     uint64_t mine = 0;
@@ -149,15 +150,15 @@ struct Producer {
     return params.evict_first != 0 ? ptx::kEvictFirst : ptx::kEvictNormal;
   }
 
-  // For a box, and those behind it in its half.
+  // Waits for room for a box and the later ones of its half.
   __device__ __forceinline__ void wait_for_room(int buffer, int box) {
     if (box % Traits::kBoxesOfHalf != 0 || box == Traits::kSpareBox) return;
     const uint64_t& empty = state.empty[buffer][box / Traits::kBoxesOfHalf];
     ptx::mbarrier_wait(shared_address(&empty), uses.empty_parity(buffer));
   }
 
-  // Blocks of keys in boxes of as many rows, which one lane sends, with what all lanes agree on:
-  // the loads are bound by how fast it sends them.
+  // Loads blocks of keys in boxes of a whole block's rows. One lane issues them, from uniform
+  // values: the issue rate bounds the loads.
   __device__ __forceinline__ void load_whole_blocks(const Described& known, const int32_t* pages,
                                                     const KeyRange& part) {
     int key = known.origin() + part.first * kBlockKeys;
@@ -196,7 +197,7 @@ struct Producer {
     }
   }
 
-  // In smaller boxes, which each lane has some of.
+  // Loads blocks of keys in smaller boxes. Each lane has some of them.
   __device__ __forceinline__ void load_blocks(const Described& known, const int32_t* pages,
                                               const KeyRange& part) {
     int key = known.origin() + part.first * kBlockKeys;
@@ -225,14 +226,14 @@ struct Producer {
     }
   }
 
-  // Calls visit(known, sequence, part) for each part of the block's share, by each of the warps
-  // that go through it: one of them describes sequences, where these are many, in their window for
-  // all.
+  // Calls visit(known, sequence, part) for each part of the block's share. Each of the warps that
+  // walk the share calls it. With many sequences, one of these warps describes them in a common
+  // window.
   template <bool kDescribes, class Visit>
   __device__ __forceinline__ void for_each_part(const Visit& visit) {
     const int count = params.sequences.count;
     Progress at(state.share);
-    // The first window is there already, if sequences are few.
+    // With few sequences, the first window is ready already.
     int window = count <= kWindow ? 0 : at.sequence;
     int behind = count <= kThreads ? window + kWindow : at.sequence;
 #pragma unroll 1
@@ -255,7 +256,7 @@ struct Producer {
     }
   }
 
-  // The first warp.
+  // The first warp calls it.
   __device__ __forceinline__ void load_keys() {
     for_each_part<false>([&](const Described& known, int sequence, const KeyRange& part) {
       const int32_t* const pages =
@@ -268,7 +269,7 @@ struct Producer {
     });
   }
 
-  // Calls describe(segment) for the next segment, in one lane, and tells the others.
+  // Calls describe(segment) for the next segment in one lane, and announces it.
   template <class Describe>
   __device__ __forceinline__ void tell(int number, const Describe& describe) {
     const int slot = number % kSegments;
@@ -280,7 +281,7 @@ struct Producer {
     __syncwarp();
   }
 
-  // The second warp.
+  // The second warp calls it.
   __device__ __forceinline__ void tell_segments() {
     int number = 0;
     const int last = state.share.last;
@@ -293,9 +294,9 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_rows(const attention_decode::TileRows& tile, int warp) {
-    constexpr int kChunks = Traits::kBoxes * Traits::kBoxRowBytes / 16;  // of a row
+    constexpr int kChunks = Traits::kBoxes * Traits::kBoxRowBytes / 16;  // per row
     const uint32_t q_tile = shared_address(memory + Traits::kQOffset);
-    // Where rows begin each lane finds of some.
+    // Each lane finds the beginning of some rows.
     int64_t begins[kRows / kThreadsPerWarp];
 #pragma unroll
     for (int i = 0; i < kRows / kThreadsPerWarp; ++i) {
@@ -319,8 +320,8 @@ struct Producer {
     }
   }
 
-  // The third warp, where a tile's rows are boxes. Rows that the tile has not are another's, or
-  // zeros: nothing comes of them.
+  // The third warp calls it if a tile's rows are boxes. Rows beyond the tile are those of another
+  // one, or zeros: they have no effect.
   __device__ __forceinline__ void load_query_boxes() {
     const int first_row = block.row_tile * kRows;
     const int query = params.group.quotient(first_row);
@@ -345,7 +346,7 @@ struct Producer {
     });
   }
 
-  // The warps behind the first two, else.
+  // Otherwise the warps after the first two call it.
   __device__ __forceinline__ void load_query_rows(int warp) {
     for (int number = 0;; ++number) {
       const int slot = number % kSegments;

@@ -1,4 +1,4 @@
-// Every constant of the MLA kernel.
+// Constants of the MLA kernel.
 #pragma once
 
 #include "cuda/attention/sm90_mla/params.h"
@@ -7,22 +7,22 @@
 
 namespace flashmoe::sm90_mla {
 
-// What a block takes to end a tile and begin the next, in blocks of keys.
+// Cost of ending a tile and beginning the next, in blocks of keys.
 inline constexpr int kLead = 1;
 
 // A block's part of a tile, from `key` on.
 struct alignas(16) Segment {
   attention_decode::TileRows tile;
   int32_t exists;
-  int32_t key;        // the first of the first block of keys
-  int32_t blocks;     // of keys, at least 1
+  int32_t key;        // the first key of the first block of keys
+  int32_t blocks;     // blocks of keys, at least 1
   int32_t all_first;  // keys that all rows see
   int32_t all_end;
   int32_t whole;  // all keys of the tile are here
-  int32_t place;  // of its part, else
+  int32_t place;  // otherwise, the place of its part
 };
 
-// What a block knows of a sequence.
+// A block's record of a sequence.
 struct Described {
   int32_t batch_q;
   int32_t begin_q;
@@ -39,13 +39,13 @@ struct Described {
   __device__ __forceinline__ int64_t weight() const { return units == 0 ? 0 : kLead + units; }
 };
 
-// Where the share of a block begins, in units of a block of keys.
+// The range of a block's share, in units of a block of keys.
 struct Share {
   int64_t begin;
   int64_t end;
   int64_t first_unit;  // of `sequence`
   int32_t sequence;
-  int32_t last;  // share that has the end of the sequence that goes on behind this one
+  int32_t last;  // the share with the end of the sequence that continues after this share
 };
 
 inline constexpr int kConsumers = 2;  // warpgroups
@@ -58,7 +58,7 @@ inline constexpr int kQueryWarps =
     2;  // of the producer: those behind the ones of keys and segments
 inline constexpr int kQueryThreads = kQueryWarps * kThreadsPerWarp;
 
-// Sequences that are described at a time: all of a call at once, or those that a warp has.
+// Sequences that are described at a time: all of a call, or those of a warp.
 inline constexpr int kWindow = 128;
 
 template <class Element_>
@@ -66,9 +66,9 @@ struct Traits {
   using Element = Element_;
   static constexpr int kDim = 576;
   static constexpr int kDimV = 512;
-  static constexpr int kHalf = kDimV / kConsumers;  // columns of the output of a consumer
+  static constexpr int kHalf = kDimV / kConsumers;  // output columns per consumer
 
-  // Boxes of 64 columns side by side: [dim / 64][rows][64].
+  // Boxes of 64 columns, one after another: [dim / 64][rows][64].
   static constexpr int kBoxColumns = 64;
   static constexpr int kBoxRowBytes = 128;
   static constexpr int kBoxes = kDim / kBoxColumns;
@@ -76,22 +76,22 @@ struct Traits {
   static constexpr int kBoxBytes = kBlockKeys * kBoxRowBytes;
   static constexpr int kBlockBytes = kBoxes * kBoxBytes;
 
-  // The box behind those of values is done with when a block's scores are there: probabilities take
-  // its place.
+  // The box after those of the values is no longer needed when a block's scores are ready.
+  // Probabilities replace it.
   static constexpr int kSpareBox = kDimV / kBoxColumns;
 
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
 
-  static constexpr int kUnitsPerRow = kDimV / 4;  // of a part
+  static constexpr int kUnitsPerRow = kDimV / 4;  // per row of a part
 
-  // Of the sequence that a thread describes.
+  // Data about the sequence that a thread describes.
   struct Finding {
-    uint32_t before[kThreads];  // units in front of it
+    uint32_t before[kThreads];  // units before it
     int32_t nearest[kThreads];  // the share that begins nearest to it, if all are equal
-    uint32_t begins[kThreads];  // where a thread's share begins, with as many pieces as can be
+    uint32_t begins[kThreads];  // where a thread's share begins, with the maximum number of pieces
   };
-  // What consumers tell each other.
+  // Data that consumers exchange.
   struct Told {
     float2 row_maxima[kBuffers][kThreadsPerGroup];
     float2 row_sums[kConsumers][kThreadsPerGroup];
@@ -101,15 +101,15 @@ struct Traits {
     Share share;
     Described window[kWindow];
     int64_t warp_units[kWarps];
-    uint32_t longest;          // share, with as many pieces as can be
-    uint64_t valid[kBuffers];  // keys of a block, a bit each
+    uint32_t longest;          // longest share, with the maximum number of pieces
+    uint64_t valid[kBuffers];  // one bit per key of a block
     union {
       Finding finding;  // until shares are found
       Told told;
     };
-    uint32_t again[kRows / 32];  // rows to be computed again, a bit each
+    uint32_t again[kRows / 32];  // one bit per row to recompute
     uint64_t full[kBuffers][kBoxes];
-    uint64_t empty[kBuffers][kConsumers];  // what a consumer has read of the values
+    uint64_t empty[kBuffers][kConsumers];  // signals that a consumer has read the values
     uint64_t q_full;
     uint64_t q_empty;
     uint64_t segment_full[kSegments];
