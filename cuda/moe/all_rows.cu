@@ -1,5 +1,5 @@
-// Offsets of a product of one expert that has every row, however many: they are cut to the rows
-// there are.
+// Offsets of a product with a single expert that has all rows. The upper offset is huge: consumers
+// clamp it to the existing rows.
 #include <cstdint>
 
 #include "core/backends.h"
@@ -12,7 +12,7 @@ namespace {
 
 __device__ const int32_t all_rows[2] = {0, INT32_MAX};
 
-// Where a thread found them last, and in which context.
+// The address that a thread found last, and its context.
 struct Found {
   uint64_t context;
   const int32_t* offsets;
@@ -23,7 +23,7 @@ struct Found {
 flashmoe_status cuda_all_rows(int32_t device_id, const int32_t** offsets) {
   const DeviceGuard guard(device_id);
   FLASHMOE_TRY(guard.status());
-  // The runtime searches its tables at every look-up, behind locks.
+  // The runtime searches its tables at every look-up, under locks.
   Found* const found = PerThread<Found>::get();
   const uint64_t context = current_context_id();
   if (found != nullptr && context != 0 && found->context == context) {

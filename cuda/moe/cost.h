@@ -1,4 +1,4 @@
-// What layers of experts and grouped products take: work that every family shares, and a time from
+// Cost of layers of experts and of grouped products: work that all families share, and a time from
 // a family's own speed.
 #pragma once
 
@@ -11,13 +11,13 @@
 
 namespace flashmoe::moe {
 
-// A call, as far as its time depends on it.
+// The properties of a call that its time depends on.
 struct Work {
-  double weight_bytes;  // of the experts that tokens are expected to take
+  double weight_bytes;  // of the experts that tokens are expected to choose
   double flops;
 };
 
-// Experts that are taken if tokens choose theirs evenly.
+// Expected number of chosen experts if tokens choose evenly.
 inline double experts_taken(double tokens, double top_k, double experts) {
   return experts * (1 - std::pow(1 - std::min(1.0, top_k / experts), tokens));
 }
@@ -38,11 +38,11 @@ inline Work work_of(const GroupedProductProblem& p) {
   return {taken * matrix * static_cast<double>(dtype_bytes(p.w.dtype)), 2 * rows * matrix};
 }
 
-// How fast a family is. Times in microseconds.
+// Speed of a family. Times are in microseconds.
 struct Speed {
-  double start;         // launches, and what no load hides
-  double memory_share;  // of the memory's peak, at which weights come
-  double rate;          // floating-point operations of a multiprocessor
+  double start;         // launches, and exposed latency of loads
+  double memory_share;  // of the memory's peak rate, for weights
+  double rate;          // floating-point operations per multiprocessor
 };
 
 inline double microseconds(const Work& work, const Speed& speed, const DeviceFacts& facts) {

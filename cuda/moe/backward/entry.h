@@ -1,5 +1,5 @@
-// The kernels of the stages that go row by row, as the host sees them: of each the one for fp16,
-// then that for bf16.
+// The kernels of the stages that work row by row, as the host sees them: for each stage the one for
+// fp16, then that for bf16.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ inline const Kernel& kernel_for(const Kernel (&kernels)[2], Dtype dtype) {
   return kernels[dtype == Dtype::kFloat16 ? 0 : 1];
 }
 
-// Of `sums`, which number columns in 32 bits, those beyond the last of a block too.
+// Checks that `sums` can number its columns in 32 bits, including those beyond the last of a block.
 inline flashmoe_status check_sum_columns(int64_t columns, const Reason& reason) {
   constexpr int64_t kMost = INT_MAX - kSumColumns;
   if (columns <= kMost) return FLASHMOE_OK;
@@ -35,15 +35,16 @@ inline flashmoe_status check_sum_columns(int64_t columns, const Reason& reason) 
                        static_cast<long long>(columns), static_cast<long long>(kMost));
 }
 
-// How `combine` is launched.
+// The launch shape of `combine`.
 struct CombineShape {
-  int team_threads;  // of a token
-  int teams;         // of a block
+  int team_threads;  // per token
+  int teams;         // per block
   int64_t blocks;
 
   int threads() const { return teams * team_threads; }
 };
-// Threads of a token of so many columns: as few passes over them as may be, all alike.
+// Threads for a token of `columns` columns: as few passes over them as possible, all of about equal
+// length.
 inline int team_threads(int64_t columns) {
   constexpr int64_t kWarp = 32;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
@@ -51,7 +52,8 @@ inline int team_threads(int64_t columns) {
   const int64_t passes = ceil_div(pieces, kTeamThreads);
   return static_cast<int>(ceil_div(ceil_div(pieces, passes), kWarp) * kWarp);
 }
-// A block for each multiprocessor, whose teams take tokens in turn; of few tokens one for each.
+// One block per multiprocessor, whose teams take tokens in turn. With few tokens, a block has one
+// team.
 inline CombineShape combine_shape(int64_t tokens, int64_t columns, int multiprocessors) {
   const int threads = team_threads(columns);
   const int most =
@@ -61,12 +63,12 @@ inline CombineShape combine_shape(int64_t tokens, int64_t columns, int multiproc
   return {threads, static_cast<int>(teams), blocks};
 }
 
-// Slots of a warp of `rows`: many of short rows, for which look-ups else take as long as the rows;
-// but no fewer warps than run at a time.
+// Slots per warp of `rows`. Short rows come many to a warp: look-ups would otherwise take as long
+// as the rows. But there are no fewer warps than run at a time.
 inline int32_t rows_of_warp(int64_t pairs, int64_t columns, int multiprocessors) {
   constexpr int64_t kColumns = 4096;
   constexpr int64_t kMost = 8;
-  constexpr int64_t kWarpsAtATime = 20;  // of a multiprocessor
+  constexpr int64_t kWarpsAtATime = 20;  // per multiprocessor
   const int64_t by_columns =
       std::clamp<int64_t>(kColumns / std::max<int64_t>(columns, 1), 1, kMost);
   return static_cast<int32_t>(
@@ -77,8 +79,8 @@ inline int64_t rows_blocks(int64_t pairs, int32_t of_warp) {
   return (pairs + of_block - 1) / of_block;
 }
 
-// Rows of dz, those of a chunk or whole ones that a chunk has columns of; `data` is nullptr where
-// there are none.
+// Rows of dz: those of a chunk, or whole ones that contain the columns of a chunk. `data` is
+// nullptr if there are none.
 inline DzRows dz_rows(const MoeBackwardProblem& p, const InnerChunk& chunk, void* data,
                       int64_t stride) {
   const DzPlaces at = dz_places(p, chunk);

@@ -1,4 +1,4 @@
-// The order in which experts' gradients are computed, and how far that is.
+// The order in which experts' gradients are computed, and the progress in it.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,13 @@ struct alignas(16) QueuedExpert {
   int32_t unused;
 };
 
-inline constexpr int kMostLaunches = 2;  // that have a count each
+inline constexpr int kMostLaunches = 2;  // each has a count
 
-// Made by the stage that looks slots up; in memory a count for each launch, then the experts.
+// The stage that looks up slots makes it. In memory there is a count per launch, and then the
+// experts.
 struct Queue {
   uint32_t* taken;        // [kMostLaunches] items that clusters have taken; nullptr: no queue
-  QueuedExpert* experts;  // those with the most rows first
+  QueuedExpert* experts;  // those with the most rows come first
 };
 
 }  // namespace flashmoe::moe_backward

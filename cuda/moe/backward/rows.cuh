@@ -1,12 +1,12 @@
-// Slot by slot, a warp each: what a slot's token is, and from da, g and u
+// Processes slots, one warp per slot: finds a slot's token, and computes from da, g and u
 //
-//   a    = weight * act(g) * (u + offset)            in the place of da
-//   dz   = weight * da * slopes                      of g and of u
-//   dot  = <da, act(g) * (u + offset)> + <dout, b>   the gradient of the weight
+//   a    = weight * act(g) * (u + offset)            replaces da
+//   dz   = weight * da * slopes                      for g and u
+//   dot  = <da, act(g) * (u + offset)> + <dout, b>   gradient of the weight
 //
-// A lane has pieces of 16 bytes of a row, so that all loads and stores are whole sectors, and the
-// kernel runs at the speed of memory. With weight_on_input dz is without the weight, and scaled_dz,
-// of which the weights' gradients are, has it.
+// A lane has 16-byte pieces of a row, so that all loads and stores are whole sectors, and the
+// kernel runs at the speed of memory. With weight_on_input, dz lacks the weight; scaled_dz, from
+// which the weights' gradients are computed, includes it.
 #pragma once
 
 #include "core/ops/moe/problem.h"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void unpack_piece(float (&values)[kPiece],
     values[2 * i + 1] = pair.y;
   }
 }
-// Of what is written anew: the compiler sees the access.
+// Loads data that this kernel overwrites: the compiler must see the access.
 template <class Element>
 __device__ __forceinline__ void load_own_piece(float (&values)[kPiece], const uint16_t* from) {
   const uint4 piece = *reinterpret_cast<const uint4*>(from);
@@ -63,8 +63,8 @@ __device__ __forceinline__ void store_piece(uint16_t* to, const float (&values)[
                     Numeric::pack(values[4], values[5]), Numeric::pack(values[6], values[7]));
 }
 
-// The expert of a slot, one of the experts' by the warp's lanes; the last whose rows begin at or
-// before it.
+// The expert of a slot, searched by the warp's lanes: the last one whose rows begin at or before
+// the slot.
 __device__ __forceinline__ int expert_of(const Routing& routing, int slot) {
   int before = 0;
   for (int first = 0; first < routing.experts; first += kThreadsPerWarp) {
@@ -77,18 +77,18 @@ __device__ __forceinline__ int expert_of(const Routing& routing, int slot) {
   return min(before, routing.experts - 1);
 }
 
-// What routing says of a slot.
+// The routing's data about a slot.
 struct Found {
-  int token = -1;           // -1: it does not count
+  int token = -1;           // -1: the slot does not count
   float weight = 0.0f;      // of its pair
-  bool has_expert = false;  // else nothing is made of its row
+  bool has_expert = false;  // otherwise nothing is computed for its row
 };
 __device__ __forceinline__ Found look_up(const Routing& routing, int slot) {
   Found found;
   found.has_expert = slot >= routing.offsets[0] && slot < routing.offsets[routing.experts];
   const int pair = routing.pairs[slot];
   if (!found.has_expert || pair < 0 || pair >= routing.rows) return found;
-  // Side by side, whatever comes of the first.
+  // Both loads are issued together, before the first one is checked.
   const int back = routing.slots[pair];
   const float weight = routing.weights[pair];
   if (back != slot) return found;
@@ -97,12 +97,13 @@ __device__ __forceinline__ Found look_up(const Routing& routing, int slot) {
   return found;
 }
 
-// Of a queue that is wanted: by the last block, which does nothing else.
+// Whether this block makes the queue: the last block makes it if it is wanted, and does nothing
+// else.
 __device__ __forceinline__ bool makes_queue(const Queue& queue) {
   return queue.taken != nullptr && blockIdx.x + 1 == gridDim.x;
 }
 
-// Sorts experts by how many rows they have, those of as many by their number.
+// Sorts experts by their number of rows; equal ones by index.
 __device__ __forceinline__ void make_queue(const Routing& routing, const Queue& queue) {
   __shared__ int counts[kMaxExperts];
   const int experts = routing.experts;
@@ -140,33 +141,34 @@ __global__ void __launch_bounds__(kSlotWarps* kThreadsPerWarp)
   params.row_weights[slot] = found.weight;
 }
 
-// A run of slots that a warp has.
+// A run of slots of one warp.
 template <class Element>
 class RowsOfWarp {
  public:
   __device__ __forceinline__ RowsOfWarp(const RowsParams& params, int64_t first, int count)
       : p_(params), first_(first), count_(count) {}
 
-  // What a lane needs of a row for a piece.
+  // A lane's data of a row for one piece.
   struct Pieces {
     uint32_t first[kPiece / 2];  // g, or u without a gate
     uint32_t second[kPiece / 2];
     uint4 da;
   };
 
-  // Begins to load those of a row of the run, from element i on; nothing beyond the row or the run.
+  // Begins to load the pieces of a row of the run at element i. Loads nothing beyond the row or the
+  // run.
   __device__ __forceinline__ void load(Pieces& pieces, int row, int i) const {
     if (row >= count_ || i >= p_.inner) return;
     const int64_t slot = first_ + row;
     const uint16_t* const before = p_.pre_activation + slot * p_.pre_activation_stride + i;
     ptx::load_streaming(pieces.first, before);
     if (p_.gated != 0) ptx::load_streaming(pieces.second, before + p_.pre_activation_up);
-    // The compiler sees this access: the row is written anew.
+    // The compiler must see this access: the row is overwritten.
     if (p_.has_da != 0) {
       pieces.da = *reinterpret_cast<const uint4*>(p_.da + slot * p_.inner + i);
     }
   }
-  // The next behind those from element i on: of this row, or the first of the next one.
+  // Loads the pieces after those at element i: of this row, or the first ones of the next row.
   __device__ __forceinline__ void load_next(Pieces& pieces, int row, int i) const {
     constexpr int kBlock = kThreadsPerWarp * kPiece;
     const int block = i - lane_index() * kPiece + kBlock;
@@ -174,15 +176,16 @@ class RowsOfWarp {
     load(pieces, ends ? row + 1 : row, (ends ? 0 : block) + lane_index() * kPiece);
   }
 
-  // Adds <da, a> to `total`; the first pieces are loaded, and the next row's in the end.
+  // Adds <da, a> to `total`. The first pieces are loaded already. At the end it loads those of the
+  // next row.
   __device__ __forceinline__ float differentiate(Pieces& pieces, int row, float weight,
                                                  float total) const {
-    // A limit is many instructions, and mostly there is none.
+    // A limit takes many instructions, and mostly there is none.
     if (p_.limit < INFINITY) return differentiate<true>(pieces, row, weight, total);
     return differentiate<false>(pieces, row, weight, total);
   }
 
-  // What a slot leaves that does not count: products by which weights' gradients are made meet it.
+  // Zeros the row of a slot that does not count: products for the weights' gradients read it.
   __device__ __forceinline__ void clear(int row) const {
     const float zeros[kPiece] = {};
     const int64_t slot = first_ + row;
@@ -206,7 +209,7 @@ class RowsOfWarp {
     return total;
   }
 
-  // <da, a>, of this lane's pieces from element i on. The next are loaded while they are computed.
+  // <da, a> of this lane's pieces at element i. The next pieces are loaded meanwhile.
   template <bool kCuts>
   __device__ __forceinline__ float differentiate_piece(Pieces& pieces, int row, float weight,
                                                        int i) const {
@@ -301,7 +304,7 @@ class RowsOfWarp {
   const int count_;
 };
 
-// <dout, bias> of this lane's columns.
+// <dout, bias> over this lane's columns.
 template <class Element>
 __device__ __forceinline__ float dot_with_bias(const RowsParams& p, int token, int expert) {
   float dot = 0.0f;
@@ -326,11 +329,11 @@ __global__ void __launch_bounds__(kRowWarps* kThreadsPerWarp, 5)
   const int64_t first = (int64_t{blockIdx.x} * kRowWarps + warp_index()) * params.rows_of_warp;
   if (first >= routing.rows) return;
   const int count = static_cast<int>(min(int64_t{params.rows_of_warp}, routing.rows - first));
-  // Before it is known which slots count.
+  // Loads begin before it is known which slots count.
   const RowsOfWarp<Element> rows(params, first, count);
   typename RowsOfWarp<Element>::Pieces pieces;
   if (params.pre_activation != nullptr) rows.load(pieces, 0, lane * kPiece);
-  // A lane looks up a slot: what all wait for they wait for once.
+  // Each lane looks up one slot, so that the warp waits only once for all look-ups.
   Found mine;
   float dot = 0.0f;  // of this lane's slot
   if (lane < count) {

@@ -1,5 +1,6 @@
-// Behind the products: rows of dx and gradients of the routing's weights from the rows by slot,
-// gradients of biases, and rows of zeros. All of it at the speed of memory, every sum in one order.
+// Stages after the products: rows of dx and gradients of the routing's weights from the rows by
+// slot, gradients of biases, and rows of zeros. All run at the speed of memory, with every sum in a
+// fixed order.
 #pragma once
 
 #include "core/ops/moe/problem.h"
@@ -22,7 +23,7 @@ __device__ __forceinline__ void add_piece(float (&sum)[kPiece], const uint16_t* 
   }
 }
 
-// Adds up the pieces of a token's rows, of which eight are on their way at a time.
+// Adds up the pieces of a token's rows, with eight loads in flight.
 template <class Element>
 __device__ __forceinline__ void combine_piece(const uint16_t* y, int64_t stride, int top_k,
                                               const int* rows, const float* weights,
@@ -80,7 +81,7 @@ __device__ __forceinline__ void write_piece(void* rows, int64_t at, bool is_fp32
   store_piece<Element>(to, sum);
 }
 
-// <y, x> of a row of y, by a warp; from the chunks before this one on.
+// <y, x> of a row of y, by a warp; continues the sums of earlier chunks.
 template <class Element>
 __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int64_t token) {
   float total = p.adds_dots != 0 ? p.dots[row] : 0.0f;
@@ -103,11 +104,12 @@ __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int
   return total;
 }
 
-// The gradients of a token's weights by parts; a warp, of which each row has as many lanes.
+// The gradients of a token's weights from their parts. A warp computes them; each row has equally
+// many lanes.
 __device__ __forceinline__ void write_sums_of_parts(const CombineParams& p, int64_t token,
                                                     const int* rows) {
   const int top_k = p.routing.top_k;
-  int lanes = kThreadsPerWarp;  // of a row
+  int lanes = kThreadsPerWarp;  // per row
   while (lanes * top_k > kThreadsPerWarp) lanes /= 2;
   const int k = lane_index() / lanes;
   const int row = k < top_k ? rows[k] : -1;
@@ -126,19 +128,19 @@ __device__ __forceinline__ void write_sums_of_parts(const CombineParams& p, int6
   *to = p.adds != 0 ? *to + sum : sum;
 }
 
-// What a thread looks up for a pair of a token, in two steps: a team begins either for tokens to
-// come, so that no token waits for one and then the other.
+// A thread's look-ups for a pair of a token, in two steps. A team begins each step ahead, for later
+// tokens, so that no token waits for both.
 class PairsRow {
  public:
   __device__ __forceinline__ PairsRow(const CombineParams& params, int tokens, int pair)
       : p_(params), tokens_(tokens), mine_(pair) {}
 
-  // The slot of this thread's pair of a token.
+  // Loads the slot of this thread's pair of a token.
   __device__ __forceinline__ void begin(int64_t token) {
     slot_ = -1;
     if (token < tokens_) slot_ = p_.routing.slots[token * p_.routing.top_k + mine_];
   }
-  // Of the token that was begun: whose the slot's row is.
+  // Loads the token and pair of the slot of the token that was begun.
   __device__ __forceinline__ void go_on(int64_t token) {
     row_ = slot_ >= 0 && slot_ < p_.routing.rows ? slot_ : -1;
     if (row_ < 0 || token >= tokens_) return;
@@ -148,7 +150,7 @@ class PairsRow {
       weight_ = p_.routing.weights[token * p_.routing.top_k + mine_];
     }
   }
-  // The row, or -1, and its factor.
+  // Returns the row, or -1, and its factor.
   __device__ __forceinline__ void end(int64_t token, int* row, float* weight) const {
     const bool counts = row_ >= 0 && token_ == token && pair_ == token * p_.routing.top_k + mine_;
     *row = counts ? row_ : -1;
@@ -166,7 +168,7 @@ class PairsRow {
   float weight_ = 0.0f;
 };
 
-// Of a token whose rows are known, by thread `thread` of its team.
+// Handles a token whose rows are known, by thread `thread` of its team.
 template <class Element>
 __device__ __forceinline__ void combine_token(const CombineParams& params, int64_t token,
                                               int thread, const int* rows, const float* weights) {
@@ -226,7 +228,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
       next.go_on(token + stride);
       next.begin(token + 2 * stride);
     }
-    // Of the other place all have read what the token before had there.
+    // All threads have read the previous token's data in the other place.
     if (params.team_threads == kThreadsPerWarp) {
       __syncwarp();
     } else {

@@ -1,8 +1,8 @@
-// Combining: out[t] = sum_k weights[t, k] * y[slots[t, k]], in fp32, in the order of k.
+// Combine: out[t] = sum_k weights[t, k] * y[slots[t, k]], in fp32, in the order of k.
 //
-// A thread has one piece of 16 bytes of a token's row and loads that of kBatch rows before it adds
-// them up, so that a multiprocessor has some 100 KiB on their way: the kernel reads and writes each
-// byte once, and runs at the speed of memory. Slots that are none are skipped.
+// A thread has a 16-byte piece of a token's row. It loads that piece of kBatch rows before it adds
+// them up, so that a multiprocessor has some 100 KiB in flight: the kernel reads and writes each
+// byte once, and runs at the speed of memory. Invalid slots are skipped.
 #pragma once
 
 #include "cuda/moe/combine/params.h"
@@ -15,7 +15,7 @@
 
 namespace flashmoe::moe_combine {
 
-inline constexpr int kPiece = 8;  // elements of 16 bytes
+inline constexpr int kPiece = 8;  // elements per 16 bytes
 inline constexpr int kMaxThreads = 256;
 
 template <class Element, int kBatch>
@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   const int64_t first_pair = token * params.top_k;
   const uint16_t* y = params.y + piece * kPiece;
 
-  // Without weights something is loaded all the same, as loads without branches are all sent at
-  // once.
+  // Loads something even without weights: loads without branches are all issued at once.
   const float* loaded_weights =
       params.weights != nullptr ? params.weights : reinterpret_cast<const float*>(params.slots);
 

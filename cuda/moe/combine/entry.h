@@ -9,10 +9,10 @@ namespace flashmoe::moe_combine {
 struct Entry {
   Kernel kernel;
   Dtype dtype;
-  int batch;  // experts of a token whose rows a thread loads at a time
+  int batch;  // rows of a token that a thread loads at a time
 };
 
 inline constexpr int kEntries = 6;
-extern const Entry entries[kEntries];  // of a dtype, smaller batches first
+extern const Entry entries[kEntries];  // smaller batches first for each dtype
 
 }  // namespace flashmoe::moe_combine

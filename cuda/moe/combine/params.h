@@ -11,11 +11,11 @@ struct Params {
   uint16_t* out;  // [tokens, hidden]
   int64_t out_stride;
   const int32_t* slots;  // [tokens, top_k]
-  const float* weights;  // [tokens, top_k]; nullptr: all 1
+  const float* weights;  // [tokens, top_k]; nullptr: all are 1
   int32_t rows;
   int32_t tokens;
   int32_t top_k;
-  int32_t pieces;  // of 8 elements, of a row
+  int32_t pieces;  // per row, of 8 elements
 };
 
 }  // namespace flashmoe::moe_combine

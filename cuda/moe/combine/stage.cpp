@@ -10,10 +10,10 @@
 namespace flashmoe {
 namespace {
 
-constexpr int64_t kPiece = 8;  // elements that a thread has of a row
+constexpr int64_t kPiece = 8;  // elements of a row per thread
 constexpr int kBlockThreads = 256;
-constexpr int64_t kMostRowBlocks = 65535;  // of a grid, along its second axis
-constexpr int kFewTokensThreads = 64;      // more blocks, where tokens alone do not fill the device
+constexpr int64_t kMostRowBlocks = 65535;  // per grid, along its second axis
+constexpr int kFewTokensThreads = 64;  // gives more blocks if tokens alone do not fill the device
 
 const moe_combine::Entry& find_entry(const MoeForwardProblem& p) {
   const moe_combine::Entry* best = nullptr;
@@ -34,7 +34,7 @@ flashmoe_status add_combine(const MoeForwardProblem& problem, const DeviceFacts&
   FLASHMOE_TRY(load_kernel(kernel, problem.device.device_id, facts, &arch, reason));
   const int64_t pieces = problem.hidden / kPiece;
   const int64_t most = problem.tokens < facts.multiprocessors ? kFewTokensThreads : kBlockThreads;
-  // A row is split evenly among its blocks; short rows share one.
+  // Blocks split a row evenly; short rows share a block.
   const int64_t row_blocks = std::max<int64_t>(1, (pieces + most - 1) / most);
   if (row_blocks > kMostRowBlocks) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,

@@ -1,10 +1,10 @@
-// The experts of tokens, and their weights.
+// Chooses the experts of tokens, and their weights.
 //
 // A warp takes a token: each lane loads kPerLane logits and sorts their keys. Then, K times, the
-// greatest of the lanes' first keys is the next expert, and its lane goes on to its next key. Lane
-// r keeps the r-th expert. Where there are many tokens a warp takes two or four at a time, each of
-// which has its experts in a part of the lanes: what follows the choice is then done for all of
-// them at once. Logits of the next tokens are on their way meanwhile.
+// greatest of the lanes' first keys is the next expert, and its lane moves on to its next key. Lane
+// r keeps the r-th expert. With many tokens a warp takes two or four at a time, each with its
+// experts in a part of the lanes: the work after the choice then covers all of them at once. Logits
+// of the next tokens are in flight meanwhile.
 #pragma once
 
 #include "core/dtype.h"
@@ -16,15 +16,15 @@
 
 namespace flashmoe::moe_route {
 
-// One pair, in a lane.
+// One pair of a token and an expert, in a lane.
 struct Choice {
-  int token;   // negative: this lane has none
-  int k;       // which of the token's
-  int expert;  // negative: none of this call
+  int token;   // negative: this lane has no pair
+  int k;       // index among the token's pairs
+  int expert;  // negative: not an expert of this call
   float weight;
 };
 
-// Over so many neighbouring lanes.
+// Sum over kCount neighbouring lanes.
 template <int kCount>
 __device__ __forceinline__ float sum_of_lanes(float value) {
 #pragma unroll
@@ -42,19 +42,18 @@ __device__ __forceinline__ float to_float(const void* data, int64_t index, int d
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
-// Chooses by logits, of which a token has at most 32 * kExpertsPerLane.
+// Chooses by logits. A token has at most 32 * kExpertsPerLane of them.
 template <int kExpertsPerLane, class KeyTraits>
 class LogitChooser {
  public:
   using Key = typename KeyTraits::Type;
   static constexpr int kPerLane = kExpertsPerLane;
   static constexpr int kKeyWords = kPerLane * static_cast<int>(sizeof(Key)) / 4;
-  // Tokens that a warp may take at a time, where there are many: as many as registers have room
-  // for.
+  // Tokens that a warp may take at a time if there are many: as many as registers allow.
   static constexpr int kBatch = kKeyWords <= 4 ? 4 : kKeyWords <= 8 ? 2 : 1;
   static constexpr int kThreads = kKeyWords <= 16 ? 1024 : kKeyWords <= 32 ? 512 : 256;  // at most
 
-  // Words of shared memory that a warp needs.
+  // Words of shared memory per warp.
   static int scratch_words(int experts, int num_groups) {
     return num_groups > 1 ? experts + 2 * num_groups : 0;
   }
@@ -62,8 +61,8 @@ class LogitChooser {
   __device__ __forceinline__ LogitChooser(const Params& params, uint32_t* scratch)
       : params_(params), scratch_(scratch) {}
 
-  // Calls take(choice, distinct) with the choices for all of a warp's tokens; `distinct`: those of
-  // all lanes are for one token, and so of different experts.
+  // Calls take(choice, distinct) with the choices for all of a warp's tokens. `distinct`: all lanes
+  // have choices of one token, and thus different experts.
   template <bool kMany, class Take>
   __device__ __forceinline__ void choose(int token, int end, Take take) {
     if constexpr (kMany && kBatch > 1) {
@@ -98,14 +97,14 @@ class LogitChooser {
     uint32_t words[KeyTraits::kAnyChoice ? kPerLane : (kPerLane + 1) / 2];
   };
 
-  // Of the first of several tokens; lanes / kTokens lanes have the experts of each.
+  // Chooses for kTokens tokens from `token` on. Each has its experts in kTokenLanes lanes.
   template <int kTokens>
   __device__ __forceinline__ Choice choose_batch(int token,
                                                  const float (&logits)[kTokens][kPerLane]) {
     constexpr int kTokenLanes = kThreadsPerWarp / kTokens;
     const int lane = lane_index();
     const int k = lane % kTokenLanes;
-    const int row = lane / kTokenLanes;  // which token is this lane's
+    const int row = lane / kTokenLanes;  // index of this lane's token
 
     Key keys[kTokens][kPerLane];
     Key mine = 0;
@@ -204,7 +203,7 @@ class LogitChooser {
     }
   }
 
-  // -inf past the last expert.
+  // Pads with -inf after the last expert.
   __device__ __forceinline__ void to_floats(float (&logits)[kPerLane], const Raw& raw) const {
     const int lane = lane_index();
     const bool fp32 = is_fp32();
@@ -255,14 +254,14 @@ class LogitChooser {
     }
   }
 
-  // Leaves in shared memory which groups are chosen from.
+  // Stores in shared memory which groups may be chosen from.
   __device__ __forceinline__ void choose_groups(const float (&choices)[kPerLane]) const {
     const int lane = lane_index();
     const int lanes = 1 << params_.group_lanes_log2;
     const int steps = params_.group_steps;
     auto* values = reinterpret_cast<float*>(scratch_);
     uint32_t* groups = scratch_ + params_.experts;
-    __syncwarp();  // the token before is done with it
+    __syncwarp();  // all lanes have finished the previous token
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       const int expert = expert_of(lane, j);
@@ -276,7 +275,7 @@ class LogitChooser {
       float second = -INFINITY;
       if (group < params_.num_groups) {
         const float* first = values + group * params_.group_experts + (lane & (lanes - 1));
-        int step = group < steps ? group : 0;  // not all lanes in the same bank
+        int step = group < steps ? group : 0;  // spreads the lanes over banks
         for (int i = 0; i < steps; ++i) {
           const float value = first[step << params_.group_lanes_log2];
           second = fmaxf(second, fminf(most, value));
@@ -314,7 +313,7 @@ class LogitChooser {
     return expert < params_.experts && chosen[params_.into_groups.quotient(expert)] != 0;
   }
 
-  // The weight of a lane's expert; and the log sum exp of the tokens.
+  // Computes the weight of a lane's expert, and the log sum exp of the tokens.
   template <int kTokens>
   __device__ __forceinline__ float weigh(int token, int k, int expert, float logit,
                                          const float (&greatest)[kTokens],
@@ -322,7 +321,7 @@ class LogitChooser {
     constexpr int kTokenLanes = kThreadsPerWarp / kTokens;
     const int scoring = params_.scoring;
     const bool present = k < params_.top_k;
-    // A choice that is not the logit, or that may stand for a NaN.
+    // The choice may differ from the logit, or may stand for a NaN.
     if (biased() || __any_sync(kFullWarp, present && logit == -INFINITY)) {
       if (present) {
         logit = to_float(params_.logits, token * params_.logits_stride + expert, params_.dtype);
@@ -352,7 +351,8 @@ class LogitChooser {
 #pragma unroll
         for (int b = 0; b < kTokens; ++b)
           any_nan |= has_nan(logits[b], mosts[b]) && b == lane_index() / kTokenLanes;
-        // An infinity is the result, unless there is a NaN: the sum of differences to it is a NaN.
+        // An infinity is the result, unless there is a NaN: the sum of differences to it would be
+        // NaN.
         const float lse = isinf(most) && !any_nan ? most : most + log2f(sum) * kLn2;
         if (k == 0) params_.lse[token] = lse;
       }
@@ -373,7 +373,7 @@ class LogitChooser {
     return score * params_.scale;
   }
 
-  // That of this lane's token.
+  // The value of this lane's token.
   template <int kTokens>
   static __device__ __forceinline__ float pick(const float (&values)[kTokens]) {
     const int row = lane_index() / (kThreadsPerWarp / kTokens);
@@ -383,9 +383,9 @@ class LogitChooser {
     return mine;
   }
 
-  // Sums over all lanes, of which a lane gets that of its token: the halves of the warp send each
-  // other what they have of the tokens that they do not keep. The same additions, in the same
-  // order, whatever the number of tokens.
+  // Sums over all lanes for each token; a lane gets that of its token. The halves of the warp
+  // exchange their values of the tokens that they do not keep. The additions and their order are
+  // the same for any number of tokens.
   template <int kTokens>
   static __device__ __forceinline__ float sum_each(float (&values)[kTokens]) {
     int mask = kThreadsPerWarp / 2;
@@ -402,7 +402,7 @@ class LogitChooser {
     return sum_of_lanes<kThreadsPerWarp / kTokens>(values[0]);
   }
 
-  // Whether there is a NaN among a token's logits, asked only where `most` is an infinity.
+  // Whether there is a NaN among a token's logits. It only matters if `most` is infinite.
   static __device__ __forceinline__ bool has_nan(const float (&logits)[kPerLane], float most) {
     if (!isinf(most)) return false;
     bool any = false;
@@ -422,7 +422,7 @@ class LogitChooser {
   uint32_t* scratch_;
 };
 
-// Takes the choice that was given: as many tokens at a time as have their pairs in 32 lanes.
+// Takes the given choice: as many tokens at a time as have their pairs in 32 lanes.
 class GivenChooser {
  public:
   static constexpr int kThreads = 1024;
@@ -492,7 +492,7 @@ class GivenChooser {
   }
 
   const Params& params_;
-  const int row_;  // which of the tokens taken at a time is this lane's
+  const int row_;  // index of this lane's token among those taken at a time
   const int k_;
 };
 

@@ -1,5 +1,5 @@
-// Routing on a GPU, one implementation for all of them: which kernels serve a problem, and with
-// what parameters they are launched.
+// Routing on a GPU. One implementation serves all GPUs: which kernels serve a problem, and the
+// parameters of their launches.
 #include <algorithm>
 #include <climits>
 
@@ -27,13 +27,13 @@ const Entry* const kEntries[] = {
 };
 
 constexpr int kWarpThreads = 32;
-// Tokens of one launch: what its one block, or its cluster's, can do in about the time of another
-// launch.
+// Upper bound on the tokens of a single launch: as many as its block, or its cluster's blocks, can
+// do in about the time of another launch.
 constexpr int64_t kOnceTokens = 32;
-constexpr int64_t kOnceTokensOfCluster = 32;  // and block
-constexpr int64_t kOnceTokensOfBlock = 16;    // above which there are more blocks
+constexpr int64_t kOnceTokensOfCluster = 32;  // per block
+constexpr int64_t kOnceTokensOfBlock = 16;    // above this there are more blocks
 constexpr int64_t kListPairs = 8192;
-constexpr double kMicroseconds = 5;  // nobody chooses by it
+constexpr double kMicroseconds = 5;  // no choice depends on it
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -69,10 +69,10 @@ SharedShape shared_shape(const MoeRouteProblem& p, int warps, int cluster, int64
           keeps_list(p, block_tokens)};
 }
 
-// Warps of a block, as many as have tokens, of those that shared memory has room for; 0: for none.
+// Warps per block: enough for its tokens, as far as shared memory has room. 0: no room for any.
 int warps_of_block(const MoeRouteProblem& p, const Entry& entry, bool once, int cluster,
                    int64_t block_tokens) {
-  // Threads for experts' counts are wanted, too.
+  // Threads that count experts are needed, too.
   constexpr int64_t kWarpsForExperts = 8;
   const int64_t counted = p.experts + 1 + std::min<int64_t>(kMaxFewPairs, p.tokens * p.top_k);
   const int64_t for_experts = std::min(kWarpsForExperts, ceil_div(counted, kWarpThreads));
@@ -85,8 +85,8 @@ int warps_of_block(const MoeRouteProblem& p, const Entry& entry, bool once, int 
   return warps;
 }
 
-// Allows clusters of the largest blocks, and finds out which can run; divides shared memory as
-// those who come next want it.
+// Allows clusters of the largest blocks, and records which can run. Also sets the split of shared
+// memory that the next kernels want.
 cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFacts&,
                            const cudaFuncAttributes& attributes, bool first) {
   const Entry& entry = static_cast<const Entry&>(kernel);
@@ -101,8 +101,9 @@ cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFact
     }
     return cudaSuccess;
   }
-  // A layer's next kernel comes while this one is there, and wants all the shared memory of a
-  // multiprocessor: divided otherwise, that of this one would not take its block.
+  // A layer's next kernel arrives while this one is running, and wants all the shared memory of a
+  // multiprocessor. With another split, a multiprocessor that runs this kernel could not take the
+  // next one's block.
   cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributePreferredSharedMemoryCarveout,
                            cudaSharedmemCarveoutMaxShared);
@@ -121,7 +122,7 @@ cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFact
     config.gridDim = dim3(static_cast<unsigned>(cluster));
     int resident = 0;
     if (cudaOccupancyMaxActiveClusters(&resident, kernel.function, &config) != cudaSuccess) {
-      cudaGetLastError();  // too large a cluster for this device
+      cudaGetLastError();  // the cluster is too large for this device
       continue;
     }
     if (resident > 0) most = cluster;
@@ -129,7 +130,7 @@ cudaError_t allow_clusters(const Kernel& kernel, int device_id, const DeviceFact
   return cudaSuccess;
 }
 
-// Blocks that route so few tokens together, in one launch; 0: two launches are better.
+// Blocks that together route so few tokens in one launch; 0: two launches are better.
 int blocks_of_once(const MoeRouteProblem& p, const Entry& entry, int most_blocks) {
   const int64_t most_tokens = most_blocks == 1 ? kOnceTokens : kOnceTokensOfCluster * most_blocks;
   if (p.tokens > most_tokens * warp_step(p)) return 0;
@@ -138,7 +139,7 @@ int blocks_of_once(const MoeRouteProblem& p, const Entry& entry, int most_blocks
   return warps_of_block(p, entry, true, blocks, ceil_div(p.tokens, blocks)) > 0 ? blocks : 0;
 }
 
-// Tokens of one warp, of so many that share a block's.
+// Tokens per warp if `warps` warps share those of a block.
 int64_t warp_tokens(const MoeRouteProblem& p, int64_t block_tokens, int64_t warps) {
   const int64_t step = warp_step(p);
   return ceil_div(ceil_div(block_tokens, step), warps) * step;
@@ -173,7 +174,7 @@ flashmoe_status plan(const MoeRouteProblem& problem, Plan* plan, const Reason& r
   const int64_t block_tokens = ceil_div(problem.tokens, facts->multiprocessors);
   const int64_t blocks = ceil_div(problem.tokens, block_tokens);
   const int warps = warps_of_block(problem, entry, false, 1, block_tokens);
-  // A warp adds its share to the number of its first token, which may be the last, in 32 bits.
+  // A warp adds its share to the index of its first token, possibly the last one, in 32 bits.
   const int64_t most_tokens = INT_MAX - warp_tokens(problem, block_tokens, warps);
   if (problem.tokens > most_tokens) {
     return reason.refuse(
@@ -194,7 +195,7 @@ flashmoe_status plan(const MoeRouteProblem& problem, Plan* plan, const Reason& r
   return FLASHMOE_OK;
 }
 
-// Whether rows can be loaded in vectors of 16 bytes: then in shorter ones, too.
+// Whether rows can be loaded in vectors of 16 bytes, and thus also in shorter ones.
 bool loads_vectors(const MoeRouteProblem& p) {
   constexpr uintptr_t kVectorBytes = 16;
   const auto row_bytes = static_cast<uintptr_t>(p.logits_stride * dtype_bytes(p.logits_dtype));
@@ -271,7 +272,7 @@ flashmoe_status launch(const MoeRouteProblem& problem, const Plan& plan, void* w
 
 namespace flashmoe {
 
-// Named as the oldest GPU family: routing is the same on all.
+// Routing has the name of the oldest GPU family because it is the same on all GPUs.
 const MoeRouteFamily kCudaMoeRoute = {"sm89", FLASHMOE_DEVICE_CUDA, &moe_route::plan,
                                       &moe_route::launch};
 

@@ -1,5 +1,4 @@
-// Routing by ids that are given, and the second launch, which is the same however experts were
-// chosen.
+// Routing by given ids, and the second launch, which does not depend on how experts were chosen.
 #include "cuda/moe/route/entry.h"
 #include "cuda/moe/route/place.cuh"
 #include "cuda/moe/route/route.cuh"

@@ -1,5 +1,5 @@
-// What orders the experts of a token: the choice, then the lower expert. A key is greater than
-// another exactly if its expert comes before the other's, and no two are alike; 0 is none.
+// The order of a token's experts: by choice, then the lower expert first. A key is greater than
+// another exactly if its expert comes first, and no two are equal. 0 means no key.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace flashmoe::moe_route {
 
 inline constexpr uint32_t kLastExpert = 1023;
 
-// NaN is last, as -inf is, and -0 is 0.
+// NaN is last, like -inf, and -0 equals 0.
 __device__ __forceinline__ float canonical(float choice) { return fmaxf(choice, -INFINITY) + 0.0f; }
 
-// Bits that order as their floats do. Above 0, unless of a NaN.
+// Bits with the order of their floats. Above 0, except for a NaN.
 __device__ __forceinline__ uint32_t ordered_bits(float value) {
   const auto bits = static_cast<int32_t>(__float_as_uint(value));
   return static_cast<uint32_t>(bits ^ ((bits >> 31) | INT32_MIN));
@@ -25,10 +25,10 @@ __device__ __forceinline__ float value_of_ordered_bits(uint32_t ordered) {
   return __uint_as_float(static_cast<uint32_t>(bits ^ (~(bits >> 31) | INT32_MIN)));
 }
 
-// For choices that are 16-bit floats: as fp32 they leave the low 13 bits 0, where the expert goes.
+// For choices that are 16-bit floats: as fp32 their low 13 bits are 0, and hold the expert.
 struct Key32 {
   using Type = uint32_t;
-  static constexpr int kVector = 8;  // logits loaded at a time
+  static constexpr int kVector = 8;  // logits per load
   static constexpr bool kAnyChoice = false;
 
   static __device__ __forceinline__ Type of(float choice, int expert) {
@@ -42,7 +42,7 @@ struct Key32 {
     return static_cast<int>(kLastExpert - (key & kLastExpert));
   }
   static __device__ __forceinline__ float choice(Type key) {
-    // Of a negative float all bits are turned around, the zeros at the end too.
+    // The bits of a negative float are all inverted, including the zeros at the end.
     const uint32_t bits = key & ~kLastExpert;
     return value_of_ordered_bits(static_cast<int32_t>(key) < 0 ? bits : bits | kLastExpert);
   }
@@ -58,7 +58,7 @@ struct Key64 {
     return Type{ordered_bits(canonical(choice))} << 32 |
            (kLastExpert - static_cast<uint32_t>(expert));
   }
-  // Of an expert that may not be chosen: only those of no token at all come behind.
+  // The key of an expert that must not be chosen. Only the absence of a key comes after it.
   static __device__ __forceinline__ Type excluded(int expert) {
     return kLastExpert - static_cast<uint32_t>(expert);
   }
@@ -84,8 +84,8 @@ __device__ __forceinline__ void put_in_order(Type& first, Type& second) {
   first = greater;
 }
 
-// Batcher's odd-even merge sort, greatest first. Recursive, since nested loops of such bounds would
-// not be unrolled, and the keys not be registers.
+// Batcher's odd-even merge sort, greatest first. It is recursive because nested loops with such
+// bounds would not be unrolled, and the keys would not be in registers.
 template <int kFirst, int kCount, int kStep, int kAll, class Type>
 __device__ __forceinline__ void merge(Type (&keys)[kAll]) {
   if constexpr (2 * kStep < kCount) {

@@ -1,13 +1,13 @@
-// The second launch of routing: from ranks within the blocks of the first to slots.
+// The second launch of routing: turns ranks within the blocks of the first launch into slots.
 #pragma once
 
 #include "cuda/moe/route/route.cuh"
 
 namespace flashmoe::moe_route {
 
-inline constexpr int kMostParts = 32;  // of the rows of the histograms, added up side by side
+inline constexpr int kMostParts = 32;  // of the histograms' rows, added up in parallel
 
-// Shared memory: first the parts' sums of all rows of the histograms, and of those before this
+// Shared memory: first the parts' sums over all rows of the histograms, and over those before this
 // block's; then this block's pairs in the order of their slots, if they fit.
 struct PartialSums {
   int4 all[kPlaceThreads];     // [parts, quads of experts]
@@ -53,10 +53,10 @@ __device__ __forceinline__ void add_histograms(const Params& params, PartialSums
   sums.before[thread_index()] = before;
 }
 
-// What this thread's expert has: there are not more experts than threads.
+// The sums of this thread's expert: there are no more experts than threads.
 struct ExpertSums {
   int all;     // pairs of all blocks
-  int before;  // of the blocks before this one
+  int before;  // pairs of earlier blocks
 };
 
 __device__ __forceinline__ ExpertSums sums_of_expert(const Params& params, const PartialSums& sums,
@@ -78,14 +78,14 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
     route_place_kernel(const __grid_constant__ Params params) {
   __shared__ PlaceShared shared;
   __shared__ int2 begins[kLastExpert + 1];  // of an expert's pairs here: first slot, place in order
-  __shared__ int used;                      // pairs with an expert: of all blocks
-  __shared__ int own;                       // and of this one
+  __shared__ int used;                      // pairs with an expert, of all blocks
+  __shared__ int own;                       // the same, of this block
   begin_after_dependencies();
   const Tokens tokens = Tokens::of_block(params);
   const int quads = params.histogram_stride / kHistogramColumns;
   const int parts = min(kMostParts, thread_count() / quads);
 
-  // The first of this block's pairs are on their way while histograms are added up.
+  // The loads of this block's first pairs are in flight while histograms are added up.
   constexpr int kEarly = 2;
   const int first = tokens.first * params.top_k;
   const int end = tokens.end * params.top_k;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
     put(pair, params.ids[pair], params.slots[pair]);
   }
   if (sorts) {
-    // Neighbours in this order mostly have neighbouring slots, and so go to memory together.
+    // Neighbours in this order mostly have neighbouring slots, and are stored together.
     __syncthreads();
     for (int i = thread_index(); i < own; i += thread_count()) {
       params.pairs[shared.sorted.slots[i]] = shared.sorted.pairs[i];

@@ -1,20 +1,20 @@
 // Routing: the experts of each token, and the order of all pairs by expert.
 //
-//   logits [T, E], or given ids  ->  ids, weights [T, K], offsets [E + 1], pairs [T * K], slots [T,
-//   K]
+//   logits [T, E], or given ids
+//     ->  ids, weights [T, K], offsets [E + 1], pairs [T * K], slots [T, K]
 //
-// The order is a counting sort, stable without atomics. Tokens are split among blocks, and a
-// block's among its warps, in order. A warp goes through its tokens one by one, counts pairs of
-// each expert in shared memory, and so knows each pair's rank among the warp's own. The slot of a
-// pair is then
+// The order is a counting sort, stable without atomics. Tokens are split among blocks, and those of
+// a block among its warps, in order. A warp takes its tokens one by one and counts the pairs of
+// each expert in shared memory. So it knows each pair's rank among its own. The slot of a pair is
+// then
 //
-//   offset of the expert + pairs of it in blocks before + in warps before + rank in the warp
+//   offset of the expert + its pairs in earlier blocks + in earlier warps + rank in the warp
 //
-// Few tokens: one launch of one block, or of a cluster whose blocks tell each other their counts
-// (route_once_kernel). More: the first launch leaves ranks within the block and the block's counts
-// in global memory (route_choose_kernel); in the second each block adds up the counts of all, a
-// matrix of as many rows as the GPU has multiprocessors, and finishes the slots of its own pairs
-// (route_place_kernel).
+// With few tokens there is one launch of one block, or of a cluster whose blocks exchange their
+// counts (route_once_kernel). With more, the first launch leaves ranks within the block and the
+// block's counts in global memory (route_choose_kernel). In the second launch each block adds up
+// all counts, a matrix with as many rows as the GPU has multiprocessors, and finishes the slots of
+// its own pairs (route_place_kernel).
 #pragma once
 
 #include "cuda/moe/route/choose.cuh"
@@ -26,13 +26,13 @@
 
 namespace flashmoe::moe_route {
 
-// Tokens from `first` to the one before `end`.
+// Tokens from `first` to before `end`.
 struct Tokens {
   int first;
   int end;
 
   static __device__ __forceinline__ Tokens of_block(const Params& params) {
-    // 64 bits: blocks past the last token may exist.
+    // 64 bits, because there may be blocks past the last token.
     const int64_t first = int64_t{params.block_tokens} * blockIdx.x;
     const int64_t end = first + params.block_tokens;
     const int64_t all = params.tokens;
@@ -53,7 +53,7 @@ struct Shared {
   int32_t* base;      // once: [experts]: first slot of this block's pairs
   uint32_t* scratch;  // [warps, scratch_words]
 
-  // Words of the list: a multiple of 4, which are read at a time.
+  // Words of the list: a multiple of 4, because 4 are read at a time.
   static __host__ __device__ int list_words(int block_tokens, int top_k) {
     return (block_tokens * top_k + 3) / 4 * 4;
   }
@@ -86,14 +86,14 @@ struct Shared {
 inline constexpr uint32_t kExpertBits = 10;
 inline constexpr uint32_t kNoExpert = 0xffffffffu;
 
-// What the list has of a pair.
+// The list's entry of a pair.
 __device__ __forceinline__ uint32_t list_entry(int expert, int rank) {
   if (expert < 0) return kNoExpert;
   return static_cast<uint32_t>(rank) << kExpertBits | static_cast<uint32_t>(expert);
 }
 
-// The rank of a lane's pair among the warp's pairs of its expert. Pairs of a step are in the order
-// of lanes. `distinct`: no two lanes have the same expert.
+// The rank of a lane's pair among the warp's pairs of its expert. Pairs of a step are ordered by
+// lane. `distinct`: no two lanes have the same expert.
 __device__ __forceinline__ int count_pair(int32_t* counts, int expert, bool distinct) {
   int rank = 0;
   if (distinct) {
@@ -112,8 +112,8 @@ __device__ __forceinline__ int count_pair(int32_t* counts, int expert, bool dist
   return rank;
 }
 
-// Chooses for all tokens of this warp: ids, weights, lse; and put(pair, expert, distinct), called
-// by all lanes together, those without a pair with a negative one.
+// Chooses for all tokens of this warp: ids, weights, lse. All lanes together call put(pair, expert,
+// distinct), with a negative pair in lanes without one.
 template <bool kMany, class Chooser, class Put>
 __device__ __forceinline__ void choose_tokens(const Params& params, const Tokens& tokens,
                                               uint32_t* scratch, Put put) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void choose_tokens(const Params& params, const Tokens
                                  });
 }
 
-// Makes counts[warp][expert] those of the warps before. Returns the sum over all warps.
+// Replaces counts[warp][expert] by the counts of earlier warps. Returns the sum over all warps.
 __device__ __forceinline__ int sum_over_warps(int32_t* counts, int experts, int warps, int expert) {
   int sum = 0;
 #pragma unroll 4
@@ -142,7 +142,7 @@ __device__ __forceinline__ int sum_over_warps(int32_t* counts, int experts, int 
   return sum;
 }
 
-// Sums over the threads up to this one, of several values at once.
+// Inclusive sums over the threads of a warp, of several values at once.
 template <int kValues>
 __device__ __forceinline__ void inclusive_warp_sums(int (&values)[kValues]) {
 #pragma unroll
@@ -155,7 +155,7 @@ __device__ __forceinline__ void inclusive_warp_sums(int (&values)[kValues]) {
   }
 }
 
-// The sums of the values of the threads before this one. All threads of the block call it, once.
+// Sums of the values of earlier threads. All threads of the block call it, once.
 template <int kValues>
 __device__ __forceinline__ void exclusive_block_sums(int (&values)[kValues]) {
   __shared__ int of_warps[kThreadsPerWarp][kValues];
@@ -182,9 +182,9 @@ __device__ __forceinline__ void exclusive_block_sums(int (&values)[kValues]) {
   }
 }
 
-// From total(expert), the pairs of an expert in all blocks, to begin(expert, offset), called by the
-// thread that asked for that total; a thread has so many experts. Returns the number of pairs with
-// an expert. All threads of the block call it.
+// Scans total(expert), the pairs of an expert in all blocks, and calls begin(expert, offset) in the
+// thread that called that total. A thread has `thread_experts` experts. Returns the number of pairs
+// with an expert. All threads of the block call it.
 template <class Total, class Begin>
 __device__ __forceinline__ int scan_experts(int experts, int thread_experts, Total total,
                                             Begin begin) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ int scan_experts(int experts, int thread_experts, Tot
   return all;
 }
 
-// Pairs behind the last one with an expert: none.
+// Clears the pairs after the last one with an expert.
 __device__ __forceinline__ void clear_rest(const Params& params, int used, int block, int blocks) {
   const int64_t pairs = int64_t{params.tokens} * params.top_k;
   const int64_t step = int64_t{blocks} * thread_count();
@@ -222,8 +222,8 @@ __device__ __forceinline__ void begin_after_dependencies() {
 #endif
 }
 
-// What the list has of each of few pairs: no two are alike, and they are in the order of slots.
-// Those without an expert come behind all others.
+// The list's entry of a pair if pairs are few. No two are equal, and they are in the order of
+// slots. Pairs without an expert come after all others.
 __device__ __forceinline__ uint32_t few_entry(int expert, int pair) {
   static_assert(kMaxFewPairs <= 1 << kExpertBits);
   const uint32_t first =
@@ -231,7 +231,8 @@ __device__ __forceinline__ uint32_t few_entry(int expert, int pair) {
   return first + static_cast<uint32_t>(pair);
 }
 
-// The order of few pairs: each is compared with all, as is the first that each expert could have.
+// Orders few pairs. Each is compared with all; so is the first possible pair of each expert, for
+// its offset.
 __device__ __forceinline__ void place_few(const Params& params, const Shared& shared) {
   const int pairs = params.tokens * params.top_k;
   const int quads = Shared::list_words(params.tokens, params.top_k) / 4;
@@ -259,7 +260,7 @@ __device__ __forceinline__ void place_few(const Params& params, const Shared& sh
   }
 }
 
-// Tells every block of the cluster this block's counts.
+// Sends this block's counts to every block of the cluster.
 __device__ __forceinline__ void exchange_counts(const Params& params, const Shared& shared,
                                                 int rank) {
   for (int expert = thread_index(); expert < params.experts; expert += thread_count()) {
@@ -278,8 +279,8 @@ __device__ __forceinline__ void exchange_counts(const Params& params, const Shar
   }
 }
 
-// All that this block's, and the cluster's other blocks', pairs have of each expert becomes the
-// offsets, and where this block's begin. Returns the number of pairs with an expert.
+// Turns the counts of each expert, from all blocks of the cluster, into the offsets and into the
+// first slots of this block's pairs. Returns the number of pairs with an expert.
 __device__ __forceinline__ int scan_exchanged(const Params& params, const Shared& shared,
                                               int rank) {
   const auto total = [&](int expert) {
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(Chooser::kThreads, 1)
   });
   __syncthreads();
 #if __CUDA_ARCH__ >= 900
-  if (params.cluster > 1) ptx::cluster_wait();  // the others have begun
+  if (params.cluster > 1) ptx::cluster_wait();  // the other blocks have begun
 #endif
   exchange_counts(params, shared, rank);
 #if __CUDA_ARCH__ >= 900
@@ -363,7 +364,7 @@ __global__ void __launch_bounds__(Chooser::kThreads, 1)
   clear_rest(params, used, rank, params.cluster);
 }
 
-// The first of two launches: slots hold ranks in the block.
+// The first of two launches: slots hold ranks within the block.
 template <class Chooser>
 __global__ void __launch_bounds__(Chooser::kThreads, 1)
     route_choose_kernel(const __grid_constant__ Params params) {

@@ -1,4 +1,4 @@
-// Gradients of routing on a GPU: one kernel for all of them.
+// Gradients of routing on a GPU: one kernel serves all GPUs.
 #include <algorithm>
 
 #include "core/backends.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = kWarps * 32;
 constexpr int64_t kBlocksPerMultiprocessor = 12;
-constexpr double kMicroseconds = 4;  // nobody chooses by it
+constexpr double kMicroseconds = 4;  // no choice depends on it
 
 int columns_of(const MoeRouteBackwardProblem& p) { return p.given ? p.top_k : p.experts; }
 
@@ -58,7 +58,7 @@ flashmoe_status launch(const MoeRouteBackwardProblem& p, const Plan& plan, void*
 
 namespace flashmoe {
 
-// Named as the oldest GPU family: it is the same on all.
+// It has the name of the oldest GPU family because it is the same on all GPUs.
 const MoeRouteBackwardFamily kCudaMoeRouteBackward = {
     "sm89", FLASHMOE_DEVICE_CUDA, &moe_route_backward::plan, &moe_route_backward::launch};
 

@@ -5,9 +5,9 @@
 
 namespace flashmoe::moe_route_backward {
 
-inline constexpr int kWarps = 4;  // of a block, a token each
+inline constexpr int kWarps = 4;  // per block, one token each
 
-// Rows of the caller's, `stride` elements apart. `dtype` is a flashmoe::Dtype.
+// Rows of the caller, `stride` elements apart. `dtype` is a flashmoe::Dtype.
 struct Rows {
   void* data;
   int64_t stride;
@@ -19,7 +19,7 @@ struct Params {
   const int32_t* ids;     // [tokens, top_k]
   const float* dlse;      // [tokens] or nullptr
   Rows scores;            // logits [tokens, columns], or given weights; read
-  Rows dscores;           // of that shape; written
+  Rows dscores;           // the same shape; written
   int64_t tokens;
   int32_t columns;
   int32_t top_k;

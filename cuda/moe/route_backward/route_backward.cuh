@@ -1,17 +1,17 @@
-// Gradients of routing. With scores s and weights w = scale s / D, D their sum with `renormalize`
-// and else 1:
+// Gradients of routing. Scores are s, and weights w = scale s / D. D is the sum of s with
+// `renormalize`, and 1 otherwise:
 //
 //   ds_k = scale / D (dw_k - [renormalize] sum of dw_j s_j / D)
 //   SOFTMAX        dlogit_e = p_e ([e is chosen] ds - sum of ds_k p_k)     p the softmax
 //   TOPK_SOFTMAX   the same among the chosen
 //   SIGMOID        dlogit_e = [e is chosen] ds s (1 - s)
 //
-// and dlse p_e in any case.
+// plus dlse p_e in any case.
 //
-// A warp has a token: its logits, and then their gradients, are a row of shared memory, read and
-// written by neighbouring lanes; lane k has the k-th of the chosen experts. Sums run over lanes by
-// halves, always in the same order. What little is between is fp32, but for the K scores: of these
-// sums cancel, and are taken in fp64.
+// A warp has a token. Its logits, and then their gradients, are a row of shared memory that
+// neighbouring lanes read and write; lane k has the k-th chosen expert. Sums over lanes are trees
+// in a fixed order. Intermediate values are fp32, except the K scores: their sums cancel, and are
+// fp64.
 #pragma once
 
 #include "core/ops/moe/problem.h"
@@ -72,7 +72,7 @@ class Token {
   __device__ __forceinline__ Token(const Params& params, int64_t token, float* row)
       : p_(params), token_(token), row_(row), lane_(lane_index()) {
     if (lane_ < p_.top_k) id_ = p_.ids[token_ * p_.top_k + lane_];
-    // Of what another routing wrote there may be ids that are none of these logits.
+    // If another routing wrote the ids, some may be none of these logits.
     is_expert_ = id_ >= 0 && (p_.given != 0 || id_ < p_.columns);
   }
 
@@ -101,7 +101,7 @@ class Token {
     return p_.scoring == FLASHMOE_MOE_SOFTMAX || p_.dlse != nullptr;
   }
 
-  // The scores of the chosen, and in row_ the softmax of all if it is needed.
+  // Computes the scores of the chosen experts, and in row_ the softmax of all if it is needed.
   __device__ __forceinline__ void score() {
     const float logit = is_expert_ ? row_[id_] : -kInfinity;
     __syncwarp();
@@ -139,7 +139,7 @@ class Token {
     if (p_.renormalize != 0) {
       const double sum = sum_of_lanes(score_);
       const double product = sum_of_lanes(dscore_ * score_);
-      // The sum that the forward divides by is one of fp32.
+      // The forward divides by an fp32 sum.
       if (static_cast<float>(sum) != 0.0f) {
         divisor = sum;
         mean = product / sum;
@@ -156,7 +156,8 @@ class Token {
       if (p_.dlse != nullptr) through_softmax += static_cast<double>(p_.dlse[token_]);
       const auto factor = static_cast<float>(through_softmax);
       for (int e = lane_; e < p_.columns; e += kThreadsPerWarp) row_[e] *= factor;
-      // Of a chosen expert both terms at once: where it has nearly all of the softmax they cancel.
+      // Adds both terms of a chosen expert at once: they cancel if it has nearly all of the
+      // softmax.
       if (is_expert_ && p_.scoring == FLASHMOE_MOE_SOFTMAX) through_ = through_softmax;
     } else {
       for (int e = lane_; e < p_.columns; e += kThreadsPerWarp) row_[e] = 0.0f;
@@ -166,8 +167,8 @@ class Token {
     const double gradient = slope * (dscore_ - common);
     const double both = score_ * through_ + gradient;
     __syncwarp();
-    // In the order of k, by the lane that has the expert's place: ids of another routing may
-    // repeat.
+    // Goes in the order of k. The lane that owns an expert's place writes it: ids of another
+    // routing may repeat.
     for (int k = 0; k < p_.top_k; ++k) {
       const int id = __shfl_sync(kFullWarp, is_expert_ ? id_ : -1, k);
       const bool repeats = __any_sync(kFullWarp, lane_ < k && is_expert_ && id_ == id);
