@@ -10,9 +10,9 @@ struct Entry : Kernel {
   Dtype dtype;
   bool gated;
   bool transposed;
-  int tile_rows;    // of the weights, gate and up counted both
-  int out_rows;     // of them, columns of the output
-  int tile_tokens;  // at most
+  int tile_rows;    // rows of the weights, gate and up both counted
+  int out_rows;     // the tile's columns of the output
+  int tile_tokens;  // upper bound
   int stages;
   int threads;
   int blocks_per_sm;

@@ -1,11 +1,11 @@
-// From accumulators to rows of the output: weights of pairs, biases, the activation, transposition
-// and stores.
+// The epilogue, from accumulators to rows of the output: weights of pairs, biases, the activation,
+// transposition and stores.
 //
 // A thread's accumulators are of two neighbouring tokens and of rows g and g + 8 of a fragment, g =
-// lane / 4: of a gate and an up those of the same output. Their results are packed in pairs of
-// tokens, transposed by movmatrix, and are then of one token and two neighbouring rows of each of
-// four blocks. With weights whose columns are contiguous these eight are neighbours in memory,
-// thanks to the order of the rows in the tile; with transposed weights four lanes exchange them.
+// lane / 4: a gate and an up of the same output. The results are packed in pairs of tokens and
+// transposed by movmatrix. They are then of one token and two neighbouring rows of each of four
+// blocks. If columns of the weights are contiguous, these eight are neighbours in memory because of
+// the order of the rows in the tile; with transposed weights four lanes exchange them.
 #pragma once
 
 #include "cuda/moe/sm89/params.h"
@@ -18,13 +18,13 @@
 
 namespace flashmoe::moe::sm89 {
 
-inline constexpr int kBlocks = 4;  // of 8 rows, that a thread has pairs of
+inline constexpr int kBlocks = 4;  // blocks of 8 rows of which a thread has pairs
 
 template <class Traits>
 class Epilogue {
   using Element = typename Traits::Element;
   using Numeric = numeric::ElementTraits<Element>;
-  static constexpr int kGroups = Traits::kGated ? 1 : 2;  // of 32 rows of the output, of a warp
+  static constexpr int kGroups = Traits::kGated ? 1 : 2;  // groups of 32 output rows, per warp
   static constexpr int kTerms = 2 * Traits::kRowFragments;
 
  public:
@@ -35,7 +35,7 @@ class Epilogue {
         interleaved_(Traits::kGated && Traits::kTransposed && params.interleaved),
         first_(tile.weight_tile * Traits::kOutRows + warp_m * Traits::kWarpOutRows) {}
 
-  // All accumulators of a warp, whose first token is `token` of the tile.
+  // Stores all accumulators of a warp. Its first token is `token` of the tile.
   template <int kTokenFragments>
   __device__ __forceinline__ void store_all(float (&d)[kTokenFragments][Traits::kRowFragments][4],
                                             int token) {
@@ -45,8 +45,8 @@ class Epilogue {
       return;
     }
     read_biases();
-    // One copy of the code, past which the accumulators move: a copy for each of them would be
-    // fetched from farther than it takes to run.
+    // There is one copy of the code, and the accumulators move past it: the fetch of a copy for
+    // each of them would take longer than running it.
 #pragma unroll 1
     for (int n = 0; n < kTokenFragments; ++n) {
       store(d[0], token + 8 * n);
@@ -62,7 +62,7 @@ class Epilogue {
   }
 
  private:
-  // What most layers have: SwiGLU, or nothing at all, on the products as they are.
+  // Whether this is the common case: SwiGLU or nothing, on the products as they are.
   __device__ __forceinline__ bool is_bare() const {
     const bool plain = params_.pair_weights == nullptr && params_.pre_activation == nullptr &&
                        params_.bias[0].data == nullptr && params_.bias[1].data == nullptr;
@@ -104,14 +104,14 @@ class Epilogue {
     }
   }
 
-  // The accumulators of eight tokens from `token` of the tile on.
+  // Stores the accumulators of eight tokens from `token` of the tile on.
   __device__ __forceinline__ void store(const float (&d)[Traits::kRowFragments][4], int token) {
     float factor[2] = {1.0f, 1.0f};
     if (params_.pair_weights != nullptr) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) factor[e] = pair_weight(token + 2 * (lane_ % 4) + e);
     }
-    // [0]: results, or what they are made of: the gate; [1] the up.
+    // [0]: results, or the gate that they are computed from; [1]: the up.
     float z[2][Traits::kRowFragments][2];  // [half][fragment][token]
 #pragma unroll
     for (int m = 0; m < Traits::kRowFragments; ++m) {
@@ -163,7 +163,7 @@ class Epilogue {
     }
   }
 
-  // fp32, or to be added to what is there: element by element, as the accumulators have them.
+  // For fp32 or accumulated outputs: stores element by element in the order of the accumulators.
   __device__ __forceinline__ void store_or_add(const float (&z)[2][Traits::kRowFragments][2],
                                                int token) const {
 #pragma unroll
@@ -189,8 +189,8 @@ class Epilogue {
     }
   }
 
-  // The row of the output, from first_ on, of a fragment's accumulators d[2 half] and d[2 half +
-  // 1].
+  // The row of the output, counted from first_, of a fragment's accumulators d[2 half] and d[2 half
+  // + 1].
   __device__ __forceinline__ int row_of(int fragment, int half) const {
     const int g = lane_ / 4;
     if constexpr (Traits::kGated) {
@@ -227,7 +227,7 @@ class Epilogue {
   }
 
   // Columns of an interleaved tile alternate: lanes of even g have two gates, those of odd g two
-  // ups. Each gives one away.
+  // ups. Each lane passes one on.
   __device__ __forceinline__ void pair_up(float (&value)[2][2]) const {
     const bool odd = lane_ / 4 % 2 != 0;
 #pragma unroll
@@ -242,7 +242,7 @@ class Epilogue {
            (tile_.first_row + row) * params_.out_stride;
   }
 
-  // 32 rows from `group` times as many on, of one token.
+  // Stores 32 rows of one token, from row 32 * `group` on.
   __device__ __forceinline__ void store_words(uint32_t (&words)[kBlocks], uint16_t* out, int group,
                                               bool stores) const {
 #pragma unroll
@@ -303,7 +303,7 @@ class Epilogue {
   const Tile& tile_;
   int lane_;
   bool interleaved_;
-  int first_;  // row of the output of the warp's first
+  int first_;  // the warp's first row of the output
   float bias_[kTerms];
 };
 

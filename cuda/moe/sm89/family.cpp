@@ -1,5 +1,5 @@
-// The sm_89 family, which serves every layer and grouped product: with which kernels, and with what
-// parameters they are launched.
+// The sm_89 family, which serves every layer and grouped product: its kernels, and the parameters
+// of their launches.
 #include <algorithm>
 #include <climits>
 
@@ -27,11 +27,11 @@ const Entry* const kEntries[] = {
 };
 
 constexpr int64_t kWorkspaceAlignment = 256;
-// The kernels number columns in 32 bits, twice as many where those of gate and up alternate, and
-// round them up to tiles; and cut sums of token tiles to as many as this.
+// Limits of the kernels. They number columns in 32 bits, twice as many if those of gate and up
+// alternate, and round them up to tiles. They clamp sums of token tiles to this number.
 constexpr int64_t kMostColumns = int64_t{1} << 30;
 constexpr int64_t kMostTokenTiles = int64_t{1} << 30;
-// Rows of x they count in pieces of 16 bytes, in 32 bits.
+// The kernels count rows of x in pieces of 16 bytes, in 32 bits.
 constexpr int64_t kMostElementsOfX = (int64_t{1} << 32) * 8 - 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
@@ -47,7 +47,7 @@ const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
 
 }  // namespace
 
-// As many blocks as run at once, or as there can be tiles.
+// Plans as many blocks as run at once, or as there can be tiles.
 flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dtype dtype,
                             bool gated, bool transposed, const Names& names, const Extents& extents,
                             int experts, Plan* plan, const Reason& reason) {
@@ -72,7 +72,7 @@ flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dt
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, device.device_id, facts, &arch, reason));
-  // A tile that is not full is its expert's last.
+  // A tile that is not full is its expert's last one.
   const int64_t token_tiles = extents.experts * (extents.rows / entry->tile_tokens) +
                               std::min<int64_t>(experts, extents.experts * extents.rows);
   if (token_tiles > kMostTokenTiles) {
@@ -99,8 +99,8 @@ Bias bias_of(const ExpertBias& bias) {
   return {bias.data, bias.expert_stride, bias.row_stride, bias.dtype == Dtype::kFloat32 ? 1 : 0};
 }
 
-// On compute capability 9.0 fitted to measurements on an H200 (docs/lab/moe.md), elsewhere
-// estimates: with fewer bytes a clock more of the memory's peak is reached.
+// For compute capability 9.0 these are fitted to measurements on an H200 (docs/lab/moe.md),
+// elsewhere they are estimates: GPUs with fewer bytes per clock reach more of the memory's peak.
 Speed layer_speed(const DeviceFacts& facts) {
   if (facts.compute_capability == 90) return {36, 0.45, 2.6e6};
   return {36, 0.8, 1e6};
@@ -121,9 +121,9 @@ void fill_extents(const Extents& extents, int experts, flashmoe_device device, c
   params->out_columns = static_cast<int32_t>(extents.out_columns);
   params->experts = experts;
   params->weight_tiles = static_cast<int32_t>(ceil_div(extents.out_columns, entry.out_rows));
-  // A third of the L2 for rows of x, beside the weights that pass and the rows that are written.
-  // Where that is few tiles, blocks run along K together, and what counts is that those of a moment
-  // share rows and weights: kSquareTiles by as many as there are blocks for.
+  // Rows of x get a third of the L2, beside the weights that stream through and the output rows. If
+  // that is few tiles, blocks run along K together, and concurrent blocks must share rows and
+  // weights: kSquareTiles by as many as there are blocks for.
   constexpr int64_t kSquareTiles = 8;
   const DeviceFacts* facts = nullptr;
   int64_t l2_bytes = 0;
@@ -155,7 +155,7 @@ Extents extents_of_down(const MoeForwardProblem& p) {
   return {p.tokens * p.top_k, 1, p.inner, p.hidden, p.tokens * p.top_k, p.inner, p.x.dtype};
 }
 
-// The workspace: a [slots, inner], then y [slots, hidden].
+// The workspace has a [slots, inner], then y [slots, hidden].
 int64_t activated_bytes(const MoeForwardProblem& p) {
   return ceil_div(p.tokens * p.top_k * p.inner * dtype_bytes(p.x.dtype), kWorkspaceAlignment) *
          kWorkspaceAlignment;

@@ -1,14 +1,14 @@
-// Grouped GEMM with mma.sync: the rows of every expert by its weights.
+// Grouped GEMM with mma.sync: multiplies the rows of every expert by its weights.
 //
 //   out[r] = w[e] x[r] + b[e]                        plain
 //   out[r] = act(gate[e] x[r] + ...) * (up[e] x[r] + ...)    gated
 //
-// The weights are the left operand, the tokens the right one, so that a tile may have few tokens:
-// 128 weight rows by 32 to 288 tokens, chosen tile by tile from the rows that are there. A block is
+// The weights are the left operand and the tokens the right one, so that a tile may have few
+// tokens: 128 weight rows by 32 to 288 tokens, chosen per tile from the existing rows. A block is
 // persistent. All of its warps copy steps of 32 columns into a ring of kStages stages by cp.async
-// and multiply what arrived; the copies run on into the next tile while a tile is finished.
-// Fragments are read one slice of 16 columns ahead of their products, and the block's one barrier
-// of a step has the products of a slice between arriving and waiting.
+// and multiply what has arrived; the copies continue with the next tile while a tile is finished.
+// Fragments are read one slice of 16 columns ahead of their products. The block's one barrier per
+// step has the products of a slice between arriving and waiting.
 #pragma once
 
 #include "cuda/moe/sm89/epilogue.cuh"
@@ -25,9 +25,9 @@
 
 namespace flashmoe::moe::sm89 {
 
-// Copies the steps of this block's tiles in their order. Before each call of load_step there is a
-// barrier of the block: the next tile may begin with it, which reads what warp 0 looked up when
-// this one began, be that in the constructor.
+// Copies the steps of this block's tiles in their order. A block barrier precedes each call of
+// load_step: the call may begin the next tile, which reads what warp 0 looked up at the beginning
+// of this one, possibly in the constructor.
 template <class Traits>
 class Loader {
  public:
@@ -42,20 +42,20 @@ class Loader {
     begin_tile();
   }
 
-  // Steps that may be loaded by load_full_step.
+  // The number of steps that load_full_step may load.
   __device__ __forceinline__ int full_steps() const {
     return max(columns_left_ - 1, 0) / Traits::kStepColumns;
   }
 
-  // Copies the next step, which is full and not a tile's last: without branches, so that it may be
-  // scheduled among products. Closes its group.
+  // Copies the next step, which is full and not a tile's last. It has no branches, so that it may
+  // be scheduled among products. Closes its group.
   __device__ __forceinline__ void load_full_step() {
     load<true>();
     columns_left_ -= Traits::kStepColumns;
     close();
   }
 
-  // Copies the next step, if there is one, and closes its group in any case.
+  // Copies the next step, if there is one. Closes its group in any case.
   __device__ __forceinline__ void load_step() {
     if (columns_left_ > 0) {
       if (columns_left_ >= Traits::kStepColumns) {
@@ -73,7 +73,7 @@ class Loader {
   }
 
  private:
-  // Tile tile_, while the one after it is looked ahead to, and the next one looked up.
+  // Begins tile tile_, looks ahead to the one after it, and looks up the next one.
   __device__ __forceinline__ void begin_tile() {
     const Tile tile = storage_.ring[tile_ % kTileRing];
     columns_left_ = 0;
@@ -108,8 +108,8 @@ class Loader {
   uint32_t stage_ = 0;
 };
 
-// The block's barrier of a step: the next step has arrived, and this one's fragments have been
-// read. In two halves, between which there are products.
+// The block's barrier of a step: the next step has arrived, and this step's fragments have been
+// read. It has two halves, with products between them.
 template <class Traits>
 class StepBarrier {
  public:
@@ -118,9 +118,9 @@ class StepBarrier {
 
   __device__ __forceinline__ void init() const { ptx::mbarrier_init(address_, Traits::kThreads); }
 
-  // Every lane arrives: one for all would be no quicker, and compute-sanitizer then takes what the
-  // others copied for a race. It does so behind a branch that ptxas takes for one: straight code
-  // has products moved past it, and spills.
+  // Every lane arrives. One arrival for all would be no faster, and compute-sanitizer would take
+  // the other lanes' copies for a race. The arrival is behind a branch that ptxas cannot resolve:
+  // in straight code ptxas moves products past it, and spills.
   __device__ __forceinline__ void arrive() const {
     ptx::cp_async_wait<Traits::kStages - 2>();
     unsigned lane;
@@ -174,8 +174,8 @@ struct Fragments {
 };
 
 // Computes one tile of at most kTokenFragments * kTokensPerFragment tokens. Its first step has
-// arrived, and in the end the first step behind it. `stage` is that of the one and then of the
-// other.
+// arrived, and at the end the next tile's first step has. `stage` is that of the former and then of
+// the latter.
 template <class Traits, int kTokenFragments>
 __device__ __forceinline__ void compute_tile(const Params& params, const Tile& tile,
                                              Loader<Traits>& loader, StepBarrier<Traits>& barrier,
@@ -191,9 +191,9 @@ __device__ __forceinline__ void compute_tile(const Params& params, const Tile& t
   const auto address = [&] { return stages + stage * Traits::kStageBytes; };
   const auto advance = [&] { stage = stage + 1 < Traits::kStages ? stage + 1 : 0; };
   Fragments<Traits, kTokenFragments> fragments[2];
-  // The slices of a step but the last, up to where its stage may be loaded anew. What waits for the
-  // barrier is a loop, which keeps ptxas from mixing the products of the last slice among these: it
-  // would take them up to where their fragments have not been read yet.
+  // Computes the slices of a step except the last, up to where its stage may be loaded again. The
+  // wait at the barrier is a loop. It keeps ptxas from mixing the products of the last slice among
+  // these, where their fragments have not been read yet.
   constexpr int kLast = Traits::kSlices - 1;
   static_assert(kLast % 2 == 1,
                 "the first slice's fragments are in the one place, the last's in the other");
@@ -230,7 +230,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, const Tile& t
   epilogue.store_all(d, first_token());
 }
 
-// That a tile is computed with.
+// The number of fragments of a tile's computation.
 template <int kCount>
 struct TokenFragments {
   static constexpr int value = kCount;

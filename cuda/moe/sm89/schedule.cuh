@@ -1,13 +1,13 @@
 // Which tiles there are, and which of them a block computes.
 //
-// The rows of an expert are cut into token tiles, and each of these times each tile of its weights
-// is a tile. Blocks take the tiles of all experts in turn, and since nothing tells a block that
-// another is late, tiles that cost alike come together: first the full ones, expert by expert, then
-// the experts' last ones, those with more tokens first. Every block has as many as any other of
-// each kind, but for one.
+// The rows of an expert are cut into token tiles. Each token tile times each tile of the expert's
+// weights is a tile. Blocks take the tiles of all experts in turn. Nothing tells a block that
+// another is late, so tiles of equal cost are consecutive: first the full ones, expert by expert,
+// then the experts' last ones, those with more tokens first. The numbers of tiles of a kind differ
+// by at most one between blocks.
 //
-// Of full tiles, all token tiles of a swizzle group meet one weight tile after the other, so that
-// what the blocks read at a time are few rows of x and of the weights, each for many.
+// In a swizzle group of full tiles, all token tiles meet one weight tile after the other. So the
+// blocks read few rows of x and of the weights at a time, and each serves many of them.
 #pragma once
 
 #include "cuda/moe/sm89/params.h"
@@ -16,21 +16,21 @@
 
 namespace flashmoe::moe::sm89 {
 
-// As reread::thread_index, which the compiler does not know to be positive.
+// Like reread::thread_index, but the compiler knows that it is not negative.
 __device__ __forceinline__ int thread_index() {
   const int index = reread::thread_index();
   __builtin_assume(index >= 0);
   return index;
 }
 __device__ __forceinline__ int lane_index() { return thread_index() % kThreadsPerWarp; }
-// To be called by whole warps: it shuffles, so that the compiler knows the result to be uniform.
+// Whole warps call it: it shuffles, so that the compiler knows that the result is uniform.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(kFullWarp, thread_index() / kThreadsPerWarp, 0);
 }
 
-// In shared memory.
+// A tile in shared memory.
 struct Tile {
-  int expert;  // -1: there are no more
+  int expert;  // -1: no more tiles
   int weight_tile;
   int first_row;  // slot, or with counts the row of the expert
   int rows;
@@ -39,8 +39,8 @@ static_assert(sizeof(Tile) == 16);
 
 struct ScheduleStorage {
   Tile ring[kTileRing];
-  // Token tiles up to the end of a chunk of experts: the full ones in the order of experts, then
-  // the others in that of `by_rest`.
+  // Cumulative token tiles at the end of each chunk of experts: the full ones in the order of
+  // experts, then the others in that of `by_rest`.
   int chunk_end[2 * kExpertChunks];
   uint64_t step_barrier;  // see StepBarrier
   uint16_t by_rest[kMaxExperts];
@@ -49,7 +49,7 @@ struct ScheduleStorage {
 template <class Traits>
 inline constexpr bool kScheduleFits = sizeof(ScheduleStorage) == Traits::kScheduleBytes;
 
-// The rows of an expert, whatever the device data hold.
+// The rows of an expert, clamped to valid ones.
 struct ExpertRows {
   int first = 0;
   int count = 0;
@@ -65,12 +65,13 @@ struct ExpertRows {
   }
 };
 
-// The token tiles of an expert. A tile of few tokens costs more than its part of a full one, for
-// the weights are the same: where the last one would have few, it and the one before it share.
+// The token tiles of an expert. A tile of few tokens costs more than its part of a full one,
+// because the weights are the same. If the last one would have few tokens, it shares rows with the
+// one before it.
 template <class Traits>
 struct TokenTiles {
   int full;
-  int rest;        // 0 to 2 behind the full ones
+  int rest;        // 0 to 2, after the full ones
   int first_rest;  // rows of the first of these
 
   __device__ __forceinline__ explicit TokenTiles(int rows) {
@@ -83,7 +84,7 @@ struct TokenTiles {
     first_rest = shares ? ((kTile + last) / 2 + (kStep - 1)) / kStep * kStep : last;
   }
 
-  // By how many tokens the rest has, most first.
+  // Index by the number of tokens of the rest, most first.
   __device__ __forceinline__ int kind() const {
     return Traits::kMaxTokenFragments - ceil_div<Traits::kTokensPerFragment>(first_rest);
   }
@@ -105,11 +106,11 @@ class Schedule {
   static constexpr int kKinds = TokenTiles<Traits>::kKinds;
 
  public:
-  // Needed by sum_up, and free again after it.
+  // Scratch of sum_up, free again after it.
   static constexpr int kScratchBytes = kKinds * kExpertChunks * static_cast<int>(sizeof(int));
 
-  // By all threads; the first warp may look_up tiles behind it, others after a barrier of the
-  // block.
+  // All threads call it. The first warp may then call look_up; the others must pass a block barrier
+  // first.
   static __device__ __forceinline__ void sum_up(const Params& params, ScheduleStorage& storage,
                                                 int* scratch) {
     const int warp = warp_index();
@@ -167,7 +168,7 @@ class Schedule {
         }
         sum += before;
         before = __shfl_sync(kFullWarp, sum, kThreadsPerWarp - 1);
-        // Offsets that do not increase may add up to anything; what a call can need is below this.
+        // Decreasing offsets may add up to anything. No call needs more than this.
         constexpr long long kMost = 1 << 30;
         chunk_end = static_cast<int>(min(sum, kMost));
       }
@@ -179,7 +180,7 @@ class Schedule {
       : token_tile_(static_cast<int>(blockIdx.x) / params.weight_tiles),
         weight_tile_(static_cast<int>(blockIdx.x) % params.weight_tiles) {}
 
-  // The block's next tile, by one warp. `number` counts them.
+  // Looks up the block's next tile, by one warp. `number` counts tiles.
   __device__ __forceinline__ void look_up(const Params& params, ScheduleStorage& storage,
                                           int number) {
     const int lane = lane_index();
@@ -200,7 +201,7 @@ class Schedule {
       const TokenTiles<Traits> tiles(count);
       const int entry_tiles = is_rest ? tiles.rest : tiles.full;
       const int entry_tile = in_chunk - (__shfl_sync(kFullWarp, end, owner) - entry_tiles);
-      if (entry_tile < entry_tiles) {  // not so where sums were cut
+      if (entry_tile < entry_tiles) {  // false only where sums were clamped
         tile.expert = __shfl_sync(kFullWarp, expert, owner);
         if (is_rest) {
           tile.weight_tile = weight_tile_;
@@ -223,7 +224,7 @@ class Schedule {
       }
     }
     if (lane == 0) storage.ring[number % kTileRing] = tile;
-    // Past the end the tile counter stays where it is: it cannot wrap.
+    // Past the end the tile counter does not change, so it cannot wrap.
     if (tile.expert >= 0) {
       token_tile_ += static_cast<int>(gridDim.x) / params.weight_tiles;
       weight_tile_ += static_cast<int>(gridDim.x) % params.weight_tiles;
@@ -239,7 +240,8 @@ class Schedule {
     return ExpertRows(params, chunk * kExpertsPerChunk + lane);
   }
 
-  // Of the next tile, counted over all experts as if each token tile met its weight tiles in a row.
+  // The next tile, counted over all experts as if each token tile met its weight tiles
+  // consecutively.
   int token_tile_;
   int weight_tile_;
 };

@@ -10,19 +10,19 @@
 
 namespace flashmoe::moe::sm89 {
 
-// A product's weights, and the argument that tells each extent, for messages.
+// A product's weights, and the argument names of each extent, for messages.
 struct Names {
   const char* weights;
   const char* rows;
 };
 
-// Rows of all experts, and where a product's rows end, as the kernels count them.
+// Rows of all experts, and the extents of a product, as the kernels count them.
 struct Extents {
-  int64_t rows;     // of one expert at most
-  int64_t experts;  // that may have that many each; 1 where they share them
+  int64_t rows;     // per expert, at most
+  int64_t experts;  // experts that may each have that many; 1 if they share them
   int64_t columns;
   int64_t out_columns;
-  int64_t x_rows;  // that `rows` come from
+  int64_t x_rows;  // rows that `rows` are gathered from
   int64_t x_stride;
   Dtype x_dtype;
 };
@@ -39,11 +39,11 @@ flashmoe_status add_product(const DeviceFacts& facts, flashmoe_device device, Dt
                             bool gated, bool transposed, const Names& names, const Extents& extents,
                             int experts, Plan* plan, const Reason& reason);
 
-// What follows from the extents and from the kernel of launch `index`.
+// Fills the parameters that follow from the extents and from the kernel of launch `index`.
 void fill_extents(const Extents& extents, int experts, flashmoe_device device, const Plan& plan,
                   int index, Params* params);
 
-// The first product of a layer, and which weights it takes.
+// The first product of a layer, and the weight layouts that it accepts.
 flashmoe_status check_layouts(const MoeForwardProblem& problem, const Reason& reason);
 Extents extents_of_up(const MoeForwardProblem& p);
 // activated: [slots, inner].

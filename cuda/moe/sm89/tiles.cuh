@@ -1,4 +1,4 @@
-// The tiles of weights and tokens in shared memory: who copies what to where, and where fragments
+// The tiles of weights and tokens in shared memory: which thread copies what, and where fragments
 // begin.
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace flashmoe::moe::sm89 {
 
-// Rows of 32 elements along K, 64 bytes. Two lie in the 128 bytes that one access covers, so every
-// other row has its chunks permuted anew: any eight rows in a row lie in distinct banks.
+// Rows of 32 elements along K, 64 bytes. Two rows lie in the 128 bytes of one access, so the
+// permutation of chunks changes every other row: any eight consecutive rows lie in distinct banks.
 struct ColumnsLayout {
   static constexpr int kChunksPerRow = 4;
   static constexpr int kRowBytes = kChunksPerRow * kBytesPerChunk;
@@ -21,7 +21,7 @@ struct ColumnsLayout {
   }
 };
 
-// The transposed tile of weights: rows of 128 elements, 256 bytes, one after the other along K.
+// The transposed tile of weights: rows of 128 elements, 256 bytes, consecutive along K.
 struct RowsLayout {
   static constexpr int kChunksPerRow = 16;
   static constexpr int kRowBytes = kChunksPerRow * kBytesPerChunk;
@@ -32,11 +32,10 @@ struct RowsLayout {
 };
 
 // Fragments have 16 rows: of one matrix, or 8 of the gate above the same 8 of the up, so that a
-// thread holds both of an output. The rows of a tile of weights with contiguous columns are laid
-// out in an order that spares the epilogue: after the accumulators have been transposed by
-// movmatrix, a thread has element pairs from four blocks of eight rows, and those pairs are to be
-// neighbours in memory. Row 2 t + e of block f, of four blocks in a row, is therefore row 8 t + 2 f
-// + e of the output.
+// thread holds both of an output. In a tile of weights with contiguous columns, the order of rows
+// saves work in the epilogue. After movmatrix has transposed the accumulators, a thread has element
+// pairs from four blocks of eight rows, and these pairs must be neighbours in memory. So row 2 t +
+// e of block f, of four consecutive blocks, is row 8 t + 2 f + e of the output.
 template <class Traits>
 __host__ __device__ constexpr int out_row_of(int row) {
   const int e = row % 2;
@@ -49,8 +48,8 @@ __host__ __device__ constexpr int out_row_of(int row) {
   return row / 32 * 32 + 8 * t + 2 * f + e;
 }
 
-// Copies tiles of weights, step by step. Rows past the last are left as they are: they reach
-// nothing but outputs past the last.
+// Copies tiles of weights, step by step. Rows past the last are not written: they only affect
+// outputs past the last.
 template <class Traits>
 class WeightLoader {
  public:
@@ -63,7 +62,8 @@ class WeightLoader {
   __device__ __forceinline__ void begin(const Params& params, const Tile& tile) {
     const int first = tile.weight_tile * Traits::kOutRows;
     if constexpr (Traits::kTransposed) {
-      // Chunks 0 to 7 of a gated tile hold the upper halves of the fragments, 8 to 15 the lower.
+      // Chunks 0 to 7 of a gated tile hold the upper halves of the fragments, 8 to 15 the lower
+      // ones.
       const int chunk = WeightLoader::chunk();
       const int half = Traits::kGated ? chunk / 8 : 0;
       const int out_row = first + (Traits::kGated ? chunk % 8 : chunk) * kElementsPerChunk;
@@ -89,7 +89,7 @@ class WeightLoader {
     }
   }
 
-  // kFull: all columns of the step are there.
+  // kFull: the step has all of its columns.
   template <bool kFull>
   __device__ __forceinline__ void load_next(uint32_t stage, int columns_left) {
 #pragma unroll
@@ -123,7 +123,7 @@ class WeightLoader {
   static_assert(kColumnsPerPass % 8 == 0 && kRowsPerPass % 16 == 0, "passes are alike");
   static_assert(kPasses * kPassBytes == Traits::kWeightBytes);
 
-  // This thread's of the first pass.
+  // This thread's chunk in the first pass.
   static __device__ __forceinline__ int chunk() {
     return thread_index() %
            (Traits::kTransposed ? RowsLayout::kChunksPerRow : ColumnsLayout::kChunksPerRow);
@@ -138,11 +138,11 @@ class WeightLoader {
 
   const uint16_t* source_;
   int64_t stride_;
-  uint32_t valid_;  // a bit for each pass
+  uint32_t valid_;  // one bit per pass
   uint32_t destination_;
 };
 
-// Copies tiles of tokens, step by step. Rows past the last are left as they are, too.
+// Copies tiles of tokens, step by step. Rows past the last are not written, either.
 template <class Traits>
 class TokenLoader {
  public:
@@ -151,7 +151,7 @@ class TokenLoader {
     pin(destination_);
   }
 
-  // Reads which rows of x the next tile has, to be there when it begins.
+  // Reads which rows of x the next tile has, before that tile begins.
   __device__ __forceinline__ void look_ahead(const Params& params, const Tile& tile) {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
@@ -205,7 +205,7 @@ class TokenLoader {
     return thread_index() % ColumnsLayout::kChunksPerRow;
   }
 
-  // The offset of a row's first chunk, in chunks, that is no row. The host sees to it that others
+  // Offset of a row's first chunk, in chunks, that means no row. The host ensures that real offsets
   // are below it.
   static constexpr uint32_t kNoRow = 0xffffffffu;
 
@@ -215,7 +215,7 @@ class TokenLoader {
   uint32_t destination_;
 };
 
-// Where a warp's fragments lie in a stage.
+// Addresses of a warp's fragments in a stage.
 template <class Traits>
 class FragmentReader {
  public:
@@ -249,7 +249,7 @@ class FragmentReader {
     }
   }
 
-  // Two fragments of 8 tokens each, or the first of them.
+  // Reads two fragments of 8 tokens each, or only the first.
   __device__ __forceinline__ void read_tokens(uint32_t (&b)[4], uint32_t stage, int pair, int slice,
                                               bool both) const {
     const uint32_t address =

@@ -7,16 +7,16 @@
 
 namespace flashmoe::moe::sm89 {
 
-inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
+inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB minus 1 reserved
 inline constexpr int kBytesPerChunk = 16;                  // one cp.async, one ldmatrix row
 inline constexpr int kElementsPerChunk = 8;
-inline constexpr int kExpertsPerChunk = kThreadsPerWarp;  // of the schedule: one a lane
+inline constexpr int kExpertsPerChunk = kThreadsPerWarp;  // of the schedule: one per lane
 inline constexpr int kExpertChunks = static_cast<int>(kMaxExperts) / kExpertsPerChunk;
 inline constexpr int kTileRing = 16;  // tiles between the one computed and the one looked up
 
-// What the rows of an output are made of: of rows of one matrix, or of a gate and an up.
+// Whether rows of an output come from rows of one matrix, or from a gate and an up.
 enum class Rows { kPlain, kGated };
-// Which stride of the weights is 1: the columns', or the rows'.
+// Which stride of the weights is 1: that of columns, or that of rows.
 enum class Major { kColumns, kRows };
 
 template <class Element_, Rows kRows_, Major kMajor_>
@@ -32,14 +32,14 @@ struct Traits {
   static constexpr int kStages = 3;
   static constexpr int kBlocksPerSm = 1;
 
-  static constexpr int kStepColumns = 32;  // of K in one stage
+  static constexpr int kStepColumns = 32;  // columns of K per stage
   static constexpr int kSlices = kStepColumns / 16;
   static constexpr int kWarpRows = 64;
   static constexpr int kRowFragments = kWarpRows / 16;
-  static constexpr int kTileRows = kWarpsM * kWarpRows;  // weight rows, gate and up counted both
+  static constexpr int kTileRows = kWarpsM * kWarpRows;  // weight rows, gate and up both counted
   static constexpr int kOutRows = kGated ? kTileRows / 2 : kTileRows;  // columns of out
   static constexpr int kWarpOutRows = kOutRows / kWarpsM;
-  static constexpr int kMaxTokenFragments = 9;  // of a warp, 8 tokens each
+  static constexpr int kMaxTokenFragments = 9;  // per warp, 8 tokens each
   static constexpr int kTokensPerFragment = 8 * kWarpsN;
   static constexpr int kTileTokens = kMaxTokenFragments * kTokensPerFragment;
   static constexpr int kFewTokens = 3 * kTokensPerFragment;  // see TokenTiles

@@ -1,20 +1,20 @@
-// The sm_89 family of gradients, which serves every layer and grouped product on any GPU: with
-// which kernels, in which order, and with what parameters they are launched.
+// The sm_89 family of gradients, which serves every layer and grouped product on any GPU: its
+// kernels, their order, and the parameters of their launches.
 //
-// A layer, stages that no wanted gradient needs being left out:
+// The stages of a layer. Stages that no wanted gradient needs are left out.
 //
-//   up       g, u   = as the forward has them, where it did not save them
+//   up       g, u   = as in the forward, if it did not save them
 //   down     da     = w_down^T dout           rows of dout gathered by the pairs
 //   rows     a, dz  = from da, g and u        and the gradients of the weights of pairs
 //   dw       dw_gate_up = sum of dz x^T, dw_down = sum of dout a^T
-//   sums     biases' likewise
-//   dx       dx_k   = w_gate_up^T dz          of two matrices in two products
+//   sums     the same for biases
+//   dx       dx_k   = w_gate_up^T dz          two products for two matrices
 //   combine  dx[t]  = sum over k of dx_k, and dweights
 //
-// A bounded workspace has those up to sums go chunk by chunk of columns of I, and the others of
-// columns of H: see core/ops/moe/gradient_chunks.h.
+// With a bounded workspace, the stages up to sums run per chunk of columns of I, and the others per
+// chunk of columns of H (core/ops/moe/gradient_chunks.h).
 //
-// The products but dw are those of the forward (cuda/moe/sm89), of weights that are turned round.
+// All products but dw are those of the forward (cuda/moe/sm89), with transposed weights.
 #include <algorithm>
 #include <climits>
 
@@ -47,7 +47,7 @@ ExpertMatrix turned(ExpertMatrix matrix) {
 // ---- stages that both operations have
 // ------------------------------------------------------------
 
-// Where rows of experts are told.
+// How the rows of experts are given.
 struct Rows {
   const int32_t* offsets;
   const int32_t* counts;
@@ -60,7 +60,7 @@ class WeightGradients {
  public:
   explicit WeightGradients(int32_t experts) : experts_(experts) {}
 
-  // a's columns times b's are [m, n] of the gradient.
+  // Adds a gradient [m, n]: the columns of a times the columns of b.
   void add(const MatrixGradient& gradient, const Operand& a, int64_t m, const Operand& b,
            int64_t n) {
     if (gradient.data == nullptr) return;
@@ -185,7 +185,7 @@ class BiasGradients {
   int64_t columns_ = 0;
 };
 
-// Estimates: the forward's products, and what lies in memory between stages.
+// Estimates: the forward's products, and memory traffic between stages.
 constexpr double kStageStart = 6;
 constexpr double kMemoryShare = 0.6;
 
@@ -231,34 +231,34 @@ struct Needs {
 };
 
 int64_t pairs_of(const MoeBackwardProblem& p) { return p.layer.tokens * p.layer.top_k; }
-// Of g and u together.
+// Columns of g and u together.
 int64_t width_of(const MoeBackwardProblem& p) {
   return p.layer.gated ? 2 * p.layer.inner : p.layer.inner;
 }
-// Gate and up are two matrices, each of which has rows of dx of its own.
+// Whether gate and up are two matrices, each with its own rows of dx.
 bool in_two_parts(const MoeBackwardProblem& p) { return p.order == FLASHMOE_MOE_SEPARATE; }
-// What dx's product sums over, of one matrix.
+// The extent that dx's product sums over, per matrix.
 int64_t matrix_rows(const MoeBackwardProblem& p) {
   return in_two_parts(p) ? p.layer.inner : width_of(p);
 }
 
-// Rows of dz are of all columns, not of a chunk's.
+// Whether rows of dz have all columns, not only a chunk's.
 bool has_whole_dz(const MoeBackwardProblem& p) { return Needs(p).dx_rows || dz_is_in_place(p); }
 
-// From one row of dz to the next.
+// The stride from one row of dz to the next.
 int64_t dz_stride(const MoeBackwardProblem& p, const InnerChunk& chunk) {
   if (dz_is_in_place(p)) return p.pre_activation.row_stride;
   return chunk.dz_inner() * (p.layer.gated ? 2 : 1);
 }
 
-// Built on a null base it only measures. What no stage needs has no bytes. What lies between the
-// stages of I and what lies between those of H have the same place.
+// Built on a null base it only measures. Data that no stage needs has no bytes. Data between the
+// stages of I shares its place with data between those of H.
 struct Workspace {
-  int32_t* row_tokens;  // [pairs] by slot, as all rows
+  int32_t* row_tokens;  // [pairs] by slot, like all rows
   float* dots;
-  uint16_t* dz;        // [pairs, width], for dx of all columns; or in pre_activation's place
-  uint16_t* da;        // [pairs, inner], then a; of recomputed layers first what is not used
-  uint16_t* computed;  // [pairs, width]; of a chunk, as what follows
+  uint16_t* dz;  // [pairs, width], for dx of all columns; or in pre_activation's place
+  uint16_t* da;  // [pairs, inner], then a; in a recomputed layer first an output that is not used
+  uint16_t* computed;  // [pairs, width]; for a chunk, like all that follow
   uint16_t* scaled_dz;
   uint16_t* y[2];  // [pairs, hidden]
   uint64_t bytes = 0;
@@ -335,7 +335,7 @@ WeightGradients weights_gradients_of(const MoeBackwardProblem& p, const InnerChu
   return gradients;
 }
 
-// db_down is of the last chunk.
+// db_down belongs to the last chunk.
 BiasGradients bias_gradients_of(const MoeBackwardProblem& p, const InnerChunk& chunk,
                                 const Workspace& w) {
   const MoeForwardProblem& layer = p.layer;
@@ -353,7 +353,7 @@ BiasGradients bias_gradients_of(const MoeBackwardProblem& p, const InnerChunk& c
   return gradients;
 }
 
-// Blocks of a stage that goes row by row.
+// Adds a stage that works row by row.
 flashmoe_status add_stage(const Kernel& kernel, const DeviceFacts& facts, flashmoe_device device,
                           int64_t blocks, int threads, int rows, Plan* plan, const Reason& reason) {
   int arch = 0;
@@ -423,7 +423,7 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
   FLASHMOE_TRY(add_stage(kernel_for(moe_backward::rows_kernels, dtype), facts, p.device,
                          moe_backward::rows_blocks(pairs_of(p), of_warp),
                          moe_backward::kRowWarps * kWarpThreads, of_warp, plan, reason));
-  // The last chunk's, which may have fewer columns, are all gradients that there may be.
+  // The last chunk may have fewer columns, but it has all possible gradients.
   const InnerChunk last = {layer.inner - chunk.count, chunk.count, layer.inner, chunk.dz_is_whole};
   const WeightGradients matrices = weights_gradients_of(p, chunk, workspace);
   const BiasGradients biases = bias_gradients_of(p, last, workspace);
@@ -460,7 +460,7 @@ moe_backward::Routing routing_of(const MoeBackwardProblem& p) {
           layer.experts, layer.top_k};
 }
 
-// `of_warp`: slots of a warp.
+// `of_warp`: slots per warp.
 moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const InnerChunk& chunk,
                                      const Workspace& w, int32_t of_warp) {
   const MoeForwardProblem& layer = p.layer;
@@ -503,7 +503,7 @@ moe_backward::RowsParams rows_params(const MoeBackwardProblem& p, const InnerChu
   return params;
 }
 
-// `threads`: of a token.
+// `threads`: per token.
 moe_backward::CombineParams combine_params(const MoeBackwardProblem& p, const HiddenChunk& chunk,
                                            const Workspace& w, int32_t threads) {
   moe_backward::CombineParams params = {};
@@ -545,7 +545,7 @@ sm89::Params down_params(const MoeBackwardProblem& p, const InnerChunk& chunk, c
   return params;
 }
 
-// By the gate's matrix, or all of gate and up, or (`part` 1) the up's.
+// Multiplies by the gate's matrix, by all of gate and up, or (`part` 1) by the up's.
 sm89::Params dx_params(const MoeBackwardProblem& p, const HiddenChunk& chunk, const Plan& plan,
                        int index, const Workspace& w, int part) {
   sm89::Params params = {};
@@ -563,7 +563,7 @@ sm89::Params dx_params(const MoeBackwardProblem& p, const HiddenChunk& chunk, co
   return params;
 }
 
-// The launches of a chunk of I, the first of the plan; `*end` is the index behind them.
+// The launches of a chunk of I, the first ones of the plan. `*end` is the index after them.
 flashmoe_status launch_inner(const MoeBackwardProblem& p, const InnerChunk& chunk,
                              const Workspace& w, const Plan& plan, void* stream, int* end) {
   const Needs needs(p);
@@ -594,7 +594,7 @@ flashmoe_status launch_inner(const MoeBackwardProblem& p, const InnerChunk& chun
       .launch(plan, index, by_slot, p.layer.pairs, p.layer.weights, p.accumulate, stream);
 }
 
-// Those of a chunk of H, from `index` on.
+// The launches of a chunk of H, from `index` on.
 flashmoe_status launch_hidden(const MoeBackwardProblem& p, const HiddenChunk& chunk,
                               const Workspace& w, const Plan& plan, void* stream, int index) {
   const Needs needs(p);

@@ -6,16 +6,16 @@
 
 namespace flashmoe::moe::sm89_backward {
 
-inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB less 1 reserved
-inline constexpr int kBytesPerChunk = 16;  // one cp.async, one row that ldmatrix reads
+inline constexpr int kMaxSharedBytesPerBlock = 99 * 1024;  // sm_86, sm_89: 100 KiB minus 1 reserved
+inline constexpr int kBytesPerChunk = 16;                  // one cp.async, one ldmatrix row
 inline constexpr int kElementsPerChunk = 8;
 
 template <class Element_>
 struct Traits {
   using Element = Element_;
   static constexpr int kTileM = 128;    // rows of the gradient, columns of a
-  static constexpr int kTileN = 256;    // columns of both the gradient and b
-  static constexpr int kStepRows = 32;  // tokens in one stage
+  static constexpr int kTileN = 256;    // columns of the gradient and of b
+  static constexpr int kStepRows = 32;  // tokens per stage
   static constexpr int kSlices = kStepRows / 16;
   static constexpr int kWarpTile = 64;  // rows and columns
   static constexpr int kWarpsM = kTileM / kWarpTile;
@@ -33,7 +33,7 @@ struct Traits {
   static constexpr int kBarrierOffset = kStages * kStageBytes;
   static constexpr int kSharedBytes = kBarrierOffset + 16;
 
-  // Tiles of m that meet one tile of n after the other: the rows that blocks read at a time are
+  // Tiles of m that meet one tile of n after the other. So the rows that blocks read at a time have
   // few columns of both operands.
   static constexpr int kSwizzle = 16;
 

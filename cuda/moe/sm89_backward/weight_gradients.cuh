@@ -1,16 +1,16 @@
-// Gradients of weights with mma.sync: for every expert the sum over its rows of outer products,
+// Gradients of weights with mma.sync. For every expert it sums outer products over its rows:
 //
 //   dw[e] = sum over the rows r of e of a[r]^T b[r]      [m, n], fp32 accumulation
 //
-// which is a product over the rows: K is tokens. A tile is 128 x 256 of one expert's gradient, and
-// goes through all of the expert's rows, 32 in a step, so that every sum has one order and one
-// writer. A block is persistent; its copies run on into the next tile while one is stored.
-// Fragments are read one slice of 16 rows ahead of their products, and the block's one barrier of a
-// step has the products of a slice between arriving and waiting, as in cuda/moe/sm89.
+// This is a product over the rows: K is tokens. A tile is 128 x 256 of one expert's gradient, and
+// takes all of the expert's rows, 32 per step, so that every sum has one order and one writer. A
+// block is persistent; its copies continue with the next tile while one is stored. Fragments are
+// read one slice of 16 rows ahead of their products. The block's one barrier per step has the
+// products of a slice between arriving and waiting, as in cuda/moe/sm89.
 //
-// Rows are gathered by the copies: of slots, or of the tokens that these have. Both operands lie in
-// shared memory as [token][column] and are transposed by ldmatrix. Rows behind the expert's last,
-// and slots that do not count, are zeros in both: nothing of a neighbour, be it NaN, goes in.
+// The copies gather rows: those of slots, or of the slots' tokens. Both operands lie in shared
+// memory as [token][column], and ldmatrix transposes them. Rows behind the expert's last, and slots
+// that do not count, are zeros in both: nothing of a neighbouring expert enters, not even a NaN.
 #pragma once
 
 #include "cuda/moe/sm89_backward/params.h"
@@ -32,15 +32,15 @@ using reread::lane_index;
 using reread::thread_index;
 using reread::warp_index;
 
-// Of an operand of kColumns in shared memory: any eight rows in a row have a chunk in distinct
-// banks.
+// Offset in an operand of kColumns in shared memory: any eight consecutive rows have a chunk in
+// distinct banks.
 template <int kColumns>
 __device__ __forceinline__ uint32_t offset_of(int row, int chunk) {
   return static_cast<uint32_t>(row * kColumns * 2 + (chunk ^ (row & 7)) * kBytesPerChunk);
 }
 
-// Tile `number` of all: job after job, in one expert by expert, within one by groups of kSwizzle
-// tiles of m.
+// Tile `number` of all: job after job, within a job expert by expert, and within an expert by
+// groups of kSwizzle tiles of m.
 template <class Traits>
 struct Tile {
   int job;
@@ -118,7 +118,7 @@ class OperandLoader {
   static __device__ __forceinline__ int row() { return thread_index() / kChunks; }
   static __device__ __forceinline__ int chunk() { return thread_index() % kChunks; }
 
-  // Which rows the next step has, to be there when it is copied.
+  // Reads which rows the next step has, before that step is copied.
   __device__ __forceinline__ void look_ahead(const Params& params) {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
@@ -130,7 +130,7 @@ class OperandLoader {
 
   const uint16_t* source_;
   int64_t stride_;
-  int row_;  // slot that this thread copies first in the next step
+  int row_;  // the slot that this thread copies first in the next step
   int end_;
   int tokens_[kPasses];
   uint32_t destination_;
@@ -138,7 +138,7 @@ class OperandLoader {
   bool by_token_;
 };
 
-// Copies the steps of this block's tiles in their order; tiles without rows have none.
+// Copies the steps of this block's tiles in their order. Tiles without rows have no steps.
 template <class Traits>
 class Loader {
  public:
@@ -147,18 +147,18 @@ class Loader {
     begin_tile();
   }
 
-  // Steps that may be loaded by load_full_step.
+  // The number of steps that load_full_step may load.
   __device__ __forceinline__ int full_steps() const {
     return max(rows_left_ - 1, 0) / Traits::kStepRows;
   }
 
-  // Copies the next step, which is not a tile's last, and closes its group.
+  // Copies the next step, which is not a tile's last. Closes its group.
   __device__ __forceinline__ void load_full_step() {
     load();
     close();
   }
 
-  // Copies the next step, if there is one, and closes its group in any case.
+  // Copies the next step, if there is one. Closes its group in any case.
   __device__ __forceinline__ void load_step() {
     if (rows_left_ > 0) {
       load();
@@ -204,8 +204,8 @@ class Loader {
   OperandLoader<Traits, Traits::kTileN> b_;
 };
 
-// The block's barrier of a step: the next step has arrived, and this one's fragments have been
-// read. In two halves, between which there are products (cuda/moe/sm89/product.cuh).
+// The block's barrier of a step: the next step has arrived, and this step's fragments have been
+// read. It has two halves, with products between them (cuda/moe/sm89/product.cuh).
 template <class Traits>
 class StepBarrier {
  public:
@@ -213,7 +213,7 @@ class StepBarrier {
 
   __device__ __forceinline__ void init() const { ptx::mbarrier_init(address_, Traits::kThreads); }
 
-  // Behind a branch that ptxas takes for one: straight code has products moved past it.
+  // It is behind a branch that ptxas cannot resolve: in straight code ptxas moves products past it.
   __device__ __forceinline__ void arrive() const {
     ptx::cp_async_wait<Traits::kStages - 2>();
     if (reread::lane_id() < kThreadsPerWarp) ptx::mbarrier_arrive(address_);
@@ -235,7 +235,7 @@ class StepBarrier {
 template <class Traits>
 using Sums = float[Traits::kFragmentsM][Traits::kFragmentsN][4];
 
-// Where a warp's fragments lie in a stage.
+// Addresses of a warp's fragments in a stage.
 template <class Traits>
 struct FragmentReader {
   uint32_t a;
@@ -287,15 +287,15 @@ struct Fragments {
   }
 };
 
-// Sums up one tile, whose first step has arrived; in the end so has the first step behind it.
-// `stage` is that of the one and then of the other.
+// Sums up one tile. Its first step has arrived, and at the end the next tile's first step has.
+// `stage` is that of the former and then of the latter.
 template <class Traits>
 __device__ __forceinline__ void sum_tile(int steps, const FragmentReader<Traits>& reader,
                                          Loader<Traits>& loader, StepBarrier<Traits>& barrier,
                                          uint32_t stages, uint32_t& stage, Sums<Traits>& d) {
   const auto address = [&] { return stages + stage * Traits::kStageBytes; };
   Fragments<Traits> fragments[2];
-  // The first slice, up to where the step's stage may be loaded anew. The wait is a loop, which
+  // The first slice, up to where the step's stage may be loaded again. The wait is a loop, which
   // keeps ptxas from mixing the second slice's products among these.
   const auto first_slice = [&] {
     fragments[1].read(reader, address(), 1);
@@ -322,8 +322,8 @@ __device__ __forceinline__ void sum_tile(int steps, const FragmentReader<Traits>
   fragments[1].multiply(d);
 }
 
-// Where a thread's accumulators go: rows lane / 4 and that + 8 of a fragment, columns 2 (lane % 4)
-// and the next.
+// Stores a thread's accumulators: rows lane / 4 and lane / 4 + 8 of a fragment, columns 2 (lane %
+// 4) and the next.
 template <class Traits>
 class Store {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
@@ -369,7 +369,7 @@ class Store {
   }
 
  private:
-  // 16 bytes a thread: four lanes exchange what they have of four fragments.
+  // Stores 16 bytes per thread: four lanes exchange their parts of four fragments.
   __device__ __forceinline__ void store_packed(const Sums<Traits>& d) const {
 #pragma unroll
     for (int m = 0; m < Traits::kFragmentsM; ++m) {

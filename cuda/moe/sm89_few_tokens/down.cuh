@@ -1,15 +1,15 @@
 // The second stage: out[token] = sum over its slots of weight * (w_down a[slot] + bias).
 //
 // A stripe is kStripeRows rows of all experts' w_down, hence columns of out. Its work is a sequence
-// of steps, over the columns of one entry (an expert and up to kTokens of its slots) after another.
-// Stream-K: blocks take equal shares of the steps of all stripes, the warps of a block equal shares
-// of what it has of a stripe. A warp adds what it finds, weighted, to sums of its own for every
-// token; these are added up in the order of warps when a stripe ends, and in the order of blocks
-// where some share it: the last to come does that. So the order of additions is fixed, and y is
-// never written.
+// of steps over the columns of one entry (an expert and up to kTokens of its slots) after another.
+// Stream-K: blocks take equal shares of the steps of all stripes, and the warps of a block equal
+// shares of its steps in a stripe. A warp adds its weighted results to its own sums for every
+// token. These are added up in the order of warps when a stripe ends, and in the order of blocks if
+// several share it: the last block to arrive does that. So the order of additions is fixed, and y
+// is never written.
 //
-// Weights are on their way before the kernel in front has ended: it waits itself before it lets
-// this one start, so that what was there before it, weights and routing, is there.
+// Loads of weights begin before the kernel in front has ended. That kernel waits itself before it
+// lets this one start, so data from before it, weights and routing, is ready.
 #pragma once
 
 #include "cuda/moe/sm89_few_tokens/up.cuh"
@@ -21,24 +21,24 @@ struct DownJob {
     int stripe;
     int entry;
     int step;
-    int left;  // steps, of this warp in this stripe
+    int left;  // steps of this warp in this stripe
     int record;
     __device__ __forceinline__ bool done() const { return left <= 0; }
   };
 
   const DownParams& params;
   const Experts& experts;
-  int steps;         // of an entry
-  int stripe_steps;  // of a stripe
+  int steps;         // per entry
+  int stripe_steps;  // per stripe
   int first_stripe;  // of the block
   int last_stripe;
   int first_step;  // of the block in its first stripe
-  int end_step;    // in its last one
+  int end_step;    // end of its steps in its last stripe
   int entry_tokens;
   int stripe_rows;
   int warp;
 
-  // What a warp has of a stripe.
+  // A warp's share of a stripe.
   __device__ __forceinline__ Position share(int stripe) const {
     const int begin = stripe == first_stripe ? first_step : 0;
     const int end = stripe == last_stripe ? end_step : stripe_steps;
@@ -53,7 +53,7 @@ struct DownJob {
     return position;
   }
 
-  // The first share, from a stripe on, with a step in it.
+  // The first non-empty share, from a stripe on.
   __device__ __forceinline__ Position next_share(int stripe) const {
     Position position = share(stripe);
     while (position.done() && ++stripe <= last_stripe) position = share(stripe);
@@ -76,7 +76,7 @@ struct DownJob {
     return params.a + slot * params.a_stride;
   }
 
-  // False where another entry begins, or the share ends.
+  // Returns false if another entry begins, or the share ends.
   __device__ __forceinline__ bool advance_within(Position& position) const {
     --position.left;
     if (++position.step < steps) return position.left > 0;
@@ -84,7 +84,7 @@ struct DownJob {
     ++position.entry;
     return false;
   }
-  // The same, into the share of the next stripe.
+  // The same, but continues with the share of the next stripe.
   __device__ __forceinline__ bool advance(Position& position) const {
     const bool same = advance_within(position);
     if (position.left == 0 && position.stripe < last_stripe) {
@@ -118,7 +118,7 @@ struct DownShared {
   }
 };
 
-// Adds what a warp found of a unit to its sums of the tokens.
+// Adds a warp's results of a unit to its sums of the tokens.
 template <class Traits>
 __device__ __forceinline__ void add_unit(const DownParams& params, const Unit& unit, bool with_bias,
                                          const int2* slots, float* token_sums,
@@ -139,7 +139,7 @@ __device__ __forceinline__ void add_unit(const DownParams& params, const Unit& u
       }
     }
   }
-  // A token may have an expert twice, in slots side by side: then lanes take turns.
+  // A token may have an expert twice, in consecutive slots: then lanes take turns.
   bool twice = false;
   for (int i = lane; i + 1 < unit.count; i += kThreadsPerWarp) {
     twice = twice || slots[unit.slot + i].x == slots[unit.slot + i + 1].x;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void add_unit(const DownParams& params, const Unit& u
   __syncwarp();
 }
 
-// Blocks that have steps: each that has, has one at least.
+// Blocks that have steps: each has at least one.
 __device__ __forceinline__ int64_t sharing_blocks(int64_t all_steps) {
   return min(static_cast<int64_t>(gridDim.x), all_steps);
 }
@@ -184,7 +184,7 @@ __device__ __forceinline__ void store_out(const DownParams& params, int token, i
       numeric::ElementTraits<Element>::pack(sum.x, sum.y);
 }
 
-// Ends what a block has of a stripe: its warps' sums, and those of other blocks.
+// Ends a block's part of a stripe: adds up its warps' sums, and those of other blocks.
 template <class Traits>
 __device__ __forceinline__ void finish_stripe(const DownParams& params, const DownJob& job,
                                               int stripe, float2* sums) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void finish_stripe(const DownParams& params, const Do
     }
   }
   if (alone) return;
-  // The block that has step s is the last whose share begins at or before it.
+  // The block with step s is the last whose share begins at or before it.
   const int first_block = static_cast<int>(((first + 1) * blocks - 1) / all_steps);
   const int last_block = static_cast<int>(((first + job.stripe_steps) * blocks - 1) / all_steps);
   __threadfence();
@@ -270,7 +270,7 @@ __device__ __forceinline__ void compute_down(const DownParams& params,
   }
 }
 
-// Tokens without experts, by so many threads of each block.
+// Zeros the rows of tokens without experts, by so many threads of each block.
 __device__ __forceinline__ void write_zeros(const DownParams& params, int block_threads) {
   const int64_t units = static_cast<int64_t>(params.routing.tokens) * (params.weights.rows / 8);
   const int64_t threads = static_cast<int64_t>(gridDim.x) * block_threads;

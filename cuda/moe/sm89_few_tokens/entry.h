@@ -7,11 +7,11 @@
 
 namespace flashmoe::moe::sm89_few_tokens {
 
-// Dynamic, of a block: what an sm_89 block may have, less the static. A kernel is allowed what its
-// device has when it is loaded there.
+// Dynamic, per block: the limit of an sm_89 block minus the static memory. When a kernel is loaded
+// on a device, it is allowed that device's limit.
 inline constexpr int kLeastSharedBytes = 98 * 1024;
 
-// What the shared memory of a block depends on.
+// The quantities that a block's shared memory depends on.
 struct SharedShape {
   int stages;
   int stage_columns;
@@ -25,13 +25,13 @@ struct Entry {
   Kernel up;
   Kernel down;
   Dtype dtype;
-  bool bulk;   // the copy engine brings stages: for Hopper, and for so many tokens in all
-  int tiles;   // of 16 weight rows, a warp
-  int tokens;  // of an expert, at a time
+  bool bulk;   // the copy engine fills stages: for Hopper, and for few tokens in total
+  int tiles;   // tiles of 16 weight rows per warp
+  int tokens;  // tokens of an expert at a time
   int threads;
   int max_stages;
-  int max_columns;                            // of a stage, or a step
-  int (*up_bytes)(const SharedShape& shape);  // dynamic, of a block
+  int max_columns;                            // per stage, or per step
+  int (*up_bytes)(const SharedShape& shape);  // dynamic, per block
   int (*down_bytes)(const SharedShape& shape);
 };
 

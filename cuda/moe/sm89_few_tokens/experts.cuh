@@ -1,4 +1,4 @@
-// Which experts have rows, and which rows: found by every block from what routing left.
+// Finds which experts have rows, and which rows. Every block does so from the results of routing.
 #pragma once
 
 #include "cuda/moe/sm89_few_tokens/traits.cuh"
@@ -15,7 +15,7 @@ struct __align__(16) Record {
 };
 
 struct Experts {
-  const Record* records;  // [count + 1], the last with first_entry = entries
+  const Record* records;  // [count + 1]; the last one has first_entry = entries
   int count;
   int entries;
 
@@ -36,8 +36,8 @@ struct Experts {
   }
 };
 
-// What is known when all records are written, and their end. `full_entries`: that so many pairs
-// fill.
+// Writes the end of the records when all are known. `full_entries`: the number of entries that all
+// pairs would fill.
 __device__ __forceinline__ Experts end_records(const Routing& routing, int entry_tokens,
                                                int full_entries, Record* records, int count,
                                                int entries, bool by_this_thread) {
@@ -47,16 +47,16 @@ __device__ __forceinline__ Experts end_records(const Routing& routing, int entry
     const Record last = records[count - 1];
     entries = last.first_entry + ceil_div(last.end_slot - last.first_slot, entry_tokens);
   }
-  // Each expert may have one that is not full. Offsets that go back and forth have the same pairs
-  // many times, and are cut off: products of steps and entries that routing makes are 32 bits wide,
-  // theirs would not be.
+  // Each expert may have one entry that is not full. Offsets that are not monotonic have the same
+  // pairs many times, and are clamped: products of steps and entries fit in 32 bits for offsets
+  // from routing, but not for such ones.
   entries = min(entries, full_entries + count);
   if (by_this_thread) records[count] = {0, 0, 0, entries};
   return {records, count, entries};
 }
 
-// Fills `records`; all threads of the block call it, and meet in it after the last one wrote.
-// Offsets may hold anything: an expert's slots are among the pairs, whatever they are.
+// Fills `records`. All threads of the block call it, and it synchronises them after the last write.
+// Offsets may hold anything: an expert's slots are always within the pairs.
 __device__ __forceinline__ Experts find_experts(const Routing& routing, int entry_tokens,
                                                 Record* records) {
   __shared__ int2 warp_totals[kWarps];

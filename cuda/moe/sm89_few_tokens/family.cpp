@@ -1,5 +1,5 @@
-// The sm89_few_tokens family: which pair of kernels serves a layer with few tokens, and with what
-// parameters they are launched.
+// The sm89_few_tokens family: which pair of kernels serves a layer with few tokens, and the
+// parameters of their launches.
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -24,7 +24,7 @@ namespace flashmoe::moe::sm89_few_tokens {
 namespace {
 
 constexpr int64_t kWorkspaceAlignment = 256;
-constexpr int64_t kMostColumns = int64_t{1} << 24;  // of H and I: products with steps fit in int32
+constexpr int64_t kMostColumns = int64_t{1} << 24;  // of H and I: products with steps fit int32
 
 const Entry* const kEntries[] = {
 #define FLASHMOE_ENTRY(name) &entry_##name,
@@ -35,8 +35,8 @@ const Entry* const kEntries[] = {
 #undef FLASHMOE_ENTRY
 };
 
-// Allows a kernel all the shared memory of a block, and asks for a multiprocessor's to be as large
-// as it gets: two kernels share it.
+// Allows a kernel all the shared memory of a block, and asks for the largest split of a
+// multiprocessor's memory: two kernels share it.
 cudaError_t allow_shared_memory(const Kernel& kernel, int device_id, const DeviceFacts& facts,
                                 const cudaFuncAttributes& attributes, bool) {
   if (is_gpu_model(device_id)) return cudaSuccess;
@@ -65,7 +65,7 @@ const Entry& entry_of(const Plan& plan) {
   return *kEntries[0];
 }
 
-// Columns of a stage of both launches.
+// Columns per stage of both launches.
 struct Columns {
   int up;
   int down;
@@ -77,10 +77,10 @@ Columns choose_columns(const MoeForwardProblem& p, const Entry& entry) {
           static_cast<int>(choose_stage_columns(p.inner, entry.max_columns))};
 }
 
-// Bytes of weights in a stage of the bulk kernels.
+// Bytes of weights per stage of the bulk kernels.
 int64_t bulk_weight_bytes(int columns) { return kBulkRowsOfStage * columns * 2; }
 
-// Shared memory of both launches.
+// Stages and shared memory of both launches.
 struct Depths {
   int up_stages;
   int down_stages;
@@ -94,15 +94,15 @@ int bulk_stages(const Entry& entry, int columns, int64_t bytes) {
       std::min<int64_t>(ceil_div(bytes, bulk_weight_bytes(columns)), entry.max_stages));
 }
 
-// Static shared memory, of which the kernels have little, and what a block costs beside its own.
+// Static shared memory, of which the kernels have little, plus a block's overhead beside its own.
 constexpr int64_t kStaticBytes = 256;
 int64_t beside(const DeviceFacts& facts) {
   return facts.reserved_shared_bytes_per_block + kStaticBytes;
 }
 
-// Where both stages may run side by side, each has its block on every multiprocessor: as many steps
-// under way as fit beside one another, and no room for a second block of the second stage, which
-// would leave another multiprocessor idle. 0 stages where they do not fit.
+// If both stages may run concurrently, each has a block on every multiprocessor. They have as many
+// steps in flight as fit together, and no room for a second block of the second stage, which would
+// leave another multiprocessor idle. 0 stages if they do not fit.
 Depths choose_depths(const Entry& entry, SharedShape shape, const Columns& columns,
                      bool side_by_side, const DeviceFacts& facts) {
   const auto up_bytes = [&](int stages) {
@@ -117,7 +117,8 @@ Depths choose_depths(const Entry& entry, SharedShape shape, const Columns& colum
   };
   const int64_t block = facts.shared_bytes_per_block - kStaticBytes;
   const int64_t all = facts.shared_bytes_per_multiprocessor;
-  // Of up's stages the most, and the fewest, and of down's, before up has fewer.
+  // Bounds: the most and the fewest stages of `up`, and of `down` the most, and the fewest before
+  // `up` gives up a stage.
   int most_up = kUpStages[entry.tiles - 1];
   int least_up = most_up;
   int most_down = kDownStages[entry.tiles - 1];
@@ -140,7 +141,7 @@ Depths choose_depths(const Entry& entry, SharedShape shape, const Columns& colum
     }
   }
   Depths made = {least_up, least_up, 0, 0};
-  // Deeper is of no use to what runs alone.
+  // More stages do not help a kernel that runs alone.
   while (made.up_stages > 1 && up_bytes(made.up_stages) > block) --made.up_stages;
   while (made.down_stages > 1 && down_bytes(made.down_stages) > block) --made.down_stages;
   made.up_bytes = up_bytes(made.up_stages);
@@ -149,7 +150,7 @@ Depths choose_depths(const Entry& entry, SharedShape shape, const Columns& colum
   return made;
 }
 
-// What lies in the workspace, in bytes from its beginning.
+// The layout of the workspace, in bytes from its beginning.
 struct Workspace {
   int64_t counters;
   int64_t parts;
@@ -253,7 +254,7 @@ flashmoe_status plan(const MoeForwardProblem& problem, Plan* plan, const Reason&
   return FLASHMOE_OK;
 }
 
-// Of gate and up, or of the first and second 8 rows of each 16 of one matrix.
+// The halves of a product: gate and up, or the first and second 8 rows of each 16 of one matrix.
 Weights pair_of(const ExpertMatrix& first, const ExpertMatrix& second, int64_t rows,
                 int64_t columns) {
   const auto* a = static_cast<const uint16_t*>(first.data);
@@ -274,15 +275,15 @@ Weights halves_of(const ExpertMatrix& matrix, int64_t rows, int64_t columns) {
   return weights;
 }
 
-// Groups of warps that take stages in turn, of the bulk kernels: as many, up to 4, as divide the
-// stages.
+// Groups of warps of the bulk kernels, which take stages in turn: the largest power of two, up to
+// 4, that divides the stages.
 int32_t groups_of(int stages) { return stages % 4 == 0 ? 4 : stages % 2 == 0 ? 2 : 1; }
 
 Bias bias_of(const ExpertBias& bias) {
   return {bias.data, bias.expert_stride, bias.row_stride, bias.dtype == Dtype::kFloat32 ? 1 : 0};
 }
 
-// Of a product that sums over `summed` columns, so many of which are a stage.
+// The schedule of a product that sums over `summed` columns, with `columns` per stage.
 Schedule schedule_of(const flashmoe_launch& planned, int lead, int columns, int64_t summed,
                      const Weights& weights) {
   const auto by = [](int64_t value) { return Divisor::of(static_cast<uint32_t>(value)); };

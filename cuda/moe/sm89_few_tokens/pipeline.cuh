@@ -1,12 +1,12 @@
 // How weights and tokens stream through a warp.
 //
-// A warp computes products of 16 weight rows by 8 tokens, m16n8k16, with weights as its A operand.
-// A sum may take its index in any order if both operands agree, so a lane (g = lane / 4, t = lane %
-// 4) takes elements [8t, 8t + 8) of every 32 of row g, row g + 8 and token g: 16 bytes, of which
-// the first half are its fragments of one k16 step and the second half those of the next.
+// A warp computes products of 16 weight rows by 8 tokens, m16n8k16, with weights as the A operand.
+// A sum may take its index in any order if both operands agree. So a lane (g = lane / 4, t = lane %
+// 4) takes elements [8t, 8t + 8) of every 32 of row g, row g + 8 and token g: 16 bytes, whose first
+// half are its fragments of one k16 step and whose second half those of the next.
 //
-// They come by cp.async into shared memory that is the warp's own, in the order of fragments: warps
-// meet nowhere, and a lane's reads conflict with no other's.
+// cp.async copies them to the warp's own shared memory, in the order of fragments. Warps need not
+// synchronise, and lanes read without bank conflicts.
 #pragma once
 
 #include "cuda/moe/sm89_few_tokens/experts.cuh"
@@ -16,26 +16,26 @@
 
 namespace flashmoe::moe::sm89_few_tokens {
 
-// 16 weight rows of an expert times kTiles, with some of its tokens.
+// kTiles times 16 weight rows of an expert, with some of its tokens.
 struct Unit {
   int expert;
-  int slot;   // first
-  int count;  // of slots
-  int row;    // first, of each half
+  int slot;   // first one
+  int count;  // number of slots
+  int row;    // first one, in each half
 };
 
 template <class Traits>
 using Sums = float[Traits::kTiles][Traits::kTokenBlocks][4];
 
-// Hides from the compiler what a number is made of.
+// Hides the origin of a number from the compiler.
 __device__ __forceinline__ int opaque(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
 
-// How many of this lane's newest groups of copies may be under way when a stage is read: one less
+// How many of this lane's newest groups of copies may be pending when a stage is read: one less
 // than there are stages, 5, 3, 2, 1 or 0. The two branches of a step are hidden from the compiler,
-// which would make them one jump by a table.
+// which would turn them into a single jump through a table.
 struct Depth {
   int deep;  // 4 stages or more
   int more;  // 6, or 3
@@ -81,13 +81,13 @@ __device__ __forceinline__ void clear(Sums<Traits>& sums) {
   }
 }
 
-// A stage of a warp: [weight pieces][lanes], then [chunks][tokens] of 64 bytes each, 16 a lane.
+// A stage of a warp: [weight pieces][lanes], then [chunks][tokens] of 64 bytes each, 16 per lane.
 template <class Traits>
 struct Stage {
   int entry_tokens;
 
   __device__ __forceinline__ int bytes() const { return Traits::stage_bytes(entry_tokens); }
-  // From this lane's first piece on.
+  // Relative to this lane's first piece.
   static __device__ __forceinline__ int weight(int m, int h, int c) {
     return ((2 * m + h) * Traits::kChunks + c) * kPieceBytes;
   }
@@ -95,7 +95,7 @@ struct Stage {
     return Traits::kWeightPieces * kPieceBytes + c * entry_tokens * 64 + n * kPieceBytes;
   }
 
-  // Where this lane's part of a load goes, from where that of lane 0 does, to weights and to
+  // The destination of this lane's part of a load, relative to that of lane 0, for weights and for
   // tokens.
   static __device__ __forceinline__ int weight_slot() {
     const int lane = lane_index() % (4 * Traits::kChunks);
@@ -108,25 +108,25 @@ struct Stage {
   }
 };
 
-// Where a warp's loads are. Job says which units there are and where their tokens lie. For a load
-// lanes lie side by side in a row, so that each asks for whole lines: lane l has columns 8 (l % 8)
-// and on of row l / 8, four rows a load.
+// The position of a warp's loads. Job defines the units and the addresses of their tokens. For a
+// load the lanes cover consecutive parts of a row, so that a load reads whole lines: lane l has
+// columns from 8 (l % 8) on of row l / 8, four rows per load.
 template <class Traits, class Job>
 struct Walk {
   static constexpr int kRowLanes = Traits::kStepColumns / 8;
   static constexpr int kLoadRows = kThreadsPerWarp / kRowLanes;
-  static constexpr int kRowLoads = 8 / kLoadRows;  // of 8 rows
+  static constexpr int kRowLoads = 8 / kLoadRows;  // loads of 8 rows
 
   const Weights& weights;
   const Job& job;
   typename Job::Position position;
   const uint16_t* weight[2];                                // this lane's first row of a half
   const uint16_t* token[Traits::kTokenBlocks * kRowLoads];  // this lane's rows
-  int64_t load_rows[2];  // elements from one load's rows of a half to the next's
-  int64_t tile_rows[2];  // from one tile's to the next's
-  uint32_t rows;         // bit 2 * tile + half: there are such rows
-  uint32_t tokens;       // bit of each of token
-  int columns;           // left, from this lane's of the step on
+  int64_t load_rows[2];  // elements from the rows of one load of a half to those of the next
+  int64_t tile_rows[2];  // from those of one tile to the next
+  uint32_t rows;         // bit 2 * tile + half: these rows exist
+  uint32_t tokens;       // one bit per entry of `token`
+  int columns;           // left in the step, from this lane's first column on
 
   __device__ __forceinline__ Walk(const Weights& w, const Job& j) : weights(w), job(j) {
 #pragma unroll
@@ -186,8 +186,8 @@ struct Walk {
     }
   }
 
-  // What is not there is left as it is: columns of products that nobody reads. Zeros are wanted
-  // only behind the last column, where the weights' zeros do not make up for any NaN.
+  // Missing tokens are not written: nobody reads those columns of the products. Zeros are needed
+  // only after the last column, where a NaN would survive the weights' zeros.
   __device__ __forceinline__ void load_tokens(uint32_t stage) const {
 #pragma unroll
     for (int n = 0; n < Traits::kTokenBlocks * kRowLoads; ++n) {
@@ -209,7 +209,7 @@ struct Walk {
   }
 };
 
-// A warp's pipeline: some steps of its walk are under way.
+// A warp's pipeline, with several steps of its walk in flight.
 template <class Traits, class Job>
 struct Pipeline {
   Walk<Traits, Job> walk;
@@ -218,7 +218,7 @@ struct Pipeline {
   uint32_t end;
   uint32_t at;
   Depth depth;
-  uint32_t places;  // bit block: a stage has a place for this lane's token
+  uint32_t places;  // bit n: a stage has room for this lane's token of block n
 
   __device__ __forceinline__ Pipeline(const Weights& weights, const Schedule& schedule,
                                       const Job& job, uint32_t shared)
@@ -245,7 +245,7 @@ struct Pipeline {
       walk.advance();
     }
   }
-  // `again` is the walk as it was before.
+  // `again` is the walk as it was before begin_weights.
   __device__ __forceinline__ void begin_tokens(Walk<Traits, Job>& again) {
     for (uint32_t to = base; to != end; to += stage.bytes()) {
       if (!again.position.done()) {
@@ -270,7 +270,7 @@ struct Pipeline {
     depth.wait();
     __syncwarp();
     const uint32_t from = at + lane_index() * 16;
-    // Two sums at a time: each product waits for the one before it in its sum.
+    // Uses two sums at a time: each product waits for the previous one in its sum.
     Sums<Traits> more;
     clear<Traits>(more);
 #pragma unroll

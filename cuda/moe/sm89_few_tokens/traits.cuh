@@ -1,5 +1,5 @@
-// Every constant of the few-token kernels. The plan, the launch and the device code are filled from
-// here and nowhere else.
+// Constants of the few-token kernels. The plan, the launch and the device code have no other
+// source.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@ namespace flashmoe::moe::sm89_few_tokens {
 inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * kThreadsPerWarp;
 inline constexpr int kMaxStages = 6;
-inline constexpr int kPieceBytes = kThreadsPerWarp * 16;  // what one load of a warp brings
+inline constexpr int kPieceBytes = kThreadsPerWarp * 16;  // bytes of one load of a warp
 
 inline constexpr int kRecordBytes = 16;
 
-// kTiles products of 16 weight rows by up to kTokenBlocks times 8 tokens, a warp.
+// A warp's products: kTiles products of 16 weight rows by up to kTokenBlocks times 8 tokens.
 template <class Element_, int kTiles_, int kTokenBlocks_>
 struct Traits {
   using Element = Element_;
@@ -24,14 +24,14 @@ struct Traits {
   static constexpr int kTokenBlocks = kTokenBlocks_;
   static constexpr int kTokens = 8 * kTokenBlocks;
 
-  static constexpr int kChunks = 2;  // 16 bytes that a lane holds of a row in a step
+  static constexpr int kChunks = 2;  // 16-byte chunks of a row per lane and step
   static constexpr int kStepColumns = 32 * kChunks;
   static constexpr int kWeightPieces = kTiles * 2 * kChunks;
-  static constexpr int kSums = kTiles * kTokenBlocks * 4;         // of a lane
-  static constexpr int kHeadBytes = kSums * kThreadsPerWarp * 4;  // of a warp
+  static constexpr int kSums = kTiles * kTokenBlocks * 4;         // per lane
+  static constexpr int kHeadBytes = kSums * kThreadsPerWarp * 4;  // per warp
   static constexpr int kStripeRows = 16 * kTiles;                 // of the down kernel
 
-  // Of a warp: pieces of weights, and rows of that many tokens.
+  // A stage of a warp: pieces of weights, and rows of so many tokens.
   static __host__ __device__ constexpr int stage_bytes(int entry_tokens) {
     return kWeightPieces * kPieceBytes + entry_tokens * kStepColumns * 2;
   }

@@ -1,9 +1,10 @@
 // The first grouped GEMM: a[slot] = act(w_gate x) * (w_up x), for the slots of every expert.
 //
-// A unit is kTiles products' rows of one expert and up to kTokens of its slots, over all columns.
-// Blocks take equal shares of all units, and the warps of a block equal shares of the steps of its
-// units, whatever unit they end in: all have as much to load. A warp that ends within a unit adds
-// to its sums what the warps behind it found of that unit, after the one time that they all meet.
+// A unit is the rows of kTiles products of one expert and up to kTokens of its slots, over all
+// columns. Blocks take equal shares of all units, and the warps of a block equal shares of the
+// steps of its units, even if a share ends within a unit: so all load equally much. If a warp's
+// share ends within a unit, it adds the later warps' results of that unit to its sums, after the
+// single synchronisation of the block.
 #pragma once
 
 #include "cuda/moe/sm89_few_tokens/pipeline.cuh"
@@ -20,16 +21,16 @@ struct UpJob {
   struct Position {
     int unit;
     int step;
-    int left;  // steps, of this warp
+    int left;  // steps of this warp
     int record;
     __device__ __forceinline__ bool done() const { return left <= 0; }
   };
 
   const UpParams& params;
   const Experts& experts;
-  const int* slot_tokens;  // -1: none
-  int tiles;               // units of an entry
-  int steps;               // of a unit
+  const int* slot_tokens;  // -1: no token
+  int tiles;               // units per entry
+  int steps;               // per unit
   int first_unit;          // of the block
   int block_steps;
   int entry_tokens;
@@ -67,7 +68,7 @@ struct UpJob {
     return token < 0 ? nullptr : params.x + token * params.x_stride;
   }
 
-  // False where another unit begins.
+  // Returns false if another unit begins.
   __device__ __forceinline__ bool advance(Position& position) const {
     --position.left;
     if (++position.step < steps) return true;
@@ -77,7 +78,7 @@ struct UpJob {
   }
 };
 
-// Writes pairs of columns from `column` on, of the slots of one block of tokens: this lane has
+// Writes pairs of columns from `column` on for the slots of one block of tokens. This lane has
 // those of row lane / 4 and tokens 2 (lane % 4) and the next.
 template <class Element>
 __device__ __forceinline__ void store_rows(uint16_t* rows, int64_t stride, int count, int column,
@@ -89,7 +90,7 @@ __device__ __forceinline__ void store_rows(uint16_t* rows, int64_t stride, int c
   }
 }
 
-// Ends a unit: bias, what the backward pass wants, activation, a.
+// Ends a unit: bias, values for the backward pass, activation, a.
 template <class Traits>
 __device__ __forceinline__ void finish_unit(const UpParams& params, const Unit& unit,
                                             const Sums<Traits>& sums) {
@@ -170,7 +171,7 @@ struct UpShared {
   __device__ __forceinline__ uint32_t pipelines() const {
     return static_cast<uint32_t>(__cvta_generic_to_shared(base));
   }
-  // [warps][sums][lanes]: what a warp found of a unit that one before it had begun
+  // [warps][sums][lanes]: a warp's results of a unit that an earlier warp has begun
   __device__ __forceinline__ float* heads() const {
     return reinterpret_cast<float*>(base + pipeline_bytes);
   }
@@ -251,7 +252,7 @@ __device__ __forceinline__ void compute_up(const UpParams& params, const UpShare
       unit = job.unit(position);
       continue;
     }
-    // The last unit of this warp, if it has not ended, goes on in those behind.
+    // If this warp's last unit has not ended, the later warps continue it.
     pending = any && !ended && whole;
     if (any && !ended && !whole) {
       exchange_head<Traits>(sums, shared.heads(), job.warp, true);
