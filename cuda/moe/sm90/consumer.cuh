@@ -1,4 +1,4 @@
-// What a consumer warpgroup does with the tiles that the producer sends.
+// A consumer warpgroup, which processes the tiles that the producer sends.
 #pragma once
 
 #include <type_traits>
@@ -14,9 +14,9 @@
 
 namespace flashmoe::moe::sm90 {
 
-// A consumer warpgroup. A main loop and what follows it are compiled for every width
-// of a tile: if they had the latter in common, ptxas would have to bring the accumulators of all
-// main loops to the same registers, and lets products wait for each other rather than that (C7511).
+// A consumer warpgroup. A main loop and its epilogue are compiled for every width of a tile. With a
+// common epilogue, ptxas would have to bring the accumulators of all main loops to the same
+// registers, and it serialises products instead (C7511).
 template <class Traits>
 struct Consumer
     : std::conditional_t<Traits::kDifferentiates, GradientEpilogue<Traits>, Epilogue<Traits>> {
@@ -45,7 +45,7 @@ struct Consumer
     finish(tile, products);
   }
 
-  // The same where weights are kept.
+  // The same with kept weights.
   template <int kUnits>
   __device__ __forceinline__ void compute_kept(int units, const Tile& tile, const Kept& kept) {
     if constexpr (kUnits < Traits::kTileUnits) {
@@ -61,7 +61,7 @@ struct Consumer
         tile, products, tile.row_tile * Traits::kOutRows + rows_before(), &sent);
   }
 
-  // `run` where weights are kept: both consumers have every tile, each its own 64 rows.
+  // `run` with kept weights: both consumers process every tile, each its own 64 rows.
   __device__ __forceinline__ void run_kept() {
     Kept kept;
     if (group == 1) ptx::named_barrier_arrive(kTurnBarrier, 2 * kThreadsPerGroup);
@@ -79,7 +79,7 @@ struct Consumer
     wait_sent();
   }
 
-  // Computes a tile that is at most so many units wide, the least that there is code for.
+  // Computes a tile of `units` units by the narrowest code that is wide enough.
   template <int kUnits>
   __device__ __forceinline__ void compute_within(int units, const Tile& tile) {
     if constexpr (kUnits < Traits::kTileUnits) {

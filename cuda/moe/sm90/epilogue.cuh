@@ -1,5 +1,5 @@
-// From a consumer's products to rows of the output: weights of pairs, biases, activations,
-// transposition by stmatrix, and stores by TMA.
+// The epilogue, from a consumer's products to rows of the output: weights of pairs, biases,
+// activations, transposition by stmatrix, and stores by TMA.
 #pragma once
 
 #include <type_traits>
@@ -18,8 +18,8 @@
 
 namespace flashmoe::moe::sm90 {
 
-// 1 + e^-z, or so much that the product of two is finite and z divided by it is as good as 0; of a
-// NaN that too, so that z has to be a factor of what it is for.
+// 1 + e^-z, bounded so that the product of two is finite and z divided by it is practically 0. It
+// is finite for a NaN, too, so z must be a factor of the result.
 __device__ __forceinline__ float sigmoid_divisor(float z) {
   constexpr float kMost = 62.0f;
   return 1.0f + numeric::exp2_approx(fminf(-kLog2E * z, kMost));
@@ -58,10 +58,10 @@ struct Epilogue : MainLoop<Traits> {
     return load_bias<Element>(bias, expert, row);
   }
 
-  // Puts the weights of the tile's pairs, or ones, into shared memory.
+  // Stores the weights of the tile's pairs, or ones, in shared memory.
   __device__ __forceinline__ void load_scales(const Tile& tile) const {
     ptx::named_barrier_sync(kStoreBarrier + group,
-                            kThreadsPerGroup);  // the last tile's are done with
+                            kThreadsPerGroup);  // the previous tile's scales are no longer needed
     for (int i = thread_index() % kThreadsPerGroup; i < tile.tokens; i += kThreadsPerGroup) {
       float scale = 1.0f;
       if (params.pair_weights != nullptr) {
@@ -78,7 +78,7 @@ struct Epilogue : MainLoop<Traits> {
 
   __device__ __forceinline__ uint32_t out_buffer(int index) const {
     if (!Traits::kGathers) {
-      // So that nothing is kept.
+      // Computed anew so that no register is kept.
       const int group_here = Traits::kKeeps ? group : thread_index() / kThreadsPerGroup - 1;
       return shared.base + Traits::kOutOffset +
              (group_here * Traits::kOutBuffers + index) * Traits::kOutBytes;
@@ -86,7 +86,7 @@ struct Epilogue : MainLoop<Traits> {
     return shared.weights(held) + index * Traits::kHalfBytes + group * Traits::kOutBytes;
   }
 
-  // Of a thread's values, which of this consumer's 64 rows of the output those of index e / 2 are.
+  // The row, among this consumer's 64 rows of the output, of a thread's values with index e / 2.
   static __device__ __forceinline__ int row_of(int index) {
     const int warp = warp_of_group();
     const int lane = lane_index();
@@ -94,8 +94,8 @@ struct Epilogue : MainLoop<Traits> {
     return warp * 16 + lane / 4 + 8 * index;
   }
 
-  // Makes two 8x8 matrices for stmatrix of pairs of tokens, from the values of both of a thread's
-  // rows (row_of): of a warp's rows 8 w to 8 w + 7 and of those 32 further on.
+  // Makes two 8x8 matrices for stmatrix from pairs of tokens, with the values of both rows of a
+  // thread (row_of): rows 8 w to 8 w + 7 of a warp, and those 32 further on.
   static __device__ __forceinline__ void gather_rows(uint32_t& first, uint32_t& second) {
     const int lane = lane_index();
     const bool odd = lane / 4 % 2 != 0;
@@ -107,9 +107,9 @@ struct Epilogue : MainLoop<Traits> {
     second = upper ? a : b;
   }
 
-  // Of products with rows of gate and up interleaved, makes the gates (first) and the ups (second)
-  // of the rows of row_of: lanes whose row was a gate's keep those of the first 64 rows and get
-  // their ups, the others keep the ups of the next 64 and get their gates.
+  // Separates products whose rows of gate and up are interleaved into gates (first) and ups
+  // (second) of the rows of row_of. Lanes with a gate row keep the gates of the first 64 rows and
+  // get their ups. The others keep the ups of the next 64 rows and get their gates.
   template <int kTokens>
   static __device__ __forceinline__ void take_apart(Products<kTokens>& products) {
     const bool odd = lane_index() / 4 % 2 != 0;
@@ -122,12 +122,13 @@ struct Epilogue : MainLoop<Traits> {
     }
   }
 
-  // Writes 64 rows of values of all tokens, transposed: from `column` on of the tokens' rows.
-  // values(block, v) gives those of a block of 8 tokens. `sent` counts what the tile has sent.
+  // Writes 64 rows of values of all tokens, transposed, from `column` on in the tokens' rows.
+  // values(block, v) returns the values of a block of 8 tokens. `sent` counts the parts that have
+  // been sent.
   template <int kTokens, class Values>
   __device__ __forceinline__ void store(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
                                         int column, int* sent, const Values& values) const {
-    constexpr int kPairs = Traits::kOutTokens / 16;  // of blocks of 8 tokens: what stmatrix stores
+    constexpr int kPairs = Traits::kOutTokens / 16;  // of blocks of 8 tokens: one stmatrix each
     constexpr int kParts = ceil_div(kTokens, Traits::kOutTokens);
     const int lane = lane_index();
     const int warp = warp_of_group();
@@ -141,7 +142,7 @@ struct Epilogue : MainLoop<Traits> {
     for (int part = 0; part < kParts; ++part) {
       const int buffer = *sent % Traits::kOutBuffers;
       const uint32_t to = out_buffer(buffer);
-      // For what left this buffer before.
+      // Waits for the previous store from this buffer.
       if (Traits::kKeeps) {
         if (*sent >= Traits::kOutBuffers) wait_drained(buffer);
       } else {
@@ -171,7 +172,7 @@ struct Epilogue : MainLoop<Traits> {
       }
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (leader) {
-        ptx::fence_proxy_async_shared();  // of what all have stored, once
+        ptx::fence_proxy_async_shared();  // once, for the stores of all threads
         send(tile, maps, column, part * Traits::kOutTokens, batch, to);
         ptx::tma_store_commit();
       }
@@ -189,8 +190,8 @@ struct Epilogue : MainLoop<Traits> {
     ptx::named_barrier_sync(drained(buffer), kFillingThreads);
   }
 
-  // Sends what this consumer leaves in its buffers, part after part of its tiles: one warp of the
-  // first warpgroup, so that the consumer waits for nothing but the buffer that it comes to next.
+  // Sends the contents of this consumer's buffers, part after part of its tiles. One warp of the
+  // first warpgroup does so. The consumer then only waits for the buffer that it needs next.
   __device__ __forceinline__ void send_all() {
     const bool leader = lane_index() == 0;
     for (int number = 0;; ++number) {
@@ -205,7 +206,7 @@ struct Epilogue : MainLoop<Traits> {
         ++sent;
         ptx::named_barrier_sync(filled(buffer), kFillingThreads);
         if (leader) {
-          ptx::fence_proxy_async_shared();  // of what all have stored, once
+          ptx::fence_proxy_async_shared();  // once, for the stores of all threads
           send(tile, params.out, row, first, batch, out_buffer(buffer));
           ptx::tma_store_commit();
           ptx::tma_store_wait_read();
@@ -218,12 +219,12 @@ struct Epilogue : MainLoop<Traits> {
     __syncwarp();
   }
 
-  // At the end: meets the sender at the barriers of buffers that nobody fills again.
+  // At the end: completes the barriers of buffers that nobody fills again.
   __device__ __forceinline__ void wait_sent() const {
     for (int buffer = 0; buffer < min(sent, Traits::kOutBuffers); ++buffer) wait_drained(buffer);
   }
 
-  // Sends the rows of at most kOutTokens tokens from `first` on, as many as there are; one thread.
+  // Sends the rows of at most kOutTokens existing tokens from `first` on. One thread calls it.
   __device__ __forceinline__ void send(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
                                        int column, int first, int batch, uint32_t from) const {
     constexpr int kBoxRows[] = {kOutBoxRows[0], kOutBoxRows[1], kOutBoxRows[2]};
@@ -240,7 +241,7 @@ struct Epilogue : MainLoop<Traits> {
     }
   }
 
-  // Products with what comes before the activation: the weights of the tokens' pairs and the bias.
+  // Products with the terms before the activation: the weights of the tokens' pairs and the bias.
   template <int kCount>
   struct Adjusted {
     const float (&products)[kCount];
@@ -269,7 +270,7 @@ struct Epilogue : MainLoop<Traits> {
     }
   };
 
-  // Stores one half of what has no gate.
+  // Stores one half of products without a gate.
   template <int kCurve, int kTokens>
   __device__ __forceinline__ void finish_half(const Tile& tile, const float (&half)[kTokens / 2],
                                               int row, int* sent) const {
@@ -308,7 +309,7 @@ struct Epilogue : MainLoop<Traits> {
     store<kTokens>(tile, params.out, row, sent, [&](int block, float (&v)[4]) {
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {
-        // One reciprocal for two: the MUFU unit is what takes longest here.
+        // One reciprocal serves two values: the MUFU unit is the bottleneck here.
         const float z0 = products.first[4 * block + e];
         const float z1 = products.first[4 * block + e + 1];
         const float d0 = sigmoid_divisor(z0);
@@ -331,7 +332,7 @@ struct Epilogue : MainLoop<Traits> {
     }
   }
 
-  // Stores what the activation is applied to. Once for all curves: it is much code.
+  // Stores the activation's input. It is one function for all curves because it is much code.
   template <int kTokens>
   __device__ __forceinline__ void store_pre_activation(const Tile& tile,
                                                        const Products<kTokens>& products, int row,
@@ -345,8 +346,8 @@ struct Epilogue : MainLoop<Traits> {
     store<kTokens>(tile, params.pre_activation[kUp], second_row, sent, second);
   }
 
-  // Stores 64 rows of products of all tokens as fp32, or adds them to what there is. Eight lanes
-  // have as many numbers of a token, which lie next to each other.
+  // Stores 64 rows of products of all tokens as fp32, or accumulates them. Eight lanes have
+  // consecutive numbers of a token.
   template <class T, int kTokens>
   __device__ __forceinline__ void store_wide(const Tile& tile, const float (&half)[kTokens / 2],
                                              int row) const {
@@ -367,18 +368,18 @@ struct Epilogue : MainLoop<Traits> {
           if (params.wide_adds != 0) sum += *place;
           *place = sum;
         } else {
-          sum += Numeric::to_float(*place);  // what is not added to goes by way of kDown
+          sum += Numeric::to_float(*place);  // kDown stores 16 bits without accumulation
           *place = static_cast<uint16_t>(Numeric::pack(sum, 0.0f));
         }
       }
     }
   }
 
-  // What becomes of a tile's products.
+  // Finishes a tile's products.
   template <int kTokens>
   __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
     if (Traits::kInterleaved) take_apart(products);
-    // Of this group's rows of the first half.
+    // This group's rows in the first half.
     const int row = tile.row_tile * Traits::kOutRows + rows_before();
     if (Traits::kGathers) sent = 0;
     if constexpr (Traits::kWide) {

@@ -1,5 +1,5 @@
-// The sm_90 family: which layers and grouped products its kernels serve, and with what parameters
-// they are launched.
+// The sm_90 family: which layers and grouped products its kernels serve, and the parameters of
+// their launches.
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -32,21 +32,21 @@ const Entry* const kEntries[] = {
 };
 
 constexpr int64_t kWorkspaceAlignment = 256;
-constexpr int64_t kMaxColumns = int64_t{1} << 30;  // so does column + tile, of coordinates of a map
+constexpr int64_t kMaxColumns = int64_t{1} << 30;  // so does column + tile, a map's coordinate
 constexpr int64_t kMaxItems = int64_t{1} << 30;
-// Where the weights of some experts fit in the L2 at once it pays to let them pass by fewer tokens.
+// If the weights of some experts fit in the L2 together, it pays to let them pass by fewer tokens.
 constexpr int64_t kResidentBytes = int64_t{16} << 20;
 constexpr int32_t kFewerColumns = 4;
-// Tokens of an expert, on average, up to which narrow tiles are filled by few experts.
+// Average tokens per expert up to which few experts fill narrow tiles.
 constexpr int64_t kNarrowTokens = 64;
-// Tokens of an expert, on average, from which on weights of few columns are kept in registers, of
-// at most kMostKeptColumns and kMostKeptOfFewer; and how many columns less than that there may be:
-// of fewer still too much would be padding.
+// Average tokens per expert from which on weights of few columns are kept in registers: at most
+// kMostKeptColumns or kMostKeptOfFewer columns. kKeptPadding is how many fewer columns there may
+// be: with still fewer, too much would be padding.
 constexpr int64_t kShortTokens = 192;
 constexpr int64_t kMiddleTokens = 384;
 constexpr int64_t kKeptPadding = kBoxColumns - 1;
-// Token tiles that weights which are kept pass by at most: longer runs are no faster. There are
-// shorter ones where a cluster would have fewer runs than these.
+// Upper bound on the token tiles that pass by kept weights: longer runs are no faster. Runs are
+// shorter if a cluster would otherwise have fewer than kClusterRuns.
 constexpr int64_t kRunTiles = 6;
 constexpr int64_t kClusterRuns = 2;
 
@@ -54,8 +54,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 // ---- tensor maps
 
-// [batches, rows, columns], columns next to each other, in boxes of 64 columns by some rows of a
-// batch.
+// [batches, rows, columns] with contiguous columns, in boxes of 64 columns by some rows of a batch.
 struct View {
   const void* data;
   int64_t columns;
@@ -67,7 +66,7 @@ struct View {
   Dtype dtype;
 };
 
-// What is kept with a plan: the parameters of its products, and what their maps are of.
+// Kept with a plan: the parameters of its products, and the addresses of their maps.
 inline constexpr int kMostMaps =
     kHalves + kTokenBoxes + kOutHeights + kHalves * kOutHeights + kHalves;
 struct Kept {
@@ -75,13 +74,13 @@ struct Kept {
   const void* mapped[2][kMostMaps];
 };
 
-// Sets the maps of one product, the same ones in the same order for every call of a plan: encodes
-// them for the first, and moves them for the next.
+// Sets the maps of one product, in the same order for every call of a plan. The first call encodes
+// them, later calls move them.
 class Maps {
  public:
   Maps(bool encoded, const void** mapped) : encoded_(encoded), mapped_(mapped) {}
 
-  // False if the driver refuses it.
+  // Returns false if the driver refuses a map.
   bool set(const View& view, CUtensorMap* map) {
     const void** const mapped = mapped_++;
     if (encoded_ && move_map(map, mapped, view.data)) return true;
@@ -93,7 +92,7 @@ class Maps {
                        {kBoxColumns, view.box_rows, 1, 1}});
   }
 
-  // Of what is written, by boxes of all heights.
+  // Sets the maps of an output, with boxes of all heights.
   bool set_out(View view, CUtensorMap (*maps)[kOutHeights]) {
     for (int i = 0; i < kOutHeights; ++i) {
       view.box_rows = kOutBoxRows[i];
@@ -102,7 +101,7 @@ class Maps {
     return true;
   }
 
-  // Of rows as they lie, by boxes of all heights.
+  // Sets the maps of contiguous rows, with boxes of all heights.
   bool set_tokens(View view, Params* params) {
     for (int units = 1; units <= kTokenBoxes; ++units) {
       view.box_rows = units * kUnitTokens / kCluster;
@@ -122,16 +121,16 @@ class Maps {
 constexpr Speed kLayerSpeed = {20, 0.875, 5e6};
 constexpr Speed kProductSpeed = {7, 0.875, 5e6};
 
-// One product, of tokens' rows with the matrix of their expert.
+// One product of tokens' rows with the matrix of their expert.
 struct Product {
   Use use;
   Dtype dtype;
   flashmoe_device device;
-  int64_t rows;     // of all experts, or of one of the batches
-  int64_t batches;  // that rows lie in: 1, or one for each expert
+  int64_t rows;     // over all experts, or per batch
+  int64_t batches;  // batches of rows: 1, or one per expert
   int64_t experts;
-  int64_t columns;   // summed over
-  int64_t out_rows;  // of the matrix: columns of the output
+  int64_t columns;   // the sum runs over these
+  int64_t out_rows;  // per matrix: columns of the output
   Major major;
 };
 
@@ -150,7 +149,7 @@ Major major_of(const ExpertMatrix& matrix) {
   return matrix.row_stride == 1 ? Major::kRows : Major::kRowsInterleaved;
 }
 
-// Whether the copy engine can walk rows and batches: strides above 0 and below 2^40 bytes.
+// Whether the copy engine can walk rows and batches: strides are above 0 and below 2^40 bytes.
 bool can_walk(Dtype dtype, int64_t row_stride, int64_t rows, int64_t batch_stride,
               int64_t batches) {
   const int64_t end = kMaxStrideBytes / dtype_bytes(dtype);
@@ -174,7 +173,7 @@ flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int6
         name, static_cast<long long>(matrix.expert_stride),
         static_cast<long long>(matrix.row_stride), static_cast<long long>(matrix.column_stride));
   }
-  if (major_of(matrix) == Major::kRowsInterleaved) rows *= kHalves;  // of the tensor
+  if (major_of(matrix) == Major::kRowsInterleaved) rows *= kHalves;  // rows of the tensor
   if (rows > kMaxColumns || columns > kMaxColumns) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED,
                          "%s: got %lld rows of %lld columns, accepted are at most 2^30 of each",
@@ -185,7 +184,7 @@ flashmoe_status check_weights(const char* name, const ExpertMatrix& matrix, int6
 
 flashmoe_status check_gathered(const char* name, const TokenRows<const void>& view, int64_t tokens,
                                const Reason& reason) {
-  // Rows are counted in chunks of 16 bytes, by 32 bits.
+  // Rows are counted in chunks of 16 bytes, in 32 bits.
   constexpr int64_t kChunk = 8;
   if (view.row_stride >= 0 &&
       tokens <= int64_t{UINT32_MAX} / std::max<int64_t>(view.row_stride / kChunk, 1)) {
@@ -230,7 +229,7 @@ flashmoe_status check_rows(const char* name, const TokenRows<void>& view, int64_
 
 namespace {
 
-// `name`: the argument that tells the number of rows.
+// `name`: the argument that gives the number of rows.
 flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Product& product,
                             Plan* plan, const Reason& reason) {
   const Entry* entry = find_entry(product);
@@ -239,8 +238,8 @@ flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Pr
   }
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, product.device.device_id, facts, &arch, reason));
-  // Clusters have one item for a pair of tiles. Of an expert's pairs of token tiles at most the
-  // last is not more than half full.
+  // Clusters have one item per pair of tiles. Of an expert's pairs of token tiles, at most the last
+  // is no more than half full.
   const int64_t all_rows = product.rows * product.batches;
   const int64_t pairs =
       all_rows / entry->tile_tokens + std::min<int64_t>(product.experts, all_rows);
@@ -263,7 +262,7 @@ flashmoe_status add_product(const char* name, const DeviceFacts& facts, const Pr
   return FLASHMOE_OK;
 }
 
-// What multiplies rows as they lie, of which an expert has so many on average, to 16 bits.
+// How to multiply contiguous rows, `expert_rows` per expert on average, with 16-bit output.
 Use use_of_rows(Major major, int64_t columns, int64_t expert_rows) {
   const auto keeps = [=](int64_t most, int64_t least_rows) {
     return major == Major::kColumns && columns <= most && columns >= most - kKeptPadding &&
@@ -283,7 +282,7 @@ int64_t clusters_of(const Plan& plan, int stage) {
   return plan.info.launches[stage].grid[0] / kCluster;
 }
 
-// Of what parameters have in common; the maps of outputs and tokens are the caller's.
+// Fills the common parameters. The caller sets the maps of outputs and tokens.
 bool fill_product(const Product& product, const ExpertMatrix& first, const ExpertMatrix& second,
                   const Entry& entry, int64_t clusters, Maps* maps, Params* params) {
   const ExpertMatrix* const halves[kHalves] = {&first, &second};
@@ -296,7 +295,7 @@ bool fill_product(const Product& product, const ExpertMatrix& first, const Exper
       view.row_stride = halves[i]->column_stride;
     }
     if (product.major ==
-        Major::kRowsInterleaved) {  // of both halves, which begin with the gate's first
+        Major::kRowsInterleaved) {  // rows of both halves; they begin with the gate's first row
       view.data = first.data;
       view.columns *= kHalves;
     }
@@ -349,7 +348,7 @@ void fill_activation(const MoeForwardProblem& p, Params* params) {
 
 // ---- the layer
 
-// Whether products go into the activation as they are, and that is SiLU times up.
+// Whether the activation is SiLU times up on the unchanged products.
 bool is_plain(const MoeForwardProblem& p) {
   return p.gated && p.activation == FLASHMOE_ACTIVATION_SILU && p.alpha == 1.0f &&
          std::isinf(p.limit) && p.up_offset == 0.0f && !p.weight_on_input &&
@@ -386,7 +385,7 @@ Product up_gradient_of(const MoeForwardProblem& p) {
   return product;
 }
 
-// The workspace: a [slots, inner], then y [slots, hidden], then what `up` tells `down`.
+// The workspace: a [slots, inner], then y [slots, hidden], then the progress of `up` for `down`.
 struct Layout {
   int64_t y;
   int64_t progress;
@@ -528,7 +527,7 @@ bool fill_down(const MoeForwardProblem& p, const Plan& plan, const void* activat
   return true;
 }
 
-// The parameters of launch `index`, by fill(maps, params), where the plan keeps them.
+// The parameters of launch `index`, made by fill(maps, params), if the plan keeps them.
 template <class Fill>
 flashmoe_status prepare(const Plan& plan, int index, Prepared<Kept>* kept, const Fill& fill) {
   const flashmoe_launch& planned = plan.info.launches[index];
@@ -537,7 +536,7 @@ flashmoe_status prepare(const Plan& plan, int index, Prepared<Kept>* kept, const
     if (!kept->ready()) params = {};
     Maps maps(kept->ready(), (*kept)->mapped[index]);
     if (fill(&maps, &params)) return true;
-    kept->set_ready(false);  // some maps are of other memory than `mapped` says
+    kept->set_ready(false);  // some maps do not match `mapped`
     return false;
   });
 }
@@ -640,7 +639,7 @@ flashmoe_status launch_product(const GroupedProductProblem& p, const Plan& plan,
   return launch_planned(plan, 0, &kept->params[0], stream);
 }
 
-// The parameters of a stage of another family's plan, which keeps none.
+// Launches a stage of another family's plan, which keeps no parameters.
 template <class Fill>
 flashmoe_status launch_stage(const Plan& plan, int index, void* stream, const Fill& fill) {
   const flashmoe_launch& planned = plan.info.launches[index];

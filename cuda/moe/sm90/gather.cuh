@@ -16,23 +16,23 @@ namespace flashmoe::moe::sm90 {
 
 inline constexpr uint32_t kNoRow = 0xffffffffu;
 
-// Where the chunk of 16 bytes lies that is so many behind `base`. Worked out anew for every step:
-// the compiler would keep 64 bits for each row.
+// The address of the chunk of 16 bytes that is `chunks` chunks behind `base`. It is computed anew
+// in every step: the compiler would keep 64 bits for each row.
 __device__ __forceinline__ const uint16_t* chunk_at(const uint16_t* base, uint32_t chunks) {
   const uint16_t* address;
   asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(chunks), "l"(base));
   return address;
 }
 
-// Where rows of x begin, in chunks of 16 bytes, or kNoRow: for the tile that gathering threads come
-// to next. The table is in shared memory.
+// Offsets of rows of x, in chunks of 16 bytes, or kNoRow, for the next tile of the gathering
+// threads. The table is in shared memory.
 template <class Traits>
 struct NextRows {
-  static constexpr int kRows = Traits::kTileTokens / Traits::kGatherThreads;  // of a thread
+  static constexpr int kRows = Traits::kTileTokens / Traits::kGatherThreads;  // per thread
   static_assert(Traits::kTileTokens % Traits::kGatherThreads == 0);
   int pairs[kRows];
 
-  // Begins to read which rows they are.
+  // Begins to load the rows' pairs.
   __device__ __forceinline__ void request(const Params& params, const Tile& tile, int thread) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -53,17 +53,16 @@ struct NextRows {
   }
 };
 
-// Gathers rows of x: threads 0 to kGatherThreads - 1 of some whole warps. Eight threads copy the
-// 128 bytes that a step takes of a row. Which rows the next tile has is found out while this one is
-// copied.
+// Gathers rows of x by threads 0 to kGatherThreads - 1 of some whole warps. Eight threads copy the
+// 128 bytes of a row in a step. The rows of the next tile are looked up while this one is copied.
 template <class Traits>
 __device__ __forceinline__ void gather(const Params& params, const Shared<Traits>& shared,
                                        int thread) {
-  constexpr int kChunk = 8;  // elements of 16 bytes
+  constexpr int kChunk = 8;  // elements per 16 bytes
   constexpr int kThreadsPerRow = kBoxColumns / kChunk;
   constexpr int kRowsApart = Traits::kGatherThreads / kThreadsPerRow;
   constexpr int kRows = Traits::kTileTokens / kRowsApart;
-  constexpr int kStoreStep = 2;  // by which what was requested after the first one has come
+  constexpr int kStoreStep = 2;  // step by which the loads requested in the first step have arrived
   static_assert(kRowsApart % 8 == 4, "every second row of a thread has the same swizzle");
   const int rank = static_cast<int>(ptx::cluster_rank());
   const int steps = ceil_div<Traits::kStep>(params.columns);
@@ -87,9 +86,9 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
   while (more) {
     ptx::named_barrier_sync(kGatherBarrier, Traits::kGatherThreads);
     uint32_t offsets[kRows];  // of the rows of x, in chunks
-    uint32_t known = 0;       // a bit for each row that has a token
-    // Where a tile is wider than its tokens zeros follow them: what is computed of two columns at
-    // once must not depend on what was there before.
+    uint32_t known = 0;       // one bit per row that has a token
+    // If a tile is wider than its tokens, zeros follow them: code that computes two columns at once
+    // must not depend on old data.
     const int rows = tile.units * kUnitTokens - first_row;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -125,7 +124,7 @@ __device__ __forceinline__ void gather(const Params& params, const Shared<Traits
       }
       if (step == store_step && more) next.store(params, table, thread);
     }
-    // Of what comes by TMA alone.
+    // Steps whose data comes by TMA alone.
 #pragma unroll 1
     for (int step = 0; step < steps_behind; ++step) {
       ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);

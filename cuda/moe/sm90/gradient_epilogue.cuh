@@ -1,11 +1,12 @@
-// From a consumer's products with rows of dout, da, to the gradients of g and u, of which
-// a = SiLU(g) u:
+// The gradient epilogue: from a consumer's products with rows of dout, da, to the gradients of g
+// and u, where a = SiLU(g) u:
 //
 //   du = w da act(g)      dg = w da u act'(g)      a w      <da, a>      w: the weight of the pair
 //
-// After the steps of the products come steps of kGradientTokens tokens, through the same stages: g
-// and u by TMA, which a thread reads as it has its products, and overwrites. What is computed
-// leaves by TMA, and the stage is given back a step later, when that has been read.
+// After the steps of the products come steps of kGradientTokens tokens, through the same stages.
+// TMA loads g and u. A thread reads them in the layout of its products, and overwrites them with
+// the results. TMA stores these, and the stage is released a step later, after the stores have read
+// it.
 #pragma once
 
 #include "cuda/moe/sm90/epilogue.cuh"
@@ -37,10 +38,10 @@ struct GradientEpilogue : Epilogue<Traits> {
   using Base::stage_before;
   using typename Base::Numeric;
 
-  static constexpr int kBlock = 8;  // tokens that a thread has two of
+  static constexpr int kBlock = 8;  // tokens of a block; a thread has two of them
   static constexpr int kWarps = kThreadsPerGroup / kThreadsPerWarp;
 
-  // Of two tokens: makes the gradients of g and u, and a times the weight.
+  // For two tokens: computes the gradients of g and u, and a times the weight.
   static __device__ __forceinline__ void differentiate(const float* da, uint32_t& g, uint32_t& u,
                                                        uint32_t& a, const float (&weights)[2],
                                                        float (&dots)[2]) {
@@ -68,21 +69,21 @@ struct GradientEpilogue : Epilogue<Traits> {
     a = Numeric::pack(activated[0], activated[1]);
   }
 
-  // Of a step, of a token that does not count: puts zeros in the place of what this warp has of g
-  // and u, which may be anything.
+  // In a step, for a token that does not count: zeros this warp's part of g and u, which may hold
+  // anything.
   __device__ __forceinline__ void clear(uint32_t stage, uint32_t token) const {
     uint32_t row = stage + group * Traits::kOutBytes + token * kBoxRowBytes;
-    asm volatile("" : "+r"(row));  // else parts of the addresses are kept all the time
+    asm volatile("" : "+r"(row));  // otherwise parts of the addresses stay in registers
 #pragma unroll
-    for (int i = 0; i < 4 * kHalves; ++i) {  // chunks of 16 bytes, two of a box
+    for (int i = 0; i < 4 * kHalves; ++i) {  // chunks of 16 bytes, two per box
       const uint32_t chunk = (2 * warp_of_group() + i % 2) ^ (token % 8);
       ptx::store_shared(row + i / 2 * kConsumers * Traits::kOutBytes + chunk * 16,
                         make_float4(0.0f, 0.0f, 0.0f, 0.0f));
     }
   }
 
-  // Of a block of tokens and this consumer's rows of both halves of the products: overwrites g and
-  // u with their gradients, and leaves a behind them.
+  // For a block of tokens and this consumer's rows of both halves of the products: overwrites g and
+  // u with their gradients, and stores a behind them.
   template <int kTokens>
   static __device__ __forceinline__ void differentiate_block(const Products<kTokens>& products,
                                                              int block, uint32_t box,
@@ -91,7 +92,7 @@ struct GradientEpilogue : Epilogue<Traits> {
     const float weights[2] = {ptx::load_shared_float(slot_weights),
                               ptx::load_shared_float(slot_weights + 4)};
     if (kTokens == Traits::kTileTokens && block <= 1) {
-      // While all products are there, registers are few.
+      // While all products are live, there are few registers.
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const float* const da = (half == 0 ? products.first : products.second) + 4 * block;
@@ -124,7 +125,8 @@ struct GradientEpilogue : Epilogue<Traits> {
     ptx::stmatrix_x4_trans(box + Traits::kActivatedOffset, a[0], a[1], a[2], a[3]);
   }
 
-  // Adds up what lanes have of a block's tokens, and leaves a number for each in shared memory.
+  // Adds up the lanes' terms for a block's tokens, and stores one number per token in shared
+  // memory.
   static __device__ __forceinline__ void add_lanes(const float (&dots)[2], uint32_t sums) {
     const auto lane = static_cast<uint32_t>(lane_index());
     const bool second = lane >= 16;
@@ -135,8 +137,8 @@ struct GradientEpilogue : Epilogue<Traits> {
     if (lane / 4 % 4 == 0) ptx::store_shared(sums + 4 * (lane % 4 * 2 + (second ? 1 : 0)), sum);
   }
 
-  // Sends what a step left: one warp the gradients of g, one those of u, one a. The last adds up
-  // what the warps have of the tokens' dots.
+  // Sends the results of a step: one warp the gradients of g, one those of u, one a. The last warp
+  // adds up the warps' terms of the tokens' dots.
   __device__ __forceinline__ void send_step(const Tile& tile, uint32_t stage, int first,
                                             uint32_t sums) const {
     constexpr int kSenders = kHalves + 1;
@@ -147,7 +149,7 @@ struct GradientEpilogue : Epilogue<Traits> {
       if (lane == 0 && (is_a ? params.wants_a : params.wants_dz) != 0) {
         const int row = tile.row_tile * Traits::kOutRows + rows_before();
         const auto& maps = is_a ? params.out : params.pre_activation[warp];
-        ptx::fence_proxy_async_shared();  // of what all have stored, once
+        ptx::fence_proxy_async_shared();  // once, for the stores of all threads
 #pragma unroll 1
         for (int half = 0; half < kHalves; ++half) {
           const int box = (warp * kHalves + half) * kConsumers + group;
@@ -168,7 +170,7 @@ struct GradientEpilogue : Epilogue<Traits> {
     }
   }
 
-  // A step, with products from step kStep on.
+  // Computes a step with the products from step kStep on.
   template <int kStep, int kTokens>
   __device__ __forceinline__ void differentiate_step(const Tile& tile,
                                                      const Products<kTokens>& products, int step) {
@@ -203,12 +205,12 @@ struct GradientEpilogue : Epilogue<Traits> {
     pipe.advance();
   }
 
-  // What becomes of a tile's products. Two steps at a time, so that what runs stays in the cache of
-  // instructions: the products of the next move to where those of the last were.
+  // Finishes a tile's products, two steps at a time, so that the code stays in the instruction
+  // cache: the products of the next steps move to the place of the last ones.
   template <int kTokens>
   __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
     constexpr int kSteps = kTokens / kGradientTokens;
-    constexpr int kMoved = kGradientTokens;  // of each half: two steps' sixteen numbers
+    constexpr int kMoved = kGradientTokens;  // of each half: sixteen numbers of two steps
     int step = 0;
     if constexpr (kSteps > 1) {
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// The products of a consumer warpgroup: its state, the main loop, and the one with weights in
+// The products of a consumer warpgroup: its state, the main loop, and the main loop with weights in
 // registers.
 #pragma once
 
@@ -17,17 +17,16 @@
 
 namespace flashmoe::moe::sm90 {
 
-// The step of a tile in which `up` says that the tile before is stored.
+// The step of a tile in which `up` announces that the previous tile is stored.
 inline constexpr int kAnnounceStep = 3;
 
-// A value that all lanes of the warp agree on, so that the compiler knows: it keeps what follows
-// from it in uniform registers, of which wgmma takes its descriptors.
+// Makes a warp-uniform value known to be uniform. The compiler then keeps values derived from it in
+// uniform registers, as wgmma's descriptors need.
 __device__ __forceinline__ int uniform(int value) {
   return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
 }
 
-// The products of a tile of kTokens tokens that a thread of a consumer has: of 64 rows of each
-// half.
+// A consumer thread's products of a tile of kTokens tokens: of 64 rows of each half.
 template <int kTokens>
 struct Products {
   float first[kTokens / 2];
@@ -44,20 +43,20 @@ struct MainLoop {
   const Shared<Traits>& shared;
   int group;
   PipelineState<Traits::kStages> pipe;
-  int held = kNone;  // the last stage of the tile before, by way of which its output leaves
+  int held = kNone;  // the last stage of the previous tile, through which its output is stored
   int tile_number = 0;
-  int sent = 0;  // parts of the output: of this tile in `up`, else of all
+  int sent = 0;  // parts of the output: of this tile in `up`, otherwise of all tiles
 
   __device__ __forceinline__ MainLoop(const Params& params_, const Shared<Traits>& shared_,
                                       int group_)
       : params(params_), shared(shared_), group(group_) {}
 
-  // Of each half of the tile's rows, those of consumers before this one.
+  // Rows of earlier consumers in each half of the tile.
   __device__ __forceinline__ int rows_before() const {
     return Traits::kAlternates ? 0 : group * kConsumerRows;
   }
 
-  // Says to both blocks of the cluster that this warp is done with a stage.
+  // Releases a stage of this warp in both blocks of the cluster.
   __device__ __forceinline__ void release(int stage) const {
     if (ptx::elect_one()) {
 #pragma unroll
@@ -71,7 +70,7 @@ struct MainLoop {
     return pipe.stage == 0 ? Traits::kStages - 1 : pipe.stage - 1;
   }
 
-  // Lets `down` know that one more tile of this consumer is stored.
+  // Announces to `down` that one more tile of this consumer is stored.
   __device__ __forceinline__ void announce() const {
     if (warp_of_group() == 0) {
       if (lane_index() == 0) {
@@ -83,7 +82,7 @@ struct MainLoop {
     }
   }
 
-  // Gives the stage back by way of which the last tile's output has left.
+  // Releases the stage through which the last tile's output was stored.
   __device__ __forceinline__ void give_back() const {
     if (Traits::kDifferentiates ? tile_number == 0 : held == kNone) return;
     if (Traits::kDifferentiates || warp_of_group() == 0) {
@@ -93,7 +92,7 @@ struct MainLoop {
     release(Traits::kDifferentiates ? stage_before() : held);
   }
 
-  // Begins the products of a step, which the first of a tile overwrite the accumulators with.
+  // Issues the products of a step. The first ones of a tile overwrite the accumulators.
   template <int kTokens>
   __device__ __forceinline__ void issue(Products<kTokens>& products, bool begins) const {
     using Mma = ptx::Wgmma<Element, kTokens>;
@@ -122,16 +121,16 @@ struct MainLoop {
     ptx::wgmma_commit();
   }
 
-  // The main loop. Consumers that alternate do so by turns, which end when all products are begun.
-  // Otherwise the second begins a tile a step later than the first, so that one's products go on
-  // while the other writes out what it has.
+  // The main loop. Consumers that alternate take turns, which end when all products are issued.
+  // Otherwise the second consumer begins a tile a step later than the first, so that one's products
+  // overlap the other's stores.
   template <int kTokens>
   __device__ __forceinline__ void multiply(Products<kTokens>& products) {
     const int steps = ceil_div<Traits::kStep>(params.columns);
     const bool lets_lag = !Traits::kAlternates && group == 0;
-    // The first consumer may not come to the barrier for the next tile before the second has come
-    // for this one. It needs a stage for that which the second still has; but not of tiles so
-    // short.
+    // The first consumer must not reach the barrier for the next tile before the second has reached
+    // it for this one. In longer tiles it would need a stage that the second still holds; in tiles
+    // this short it must wait.
     const bool meets = steps + Traits::steps_behind(kTokens / kUnitTokens) + 1 < Traits::kStages;
     const auto let_lag = [&] {
       if (meets) {
@@ -151,8 +150,8 @@ struct MainLoop {
     pipe.advance();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      // Where memory is what all wait for, a stage is given back before the next one has come. What
-      // all warps say, as they have to wait for products alike.
+      // If loads are the bottleneck, a stage is released before the next one has arrived. All warps
+      // must agree on it, because they wait for the same products.
       const bool come =
           ptx::named_barrier_all(kStoreBarrier + group, kThreadsPerGroup,
                                  ptx::mbarrier_test(shared.full(pipe.stage), pipe.parity));
@@ -162,7 +161,7 @@ struct MainLoop {
       }
       issue(products, false);
       if (lets_lag && step == 1) let_lag();
-      // By now the stores are over.
+      // By now the stores are complete.
       if (Traits::kAnnounces && step == kAnnounceStep && held != kNone) announce();
       if (come) {
         ptx::wgmma_wait<1>();
@@ -185,13 +184,13 @@ struct MainLoop {
     }
   }
 
-  // Weights that a consumer keeps, as the A operands of wgmma: its 64 rows, 16 columns a slice.
+  // Weights that a consumer keeps, as A operands of wgmma: its 64 rows, 16 columns per slice.
   struct Kept {
     static constexpr int kSlices = Traits::kStep / 16;
     uint32_t values[Traits::kKeptSteps * kSlices][4];
   };
 
-  // Takes a run's weights from their stages.
+  // Loads a run's weights from their stages.
   __device__ __forceinline__ void keep(Kept* kept) {
     const int lane = lane_index();
     const int row = group * kConsumerRows + warp_of_group() * 16 + lane % 16;
@@ -208,7 +207,7 @@ struct MainLoop {
       }
       pipe.advance();
     }
-    // What was read by threads is loaded anew by the copy engine, this block's or the other one's.
+    // The copy engine, of this block or the other, overwrites what threads have read.
     ptx::fence_proxy_async_shared();
     __syncwarp();
     for (int step = 0; step < Traits::kKeptSteps; ++step) {
@@ -217,8 +216,8 @@ struct MainLoop {
     }
   }
 
-  // The main loop with weights that are kept. Consumers take turns, which end when all products of
-  // a tile are begun.
+  // The main loop with kept weights. Consumers take turns, which end when all products of a tile
+  // are issued.
   template <int kTokens>
   __device__ __forceinline__ void multiply_kept(float (&products)[kTokens / 2], const Kept& kept) {
     using Mma = ptx::Wgmma<Element, kTokens>;

@@ -9,18 +9,19 @@
 
 namespace flashmoe::moe::sm90 {
 
-inline constexpr int kCluster = 2;      // blocks that share weights
-inline constexpr int kHalves = 2;       // of a tile's weight rows: gate and up, or neighbours
-inline constexpr int kConsumers = 2;    // warpgroups of a block that multiply
-inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
-inline constexpr int kUnitTokens = 16;  // tiles are so many tokens wide, or a multiple
-inline constexpr int kTokenBoxes = 12;  // of as many units of tokens at most
-// The output is written in boxes of so many rows: greatest first, so that no row of another expert
+inline constexpr int kCluster = 2;    // blocks that share weights
+inline constexpr int kHalves = 2;     // halves of a tile's weight rows: gate and up, or neighbours
+inline constexpr int kConsumers = 2;  // consumer warpgroups per block
+inline constexpr int kBoxColumns = 64;  // per box: 128 bytes, the widest swizzle
+inline constexpr int kUnitTokens = 16;  // tiles are a multiple of this many tokens wide
+inline constexpr int kTokenBoxes = 12;  // upper bound on the units of tokens in a box
+// The output is stored in boxes of these heights, greatest first, so that no row of another expert
 // is touched.
 inline constexpr int kOutHeights = 3;
 inline constexpr int kOutBoxRows[kOutHeights] = {32, 8, 1};
-inline constexpr int kGradientTokens = 32;  // of a step of kUpGradient behind the products
-// Of weights that a kernel keeps in registers, at most: with tiles of many tokens, and of fewer.
+inline constexpr int kGradientTokens = 32;  // per step of kUpGradient after the products
+// Upper bounds on columns of weights that a kernel keeps in registers: with tiles of many tokens,
+// and of fewer.
 inline constexpr int kMostKeptColumns = 256;
 inline constexpr int kMostKeptOfFewer = 512;
 
@@ -34,60 +35,61 @@ enum Curve : int32_t {
 };
 
 struct Params {
-  // Tensor maps of rank 4, the last dimension 1. Of each half: [columns, rows, experts] in boxes of
-  // 64 columns of as many rows as a tile has of it; transposed [rows, columns, experts] in boxes of
-  // 64 by 64.
+  // Tensor maps of rank 4; the last dimension is 1. Each half is [columns, rows, experts] in boxes
+  // of 64 columns by the rows that a tile has of it. If transposed, it is [rows, columns, experts]
+  // in boxes of 64 by 64.
   CUtensorMap weights[kHalves];
-  // Rows as they lie, not for kernels that gather: [columns, rows, batches] in boxes of
-  // half of the tokens of a tile that is so many units wide.
+  // Contiguous rows, for kernels that do not gather: [columns, rows, batches] in boxes of half of
+  // the tokens of a tile. Map i is for tiles of i + 1 units.
   CUtensorMap tokens[kTokenBoxes];
   // [rows of weights, rows, batches] in boxes of each of kOutBoxRows.
   CUtensorMap out[kOutHeights];
-  CUtensorMap pre_activation[kHalves][kOutHeights];  // of each half; without a gate the first
+  CUtensorMap pre_activation[kHalves][kOutHeights];  // per half; without a gate, only the first
 
-  // Of kUpGradient, whose output is a, and whose pre_activation are the gradients of g and of u.
+  // For kUpGradient, whose output is a, and whose pre_activation are the gradients of g and u.
   CUtensorMap before[kHalves];  // g and u, in boxes of kGradientTokens rows
-  const float* row_weights;     // [rows]; `pairs` are tokens, which is as much with a top_k of 1
+  const float* row_weights;     // [rows]; `pairs` are tokens here, equivalent with top_k 1
   float* dots;                  // [tiles of rows][kConsumers][rows] parts of <da, a>, or nullptr
   int32_t wants_dz;
   int32_t wants_a;
 
-  // Rows to gather: slot s has row pairs[s] / top_k of x.
+  // Rows to gather: slot s reads row pairs[s] / top_k of x.
   const uint16_t* x;
-  uint32_t x_row_chunks;  // from row to row, chunks of 16 bytes
+  uint32_t x_row_chunks;  // row stride in chunks of 16 bytes
   const int32_t* pairs;
   const float* pair_weights;  // weight_on_input: by pair; or nullptr
   int32_t top_k;
 
-  // Expert e has the rows offsets[e] to offsets[e + 1] - 1; or, in batch e, the first counts[e].
+  // Expert e has the rows offsets[e] to offsets[e + 1] - 1, or the first counts[e] of batch e.
   const int32_t* offsets;
   const int32_t* counts;
-  int32_t rows;  // that there are (in a batch)
+  int32_t rows;  // existing rows (per batch)
   int32_t experts;
 
-  // Of a layer, between its `up` and its `down`; nullptr: a product alone. How many tiles each
-  // consumer of `up` has stored, [clusters][kCluster][kConsumers], and behind these how many items
-  // clusters of `down` have taken after their first. `up` sets it to zero.
+  // Progress of a layer between its `up` and its `down`; nullptr for a product alone. It has the
+  // number of tiles that each consumer of `up` has stored, [clusters][kCluster][kConsumers], and
+  // then the number of items that clusters of `down` have taken after their first ones. `up` clears
+  // it.
   uint32_t* progress;
   int32_t up_clusters;
   int32_t up_row_tiles;   // row_tiles of `up`
-  int32_t up_tile_units;  // that its tiles are wide, at most
+  int32_t up_tile_units;  // upper bound on the width of its tiles
 
-  int32_t columns;            // the extent that products sum over
-  int32_t out_rows;           // of the weights, of one half if they are gated
+  int32_t columns;            // the products sum over these
+  int32_t out_rows;           // of the weights, per half if they are gated
   int32_t row_tiles;          // tiles along them
-  int32_t columns_per_group;  // columns of items whose tokens are to stay in the L2 together
-  int32_t tiles_per_run;      // at most, of tokens, where weights are kept
+  int32_t columns_per_group;  // columns of items whose tokens should stay in the L2 together
+  int32_t tiles_per_run;      // upper bound on token tiles per run, for kept weights
 
-  Bias bias[kHalves];  // of each half if they are gated, else the first
+  Bias bias[kHalves];  // per half if they are gated, otherwise the first
   int32_t curve;
   int32_t pre_activated;  // pre_activation is wanted
-  float swish_scale;      // -log2(e) times that of the formula
+  float swish_scale;      // -log2(e) times the formula's scale
   float swish_cube;
-  float limit;  // infinity: none
+  float limit;  // infinity: no limit
   float up_offset;
 
-  // Of kWideDown, which has no maps of its output: strides in elements.
+  // For kWideDown, which has no maps of its output. Strides are in elements.
   void* wide_out;
   int64_t wide_row_stride;
   int64_t wide_batch_stride;

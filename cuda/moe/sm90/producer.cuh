@@ -1,4 +1,4 @@
-// The warp that loads by TMA: weights, and tokens that lie in rows of their own.
+// The producer warp that loads by TMA: weights, and tokens in contiguous rows.
 #pragma once
 
 #include "cuda/moe/sm90/params.h"
@@ -15,23 +15,24 @@
 namespace flashmoe::moe::sm90 {
 
 inline constexpr uint16_t kWholeCluster = (1 << kCluster) - 1;
-// How many steps before the end of a tile the next item is taken, and the other block is told.
+// When the next item is taken, and the other block is told: in steps before the end of a tile.
 inline constexpr int kTakeSteps = 6;
 inline constexpr int kTellSteps = 2;
 
-// The copies by TMA for one tile, and what of them all steps have in common: what happens between a
-// stage that is given back and the copy to it is time that consumers may have to wait.
+// The TMA copies of one tile, with everything that its steps share precomputed: consumers may have
+// to wait for the time between the release of a stage and the copy to it.
 template <class Traits>
 struct TileCopies {
   const Params& params;
   const Shared<Traits>& shared;
   uint64_t policy;    // for weights
-  uint32_t expected;  // bytes that a stage waits for
+  uint32_t expected;  // bytes that a stage expects
   int expert;
-  int row;  // of the weights, the first
+  int row;  // first row of the weights
   int first_slot;
-  int only_half;  // that this block copies, for both; kNone: it copies both for itself
-  int token_row;  // of this block's half of the tokens
+  int only_half;  // the half that this block copies for both; kNone: it copies both halves for
+                  // itself
+  int token_row;  // first row of this block's half of the tokens
   int token_batch;
   uint32_t token_offset;
   const CUtensorMap* tokens;
@@ -68,7 +69,7 @@ struct TileCopies {
     }
   }
 
-  // Says what the stage waits for, and copies the weights of a step; one thread.
+  // Expects the bytes of a stage, and copies the weights of a step. One thread calls it.
   __device__ __forceinline__ void load_weights(int stage, int step) const {
     ptx::mbarrier_arrive_expect(shared.full(stage), static_cast<int>(expected));
     copy_weights(stage, step);
@@ -99,7 +100,7 @@ struct TileCopies {
     }
   }
 
-  // Where weights are kept these have stages of their own.
+  // Kept weights have stages of their own.
   __device__ __forceinline__ void load_kept_weights(int stage, int step) const {
     ptx::mbarrier_arrive_expect(shared.full(stage), Traits::kWeightBytes);
     copy_weights(stage, step);
@@ -109,7 +110,7 @@ struct TileCopies {
     load_tokens(stage, step);
   }
 
-  // Of a step behind the products: g and u of its tokens, and what is known of their slots.
+  // Loads a step after the products: g and u of its tokens, and the data of their slots.
   __device__ __forceinline__ void load_before(int stage, int step) const {
     const uint32_t full = shared.full(stage);
     const uint32_t to = shared.weights(stage);
@@ -130,7 +131,7 @@ struct TileCopies {
                    Traits::kSlotBytes, full, ptx::kEvictNormal);
   }
 
-  // Copies this block's half of a step's tokens, for both; one thread.
+  // Copies this block's half of a step's tokens for both blocks. One thread calls it.
   __device__ __forceinline__ void load_tokens(int stage, int step) const {
     if (Traits::kGathers) return;
     ptx::tma_load_multicast(shared.tokens(stage) + token_offset, tokens, shared.full(stage),
@@ -139,9 +140,9 @@ struct TileCopies {
   }
 };
 
-// While `up` waits for routing: begins to fetch into the L2 the weights that this block will
-// probably begin with. Routing may turn out otherwise, and then that was in vain; with fewer tokens
-// than these for an expert some are likely to have none. One thread.
+// While `up` waits for routing: prefetches into the L2 the weights that this block will probably
+// begin with. If routing turns out otherwise, the prefetch was in vain. With fewer tokens per
+// expert than kFewTokens, some experts are likely to have none. One thread calls it.
 template <class Traits>
 __device__ __forceinline__ void fetch_ahead(const Params& params) {
   constexpr int kFewTokens = 4;
@@ -166,8 +167,8 @@ __device__ __forceinline__ void fetch_ahead(const Params& params) {
   }
 }
 
-// Behind all copies: waits until stages have been given back by both blocks of the cluster. A block
-// must not end before what the other one says to its barriers has come. `up` keeps its last stage.
+// After all copies: waits until both blocks of the cluster have released all stages. A block must
+// not end before the other block's arrivals at its barriers. `up` keeps its last stage.
 template <class Traits>
 __device__ __forceinline__ void wait_given_back(const Shared<Traits>& shared,
                                                 PipelineState<Traits::kStages> pipe) {
@@ -178,8 +179,8 @@ __device__ __forceinline__ void wait_given_back(const Shared<Traits>& shared,
   }
 }
 
-// Issues the copies by TMA, one warp. A layer's `down` begins while `up` still runs: what is ahead
-// of that is over, since `up` waited for it before it let this kernel begin.
+// Issues the copies by TMA. One warp runs it. A layer's `down` begins while `up` still runs.
+// Kernels before `up` have ended, because `up` waited for them before it let this kernel begin.
 template <class Traits>
 __device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared) {
   const int rank = static_cast<int>(ptx::cluster_rank());
@@ -187,7 +188,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   const int steps = ceil_div<Traits::kStep>(params.columns);
   const bool follows = !Traits::kGathers && params.progress != nullptr;
   if (!Traits::kGathers && !follows) ptx::wait_for_dependencies();
-  // Of so short a tile what is taken in it would come too late.
+  // In a tile this short, an item taken now would arrive too late.
   const bool few_steps = !Traits::kGathers && steps < 2 * kTakeSteps;
   Deal<Traits> deal(params, shared, rank);
   if (few_steps) deal.take();
@@ -197,7 +198,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   Tile tile = {};
   int sent = 0;
   int item = first_item();
-  int step = 0;  // of this tile, that is next
+  int step = 0;  // next step of this tile
   bool more = scheduler.find(item, rank, &tile);
   if (follows && more) {
     step = min(steps, Traits::kStages);
@@ -266,8 +267,8 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   wait_given_back(shared, pipe);
 }
 
-// The same where weights are kept: a run's come first, in stages of their own, then the tokens of
-// one of its tiles after another.
+// The same with kept weights: a run's weights come first, in stages of their own, then the tokens
+// of one of its tiles after another.
 template <class Traits>
 __device__ __forceinline__ void produce_runs(const Params& params, const Shared<Traits>& shared) {
   constexpr int kSteps = Traits::kKeptSteps;
@@ -312,7 +313,7 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
         pipe.advance();
       }
     }
-    const int item = first_item() + number * item_stride();  // where they are not taken
+    const int item = first_item() + number * item_stride();  // if items are not taken dynamically
     more = scheduler.find(deal.item_after(item, number), rank, &run);
   }
   if (leader) {

@@ -3,39 +3,37 @@
 //   up     a[s] = act(w_gate[e] x[t]) * (w_up[e] x[t])     slot s of expert e, of token t
 //   down   y[s] = w_down[e] a[s] + bias[e]
 //
-// Weights are the M side of wgmma and tokens the N side, up to 192 of an expert, in steps of 64
-// columns. So the width of a tile, which is chosen on the device for each expert, may be any
-// multiple of 8, and a thread holds gate and up of the same element. A consumer warpgroup has 128
-// rows of weights, 64 of either half, and all tokens of a tile: up to 192 accumulators a thread. In
-// `up` its two consumers share a tile of 256 rows (128 of the gate and the same 128 of up); in
-// `down` each has a tile of its own and they alternate, so that one's products are computed while
-// the other writes out what it has.
+// Weights are the M side of wgmma and tokens the N side: up to 192 tokens of an expert, in steps of
+// 64 columns. So the width of a tile, which the device chooses for each expert, may be any multiple
+// of 8, and a thread holds gate and up of the same element. A consumer warpgroup has 128 rows of
+// weights, 64 of either half, and all tokens of a tile: up to 192 accumulators per thread. In `up`
+// its two consumers share a tile of 256 rows (128 of the gate and the same 128 of up). In `down`
+// each has a tile of its own and they alternate, so that one's products overlap the other's stores.
 //
-// The first warpgroup loads: one warp issues the copies of weights (and in `down` of tokens) by
-// TMA, three gather the rows of tokens by cp.async. Both end at the stage's mbarrier.
+// The first warpgroup loads. One warp issues the TMA copies of weights (and in `down` of tokens),
+// and three gather the rows of tokens by cp.async. Both arrive at the stage's mbarrier.
 //
-// Weights whose rows of gate and up are interleaved come in boxes of 64 rows, 32 of either, of
-// which neighbouring ones are each other's other half: a thread has gates of one and a thread four
-// lanes on the ups of the same rows, and they exchange what the other needs when products are over
-// (take_apart).
+// Weights with interleaved rows of gate and up come in boxes of 64 rows, 32 of either. Neighbouring
+// boxes complement each other: a thread has gates of one row, and the thread four lanes further has
+// the ups of the same row. They exchange their values after the products (take_apart).
 //
 // Blocks come in clusters of two, which take the same steps. In `up` the two have neighbouring
-// token tiles of the same weights, and each loads one half of these for both; or, of the last of an
-// odd number of token tiles, and in `down` always, neighbouring weight rows of the same tokens, of
-// which in `down` each loads one half for both.
+// token tiles of the same weights, and each loads one half of these for both. For the last of an
+// odd number of token tiles, and in `down` always, they have neighbouring weight rows of the same
+// tokens; in `down` each loads one half of these for both.
 //
-// Where rows of `down` are short a tile's output takes longer to leave than its products to be
-// computed. There (Use::kShortDown) a consumer keeps the weights of 64 rows in registers while a
-// run of token tiles of the expert passes by, of which both consumers multiply each by turns, and
-// two warps of the first warpgroup send what these leave in shared memory.
+// If rows of `down` are short, storing a tile's output takes longer than its products. In that case
+// (Use::kShortDown) a consumer keeps the weights of 64 rows in registers while a run of the
+// expert's token tiles passes by. Both consumers multiply each of these tiles in turns, and two
+// warps of the first warpgroup send the results that they leave in shared memory.
 //
-// A layer's `down` begins while `up` still runs: its blocks come to multiprocessors as those of
-// `up` leave them, wait for the tokens of an expert at a time (Progress), and take items one by one
-// (Deal).
+// A layer's `down` begins while `up` still runs. Its blocks occupy multiprocessors as blocks of
+// `up` leave them, wait for the tokens of one expert at a time (Progress), and take items one by
+// one (Deal).
 //
-// The parts: scheduler.cuh says which tile comes next, progress.cuh how far `up` is; producer.cuh
-// and gather.cuh load, mainloop.cuh multiplies, epilogue.cuh stores, and consumer.cuh puts these
-// two together.
+// The parts: scheduler.cuh determines the next tile, progress.cuh the progress of `up`.
+// producer.cuh and gather.cuh load, mainloop.cuh multiplies, epilogue.cuh stores, and consumer.cuh
+// combines the last two.
 #pragma once
 
 #include "cuda/moe/sm90/consumer.cuh"
@@ -58,8 +56,8 @@ __device__ __forceinline__ void consume(const Params& params, const Shared<Trait
                                         int group) {
   ptx::take_registers<Traits::kConsumerRegisters>();
   if (Traits::kGathers) {
-    // No thread but this one lets `down` begin. The second consumer announces nothing before it has
-    // waited for the first one (kLagBarrier), and so for this.
+    // Only this thread lets `down` begin. The second consumer announces nothing before it has
+    // waited for the first one (kLagBarrier), and thus for this.
     if (threadIdx.x == kThreadsPerGroup) {
       if (Traits::kAnnounces) begin_progress(params);
       ptx::launch_dependents();
@@ -94,8 +92,8 @@ __device__ __forceinline__ void load(const Params& params, const Shared<Traits>&
         return;
       }
     }
-    // Of a layer's `down` no others wait for all of `up`: it does not end before that, nor lets the
-    // next kernel begin.
+    // No other warps of a layer's `down` wait for all of `up`. So it does not end before `up`, nor
+    // lets the next kernel begin.
     ptx::wait_for_dependencies();
     ptx::launch_dependents();
   }
@@ -109,7 +107,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                               reinterpret_cast<Tile*>(raw + Traits::kTilesOffset)};
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
-    // That read a stage.
+    // Warps that read a stage.
     constexpr int kConsumerWarps = Traits::kAlternates ? 4 : 4 * kConsumers;
     ptx::prefetch_tensor_map(&params.weights[0]);
     ptx::prefetch_tensor_map(&params.weights[1]);
@@ -134,14 +132,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 
   const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
-  // Asked so, and not whether it is 0, ptxas puts the code that loads first: nothing starts without
-  // it, and behind other kernels code has to come from the memory.
+  // With this form of the condition, instead of a test for 0, ptxas puts the load code first.
+  // Nothing starts without that code, and after other kernels code must come from memory.
   if (warp >= 4) {
     consume<Traits>(params, shared, warp / 4 - 1);
   } else {
     load<Traits>(params, shared, warp);
   }
-  // The other block of the cluster may still load to this one.
+  // The other block of the cluster may still load into this one.
   __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();

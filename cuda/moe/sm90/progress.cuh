@@ -1,4 +1,4 @@
-// A layer's `down` begins while its `up` still runs: how far that is.
+// A layer's `down` begins while its `up` still runs: the progress of `up`.
 #pragma once
 
 #include <climits>
@@ -10,9 +10,9 @@
 
 namespace flashmoe::moe::sm90 {
 
-// `up` of a layer, one thread of each block, before it lets `down` begin: says that no tile is
-// stored. Every block of `up` has done so when there is a block of `down`, which so never sees what
-// was there before; nobody else looks.
+// In `up` of a layer, one thread of each block calls it before it lets `down` begin: clears the
+// numbers of stored tiles. Every block of `up` has done so before a block of `down` exists, so
+// `down` never sees old values, and nobody else looks.
 __device__ __forceinline__ void begin_progress(const Params& params) {
   uint32_t* const words = params.progress + blockIdx.x * kConsumers;
   for (int group = 0; group < kConsumers; ++group) words[group] = 0;
@@ -20,18 +20,19 @@ __device__ __forceinline__ void begin_progress(const Params& params) {
   __threadfence();
 }
 
-// How much of `up` a warp of `down` knows to be over. Items of `up` go to its clusters in turn.
+// The part of `up` that a warp of `down` knows to be done. Items of `up` go to its clusters in
+// turn.
 struct Progress {
-  int known = 0;  // items from the first on that are stored
+  int known = 0;  // items from the first one on that are stored
 
-  // Waits until so many are stored and the copy engine may load what they gave; a whole warp. This
-  // ends: when there is a block of `down`, all of `up` have begun, each has its multiprocessor
-  // until it ends, and they wait for nothing that `down` does. Items here are those that they take:
-  // both read the same offsets.
+  // Waits until `needed` items are stored and the copy engine may load their results. A whole warp
+  // calls it. The wait ends: when a block of `down` exists, all blocks of `up` have begun, each
+  // keeps its multiprocessor until it ends, and none waits for `down`. Both kernels read the same
+  // offsets, so they count the same items.
   __device__ __forceinline__ void wait_for(const Params& params, int needed) {
     if (needed <= known) return;
     do {
-      unsigned first = INT_MAX;  // that is not stored
+      unsigned first = INT_MAX;  // the first item that is not stored
       for (int cluster = static_cast<int>(threadIdx.x) % kThreadsPerWarp;
            cluster < params.up_clusters; cluster += kThreadsPerWarp) {
         static_assert(kCluster * kConsumers == 4);

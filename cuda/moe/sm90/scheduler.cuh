@@ -1,4 +1,5 @@
-// Which tile a cluster computes next: the work as a row of items, and who takes which.
+// Which tile a cluster computes next: the work as a sequence of items, and which cluster takes
+// which.
 #pragma once
 
 #include "cuda/moe/sm90/params.h"
@@ -12,20 +13,20 @@
 
 namespace flashmoe::moe::sm90 {
 
-// Token tiles of an expert, one after another, by the same rows of the weights: an item where these
-// are kept.
+// Consecutive token tiles of an expert with the same rows of the weights. With kept weights, a run
+// is an item.
 struct Run {
   int expert;
   int first_slot;  // of the expert's tokens
   int tokens;      // of the expert
   int row_tile;
-  int next;  // token tile
-  int end;   // behind the last one
+  int next;  // next token tile
+  int end;   // after the last token tile
 };
 
-// The work, one item of a cluster after another: experts in order, within one groups of columns of
-// items, that is of token tiles or pairs of them, for each of which all weight rows pass by. A warp
-// has 32 experts in view, one a lane. All its lanes call.
+// The sequence of items. Experts come in order. Within an expert, items come in groups of columns,
+// that is of token tiles or pairs of them, and for each group all weight rows pass by. A warp has
+// 32 experts in view, one per lane. All its lanes call the functions.
 template <class Traits>
 class Scheduler {
  public:
@@ -34,7 +35,7 @@ class Scheduler {
     view(0, 0, 0);
   }
 
-  // Items are asked for in rising order. False if there are no such.
+  // Items must be requested in increasing order. Returns false if there are no more.
   __device__ __forceinline__ bool find(int item, int rank, Tile* tile) {
     int owner;
     if (!find_owner(item, &owner)) return false;
@@ -48,7 +49,7 @@ class Scheduler {
     return true;
   }
 
-  // The same where items are runs.
+  // The same if items are runs.
   __device__ __forceinline__ bool find(int item, int rank, Run* run) {
     int owner;
     if (!find_owner(item, &owner)) return false;
@@ -66,7 +67,7 @@ class Scheduler {
     return true;
   }
 
-  // The next token tile of a run, and whether it is the first.
+  // Gives the next token tile of a run. `begins`: it is the first one.
   __device__ __forceinline__ void place(const Run& run, bool begins, Tile* tile) const {
     const int units = units_of(run.tokens);
     const int tiles = tiles_of<false>(units, Traits::kTileUnits);
@@ -79,7 +80,8 @@ class Scheduler {
     tile->edge = begins;
   }
 
-  // The tile of an item if all experts had as many tokens. False if there is none then.
+  // The tile of an item if all experts had equally many tokens. Returns false if there is no such
+  // item.
   static __device__ __forceinline__ bool guess(const Params& params, int item, int rank,
                                                Tile* tile) {
     const int tokens = ceil_div(params.rows, params.experts);
@@ -90,15 +92,14 @@ class Scheduler {
     return true;
   }
 
-  // How many items of `up`, from the first on, give the rows of tokens that the last tile found
-  // has.
+  // How many items of `up`, from the first one on, compute the token rows of the last tile found.
   __device__ __forceinline__ int needed() const { return needed_; }
 
  private:
-  // Pairs of token tiles are items of `up`, with weights that they share.
+  // In `up`, an item may be a pair of token tiles that share weights.
   static constexpr bool kShares = Traits::kGathers;
 
-  // The lane that has the expert of an item, brought into view.
+  // Brings the expert of an item into view and finds its lane.
   __device__ __forceinline__ bool find_owner(int item, int* owner) {
     for (;;) {
       const int end = __shfl_sync(kFullWarp, end_, kThreadsPerWarp - 1);
@@ -117,8 +118,8 @@ class Scheduler {
   static __device__ __forceinline__ int units_of(int tokens) {
     return ceil_div<kUnitTokens>(tokens);
   }
-  // Token tiles, as few as can be. Where that is odd one more goes by itself, which costs more
-  // traffic, but of many tiles it is as well to have an even number, a little narrower.
+  // The number of token tiles, as few as possible. If it is odd, one tile stands alone, which costs
+  // more traffic. If there are many, an even number of slightly narrower tiles is better.
   template <bool kPairs>
   static __device__ __forceinline__ int tiles_of(int units, int tile_units) {
     const int tiles = ceil_div(units, tile_units);
@@ -129,9 +130,9 @@ class Scheduler {
   static __device__ __forceinline__ int shared_columns_of(int tiles) {
     return kPairs ? tiles / 2 : 0;
   }
-  // Of weights, that items have of which both blocks have the same tokens.
+  // Pairs of weight rows, for items whose blocks have the same tokens.
   static __device__ __forceinline__ int row_pairs(int row_tiles) { return (row_tiles + 1) / 2; }
-  // Of an expert with so many tokens: here, or in `up`.
+  // Items of an expert with `tokens` tokens, in this kernel or in `up`.
   template <bool kPairs>
   static __device__ __forceinline__ int items_of(int tokens, int row_tiles, int tile_units) {
     const int tiles = tiles_of<kPairs>(units_of(tokens), tile_units);
@@ -139,22 +140,22 @@ class Scheduler {
     return shared_columns * row_tiles + (tiles - 2 * shared_columns) * row_pairs(row_tiles);
   }
 
-  // Runs that so many token tiles are cut into.
+  // Runs for `tiles` token tiles.
   __device__ __forceinline__ int runs_of(int tiles) const {
     return ceil_div(tiles, params_.tiles_per_run);
   }
-  // Of an expert with so many tokens, as this kernel deals them out.
+  // Items of an expert with `tokens` tokens, as this kernel deals them.
   __device__ __forceinline__ int items_here(int tokens) const {
     if (!Traits::kKeeps) return items_of<kShares>(tokens, params_.row_tiles, Traits::kTileUnits);
     return runs_of(tiles_of<false>(units_of(tokens), Traits::kTileUnits)) *
            row_pairs(params_.row_tiles);
   }
 
-  // More items than there are, unless offsets give rows to several experts: sums end there, as they
-  // must not wrap.
+  // More than the number of items, unless offsets give rows to several experts. Sums saturate here,
+  // because they must not wrap.
   static constexpr int kMostItems = (1 << 30) - 1;
 
-  // The sum of what the lanes up to this one have, and of what is in front of all.
+  // The inclusive sum over lanes, plus that of all earlier experts.
   __device__ __forceinline__ int sum_to_here(int in_front, int value) const {
 #pragma unroll
     for (int distance = 1; distance < kThreadsPerWarp; distance *= 2) {
@@ -164,8 +165,8 @@ class Scheduler {
     return min(in_front + value, kMostItems);
   }
 
-  // Brings the experts from `first` on into view, in front of which there are so many items, here
-  // and in `up`. Whatever offsets say, slots are such that there are.
+  // Brings the experts from `first` on into view. `items` and `up_items` precede them, here and in
+  // `up`. Clamps offsets to existing slots.
   __device__ __forceinline__ void view(int first, int items, int up_items) {
     first_ = first;
     const int expert = first + lane_;
@@ -186,7 +187,7 @@ class Scheduler {
     }
   }
 
-  // Item `index` of an expert with so many tokens, for block `rank` of the cluster.
+  // Item `index` of an expert with `tokens` tokens, for block `rank` of the cluster.
   static __device__ __forceinline__ void place(const Params& params, int index, int rank,
                                                int tokens, Tile* tile) {
     const int units = units_of(tokens);
@@ -211,8 +212,9 @@ class Scheduler {
     tile->edge = 0;
   }
 
-  // Which of an expert's tokens, so many units of them, one of its token tiles has, if anything is
-  // to come of it. The first tiles are a unit wider than the others, if they are not all alike.
+  // Sets the tokens of one of an expert's token tiles, `units` units in total. If `counts` is
+  // false, nothing is stored for the tile. If tiles cannot be equal, the first ones are a unit
+  // wider.
   static __device__ __forceinline__ void cut(int units, int tiles, int token_tile, int tokens,
                                              bool counts, Tile* tile) {
     const int narrow = units / tiles;
@@ -221,52 +223,52 @@ class Scheduler {
     tile->units = narrow + (token_tile < wider ? 1 : 0);
     tile->tokens = counts ? min(tile->units * kUnitTokens, tokens - first_unit * kUnitTokens) : 0;
     tile->first_slot = first_unit * kUnitTokens;
-    // Both blocks of a cluster have as many steps behind their products.
+    // Both blocks of a cluster must have the same number of steps after their products.
     if (Traits::kDifferentiates) tile->units = ceil_div(units, tiles);
   }
 
   const Params& params_;
   int lane_;
-  int first_;  // of the experts in view; what follows is a lane's own
+  int first_;  // first expert in view; the members below differ by lane
   int first_slot_;
   int tokens_;
-  int end_;         // of its items
-  int up_end_ = 0;  // of those of `up`
+  int end_;         // end of its items
+  int up_end_ = 0;  // end of its items in `up`
   int needed_ = 0;
 };
 
 __device__ __forceinline__ int first_item() { return static_cast<int>(blockIdx.x) / kCluster; }
 __device__ __forceinline__ int item_stride() { return static_cast<int>(gridDim.x) / kCluster; }
 
-// Which items a cluster takes. Those of a layer's `down` are taken as clusters get to them: where
-// `up` ends early `down` begins early. The first block of a cluster takes one while it loads the
-// tile before, or where tiles are short the one before that, and tells the other. What an item
-// gives does not depend on who takes it.
+// Which items a cluster takes. Clusters take those of a layer's `down` dynamically: where `up` ends
+// early, `down` begins early. The first block of a cluster takes an item while it loads the
+// previous tile (or, if tiles are short, the one before that), and tells the other block. The
+// result of an item does not depend on which cluster takes it.
 template <class Traits>
 struct Deal {
   const Params& params;
   const Shared<Traits>& shared;
   int rank;
   bool leader;
-  uint32_t ticket;  // of the first block, one thread: how many were taken before
+  uint32_t ticket;  // number of items taken before; in one thread of the first block
 
   __device__ __forceinline__ Deal(const Params& params_, const Shared<Traits>& shared_, int rank_)
       : params(params_), shared(shared_), rank(rank_), leader(threadIdx.x == 0) {}
 
-  // Else items are dealt out in turn.
+  // Whether items are taken dynamically. Otherwise they are dealt in turn.
   __device__ __forceinline__ bool taken() const {
     return !Traits::kGathers && params.progress != nullptr;
   }
 
-  // What is taken sooner than it must be is not there for those who could begin with it at once.
+  // An item taken earlier than necessary is not available to clusters that could begin it at once.
   __device__ __forceinline__ void take() {
     if (taken() && rank == 0 && leader) {
       ticket = atomicAdd(params.progress + params.up_clusters * (kCluster * kConsumers), 1u);
     }
   }
 
-  // Some steps later, or in the next tile: says what follows tile `number`. What was in the same
-  // place has been read, in both blocks: stages are fewer than places.
+  // Called some steps later, or in the next tile: announces the successor of tile `number`. Both
+  // blocks have read the old entry of the slot: there are fewer stages than slots.
   __device__ __forceinline__ void tell(int number) const {
     static_assert(kCluster == 2);
     if (!taken() || rank != 0 || !leader) return;
@@ -277,7 +279,7 @@ struct Deal {
                      ptx::map_to_rank(shared.dealt(slot), 1));
   }
 
-  // At the end of tile `number`: the item of the next one.
+  // At the end of tile `number`: returns the item of the next one.
   __device__ __forceinline__ int item_after(int item, int number) const {
     if (!taken()) return item + item_stride();
     const int slot = number % Traits::kTileSlots;

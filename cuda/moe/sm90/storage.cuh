@@ -1,5 +1,4 @@
-// What the roles of a block know of each other: tiles, where they lie in shared memory, and
-// barriers.
+// What the roles of a block share: tiles, the layout of shared memory, and barriers.
 #pragma once
 
 #include "cuda/moe/sm90/params.h"
@@ -14,33 +13,32 @@ using reread::thread_index;
 using reread::warp_of_group;
 
 inline constexpr int kNone = -1;
-// Named barriers: of each consumer its own, and its turn; or the second's to begin.
+// Named barriers: one per consumer, and one for its turn; or for the second one to begin.
 inline constexpr int kStoreBarrier = 1;
 inline constexpr int kTurnBarrier = 3;
 inline constexpr int kLagBarrier = 3;
 inline constexpr int kGatherBarrier = 4;
-// Of each buffer of the output of a consumer whose output another warp sends: it is filled, it is
-// drained.
+// Barriers per output buffer of a consumer whose output another warp sends: filled, and drained.
 inline constexpr int kFilledBarrier = 5;
 inline constexpr int kDrainedBarrier = 9;
 inline constexpr int kFillingThreads = kThreadsPerGroup + kThreadsPerWarp;
 
-// What a block, or of one whose consumers alternate one of them, computes in one pass of the main
-// loop. The producer works it out and leaves it in shared memory.
+// The work of a block, or of one consumer if consumers alternate, in one pass of the main loop. The
+// producer decodes it and stores it in shared memory.
 struct alignas(16) Tile {
   int expert;
-  int first_slot;  // of its tokens; with counts from the start of the batch
-  int tokens;      // that there are; 0: nothing comes of this tile
-  int units;       // that it is wide, of kUnitTokens; 0: there are no more tiles
+  int first_slot;  // of its tokens; with counts, relative to the batch
+  int tokens;      // existing tokens; 0: nothing is stored for this tile
+  int units;       // width, in units of kUnitTokens; 0: no more tiles
   int row_tile;
-  int shared;  // weights with the other block of the cluster
-  int reused;  // weights by other tiles
-  int edge;    // the first of a run, for which weights are kept; or of what follows the last tile
+  int shared;  // the other block of the cluster has the same weights
+  int reused;  // other tiles have the same weights
+  int edge;    // the first tile of a run with kept weights, or the first entry after the last tile
 };
 
 static_assert(sizeof(Tile) == kTileInfoBytes);
 
-// Where things are in shared memory.
+// The layout of shared memory.
 template <class Traits>
 struct Shared {
   uint32_t base;
@@ -52,19 +50,20 @@ struct Shared {
   __device__ __forceinline__ uint32_t tokens(int stage) const {
     return weights(stage) + Traits::kTokensOffset;
   }
-  // The stage is loaded: the TMA warp says of how many bytes, and each gathering thread arrives.
+  // The stage is loaded: the TMA warp expects bytes, and each gathering thread arrives.
   __device__ __forceinline__ uint32_t full(int stage) const {
     return base + Traits::kBarriersOffset + 8 * stage;
   }
-  // The stage is free in both blocks of the cluster, whose consumer warps all arrive.
+  // The stage is free in both blocks of the cluster; the consumer warps of both arrive.
   __device__ __forceinline__ uint32_t empty(int stage) const {
     return full(Traits::kStages + stage);
   }
-  // The tile in that place is known.
+  // The tile in that slot is known.
   __device__ __forceinline__ uint32_t known(int slot) const {
     return full(2 * Traits::kStages + slot);
   }
-  // `down`, the second block of a cluster: the item of the tile in that place has come, and where.
+  // In the second block of a cluster of `down`: the item for that slot has arrived. item() is its
+  // place.
   __device__ __forceinline__ uint32_t dealt(int slot) const {
     return known(Traits::kTileSlots + slot);
   }
@@ -73,8 +72,8 @@ struct Shared {
   }
 };
 
-// Leaves a tile where consumers look for the one of that number. The one that was there is done
-// with: stages are fewer than places.
+// Stores a tile in the slot of its number. The old tile there is done: there are fewer stages than
+// slots.
 template <class Traits>
 __device__ __forceinline__ void publish(const Shared<Traits>& shared, int number,
                                         const Tile& tile) {

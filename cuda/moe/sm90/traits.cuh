@@ -11,7 +11,7 @@ namespace flashmoe::moe::sm90 {
 inline constexpr int kMaxSharedBytesPerBlock = 227 * 1024;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kBoxRowBytes = 128;
-inline constexpr int kConsumerRows = 64;   // of weights, of either half: the M of wgmma
+inline constexpr int kConsumerRows = 64;   // rows of weights, of either half: the M of wgmma
 inline constexpr int kTileInfoBytes = 32;  // a Tile in shared memory
 
 template <class Element_, Use kUse_, Major kMajor_ = Major::kColumns>
@@ -23,68 +23,67 @@ struct Traits {
   static constexpr bool kNarrow = kUse == Use::kNarrowGatedUp;
   static constexpr bool kPlain = kUse == Use::kPlainGatedUp || kNarrow;
   static constexpr bool kGated = kUse == Use::kGatedUp || kPlain;
-  // Of short rows weights are kept in registers while runs of token tiles pass by.
-  static constexpr bool kKeepsMore = kUse == Use::kMiddleDown;  // and in narrower tiles
+  // For short rows, weights are kept in registers while runs of token tiles pass by.
+  static constexpr bool kKeepsMore = kUse == Use::kMiddleDown;  // with narrower tiles
   static constexpr bool kKeeps = kUse == Use::kShortDown || kKeepsMore;
   static constexpr bool kWide = kUse == Use::kWideDown;
   static constexpr bool kGathers = kUse != Use::kDown && !kWide && !kKeeps;
-  // Steps follow those of the products, in which g and u come by tokens, and what they become goes.
+  // Further steps follow those of the products: g and u come by tokens, and their gradients leave.
   static constexpr bool kDifferentiates = kUse == Use::kUpGradient;
-  static constexpr bool kAnnounces = kGathers && !kDifferentiates;  // that tiles are stored
+  static constexpr bool kAnnounces = kGathers && !kDifferentiates;  // announces stored tiles
   static_assert(kGated || !kInterleaved);
   static_assert(!kKeeps || !kTransposed);
 
-  // Consumers have a tile each, and one's products are computed while the other writes out what it
-  // has; or they share one.
+  // Whether consumers have a tile each, so that one's products overlap the other's stores.
+  // Otherwise they share a tile.
   static constexpr bool kAlternates = kUse == Use::kDown || kWide;
 
   static constexpr int kThreads = (1 + kConsumers) * kThreadsPerGroup;
   // The first warpgroup: one warp issues the copies by TMA, three gather.
   static constexpr int kGatherThreads = 3 * kThreadsPerWarp;
-  // setmaxnreg: what the block was launched with, 168 a thread, is all there is to divide.
+  // setmaxnreg: the block divides the registers of its launch, 168 per thread.
   static constexpr int kProducerRegisters = kUse == Use::kShortDown ? 88 : 56;
   static constexpr int kConsumerRegisters = kUse == Use::kShortDown ? 208 : 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers));
 
   static constexpr int kHalfRows = kGathers ? kConsumers * kConsumerRows : kConsumerRows;
-  static constexpr int kTileRows = kHalves * kHalfRows;  // of weights
+  static constexpr int kTileRows = kHalves * kHalfRows;  // rows of weights
   static constexpr int kOutRows = kGated ? kHalfRows : kTileRows;
   static constexpr int kTileTokens = kNarrow ? 96 : kKeepsMore ? 128 : 192;
   static constexpr int kTileUnits = kTileTokens / kUnitTokens;
-  // Widths that there is code for are multiples of so many units: the more follows the main loop,
-  // the fewer.
+  // Compiled widths are multiples of this many units. The longer the epilogue, the fewer widths.
   static constexpr int kUnitSteps = kPlain || !(kGathers || kWide) ? 1
                                     : kGated || kDifferentiates    ? 2
                                                                    : 4;
   static_assert(kTileUnits % kUnitSteps == 0);
-  static constexpr int kMostOddTiles = 5;  // of an expert's tokens, where pairs share weights
-  // Columns of items that the weights of an expert pass by together: as many token tiles as
-  // clusters then work on about as many rows of the weights, so that what they read of both is
-  // least.
+  static constexpr int kMostOddTiles = 5;  // of an expert's tokens, if pairs share weights
+  // Columns of items that the weights of an expert pass by together. With this many token tiles,
+  // concurrent clusters work on about equally many rows of tokens and of weights, and so read least
+  // of both.
   static constexpr int kColumnsPerGroup = kGathers ? 8 : 16;
-  static constexpr int kStep = kBoxColumns;  // columns of one step of the main loop
+  static constexpr int kStep = kBoxColumns;  // columns per step of the main loop
   static constexpr int kStages = kKeepsMore ? 12 : kKeeps ? 8 : kAlternates || kNarrow ? 5 : 4;
   static constexpr int kKeptSteps = (kKeepsMore ? kMostKeptOfFewer : kMostKeptColumns) / kStep;
 
-  // A stage: weights [half][row][64], transposed [half][64 rows][column][64], and tokens
-  // [token][64]; where weights are kept either.
+  // A stage has weights [half][row][64], if transposed [half][64 rows][column][64], and tokens
+  // [token][64]. With kept weights it has either.
   static constexpr int kHalfBytes = kHalfRows * kBoxRowBytes;
   static constexpr int kWeightBytes = kHalves * kHalfBytes;
-  static constexpr int kBoxRows = kTransposed ? kBoxColumns : 128;  // of weights, in one copy
+  static constexpr int kBoxRows = kTransposed ? kBoxColumns : 128;  // rows of weights per copy
   static constexpr int kBoxBytes = kBoxRows * kBoxRowBytes;
   static_assert(kStep == kBoxColumns && (kGathers ? kHalfRows : kTileRows) % kBoxRows == 0);
   static_assert(!kInterleaved || kBoxRows == kConsumerRows);
-  // How many rows of the weights' tensor lie between tiles, halves of a tile and boxes of a half.
+  // Distances in rows of the weights' tensor: between tiles, halves of a tile, and boxes of a half.
   static constexpr int kRowsToTile = (kInterleaved ? kHalves : 1) * kOutRows;
   static constexpr int kRowsToHalf = kInterleaved ? kBoxRows : kGated ? 0 : kHalfRows;
   static constexpr int kRowsToBox = (kInterleaved ? kHalves : 1) * kBoxRows;
   static constexpr int kTokenBytes = kTileTokens * kBoxRowBytes;
-  static constexpr int kTokensOffset = kKeeps ? 0 : kWeightBytes;  // in a stage
+  static constexpr int kTokensOffset = kKeeps ? 0 : kWeightBytes;  // within a stage
   static constexpr int kStageBytes =
       kTokensOffset + (!kKeeps || kTokenBytes > kWeightBytes ? kTokenBytes : kWeightBytes);
 
-  // Output of `up` leaves by way of its tile's last stage: a consumer's own 64 rows of both halves
-  // of the weights are a buffer each. Others have buffers of their own.
+  // Output of `up` is stored through its tile's last stage: a consumer's own 64 rows of both halves
+  // of the weights are a buffer each. Other kernels have separate buffers.
   static constexpr int kOutBuffers = kGathers || kKeeps ? 2 : 1;
   static constexpr int kOutTokens = kDifferentiates        ? kGradientTokens
                                     : kAnnounces || kKeeps ? 64
@@ -92,9 +91,9 @@ struct Traits {
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
   static_assert(!kAnnounces || kOutBytes == kConsumerRows * kBoxRowBytes);
 
-  // The stage of a step of kGradientTokens: boxes of g and of u, which become their gradients, and
-  // of a, each [half][consumer][token][64]. Then tokens and weights of the slots, from a multiple
-  // of 16 bytes on, and sums of warps.
+  // The stage of a step of kGradientTokens tokens: boxes of g and u, which their gradients replace,
+  // and of a, each [half][consumer][token][64]. Then come tokens and weights of the slots, from a
+  // multiple of 16 bytes on, and sums of warps.
   static constexpr int kBoxes = kHalves * kConsumers;
   static constexpr int kUpBoxesOffset = kBoxes * kOutBytes;
   static constexpr int kActivatedOffset = 2 * kUpBoxesOffset;
@@ -102,24 +101,24 @@ struct Traits {
   static constexpr int kSlotTokensOffset = kActivatedOffset + kBoxes * kOutBytes;
   static constexpr int kSlotWeightsOffset = kSlotTokensOffset + kSlotBytes;
   static constexpr int kSumsOffset = kSlotWeightsOffset + kSlotBytes;
-  static constexpr int kSumsBytes = 4 * 4 * kGradientTokens;  // of a consumer, of four warps
-  // What threads alone read and write is not where the copy engine loads weights.
+  static constexpr int kSumsBytes = 4 * 4 * kGradientTokens;  // per consumer, for four warps
+  // Data that only threads access must not lie where the copy engine loads weights.
   static_assert(!kDifferentiates || (kSumsOffset >= kWeightBytes &&
                                      kSumsOffset + kConsumers * kSumsBytes <= kStageBytes));
-  // Steps behind the products of a tile so many units wide.
+  // Steps after the products of a tile of `units` units.
   static constexpr __host__ __device__ int steps_behind(int units) {
     return kDifferentiates ? (units * kUnitTokens + kGradientTokens - 1) / kGradientTokens : 0;
   }
 
-  // Tiles in flight: loaded ahead, one with each stage, being finished, and an end for each
-  // consumer that looks for one of its own, which is known without a wait for a stage.
+  // Tiles in flight: those loaded ahead, one per stage; those being finished; and an end marker for
+  // each consumer with tiles of its own, which is known without a wait for a stage.
   static constexpr int kTileSlots = kGathers ? 8 : 16;
   static_assert(kStages + 2 + (kAlternates ? kConsumers : 1) <= kTileSlots);
 
   static constexpr int kOutOffset = kStages * kStageBytes;
   static constexpr int kScalesOffset =
       kOutOffset + (kGathers ? 0 : kConsumers * kOutBuffers * kOutBytes);
-  static constexpr int kScaleBytes = kAnnounces ? kTileTokens * 4 : 0;  // of a consumer
+  static constexpr int kScaleBytes = kAnnounces ? kTileTokens * 4 : 0;  // per consumer
   static constexpr int kRowsOffset = kScalesOffset + kConsumers * kScaleBytes;
   static constexpr int kRowsBytes = kGathers ? kTileTokens * 4 : 0;
   static constexpr int kTilesOffset = kRowsOffset + kRowsBytes;

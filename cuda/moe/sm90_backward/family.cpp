@@ -1,4 +1,4 @@
-// The sm_90 family of gradients: of a grouped product, and of a layer.
+// The sm_90 family of gradients, for grouped products and for layers.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -23,11 +23,11 @@ constexpr int64_t kWarpThreads = 32;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
-// What products of gradients reach, and stages that go row by row, each.
+// Speed of products of gradients, and time of each stage that works row by row.
 constexpr Speed kGradientSpeed = {8, 0.875, 4.5e6};
 constexpr double kRowStageMicroseconds = 4;
 
-// Appends a stage that goes row by row.
+// Appends a stage that works row by row.
 flashmoe_status add_rows_stage(const Kernel& kernel, flashmoe_device device,
                                const DeviceFacts& facts, int64_t blocks, int64_t warps, Plan* plan,
                                const Reason& reason) {
@@ -87,7 +87,7 @@ flashmoe_status add_dx(const Product& p, const DeviceFacts& facts, Plan* plan,
   FLASHMOE_TRY(sm90::check_rows("dx", p.dx, p.rows, batches_of(p), reason));
   FLASHMOE_TRY(sm90::add_rows_product("dout", product, p.accumulate, facts, plan, reason));
   plan->info.microseconds += microseconds(work_of(product), kGradientSpeed, facts);
-  if (p.accumulate) return FLASHMOE_OK;  // rows that no expert has stay as they are
+  if (p.accumulate) return FLASHMOE_OK;  // rows that no expert has do not change
   // A few waves of warps that find out whether an expert has their rows.
   constexpr int64_t kBlocksPerMultiprocessor = 4;
   const int64_t blocks = std::min(ceil_div(p.rows * batches_of(p), moe_backward::kZeroWarps),
@@ -170,15 +170,15 @@ flashmoe_status launch_product(const Product& p, const Plan& plan, void* /*works
 using Layer = MoeBackwardProblem;
 
 int64_t pairs_of(const Layer& p) { return p.layer.tokens * p.layer.top_k; }
-// Of g and u together.
+// Columns of g and u together.
 int64_t width_of(const Layer& p) { return p.layer.gated ? 2 * p.layer.inner : p.layer.inner; }
-// Gate and up are two matrices, whose parts of dx are added up behind.
+// Whether gate and up are two matrices, whose parts of dx are added up afterwards.
 bool in_two_parts(const Layer& p) { return p.order == FLASHMOE_MOE_SEPARATE; }
 
-// Rows of dz are of all columns, not of a chunk's.
+// Whether rows of dz have all columns, not only a chunk's.
 bool has_whole_dz(const Layer& p);
 
-// What the wanted gradients need. Without pairs there is nothing but zeros.
+// What the wanted gradients need. Without pairs they are all zeros.
 struct Needs {
   bool up_weights;
   bool dx_rows;
@@ -191,9 +191,9 @@ struct Needs {
   bool combine;
   bool rows;
   bool up;
-  // da goes through the activation in the product that gives it, not row by row.
+  // The product that gives da also applies the activation's gradient, not a row-by-row stage.
   bool fuses;
-  // Of gradients of matrices: made by the stage that looks slots up.
+  // The queue of the matrices' gradients, made by the stage that looks up slots.
   bool queue;
 
   explicit Needs(const Layer& p) {
@@ -221,9 +221,9 @@ struct Needs {
 
 bool has_whole_dz(const Layer& p) { return Needs(p).dx_rows || dz_is_in_place(p); }
 
-// A gradient that is written by the last of the stages of I, and before that has room for da and a:
-// those of all columns, in memory without gaps. Where they lie there, that of w_down, of which a is
-// an operand, has a launch of its own.
+// A gradient that the last of the stages of I writes, and that has room for da and a before that:
+// those of all columns, contiguous in memory. If da and a lie there, the gradient of w_down, which
+// has a as an operand, needs a launch of its own.
 const MatrixGradient* room_for_a(const Layer& p, const GradientChunks& chunks) {
   const MatrixGradient& g = p.dw_gate_up;
   const int64_t rows = p.layer.gated && !in_two_parts(p) ? 2 * p.layer.inner : p.layer.inner;
@@ -239,7 +239,7 @@ const MatrixGradient* room_for_a(const Layer& p, const GradientChunks& chunks) {
   return room >= bytes ? &g : nullptr;
 }
 
-// The layer as the forward computes it again, for what act is applied to.
+// The forward's layer, recomputed for the activation's input.
 MoeForwardProblem up_again(const Layer& p, const InnerChunk& chunk, void* pre_activation) {
   MoeForwardProblem layer = layer_of(p, chunk);
   layer.pre_activation.data = pre_activation;
@@ -248,7 +248,8 @@ MoeForwardProblem up_again(const Layer& p, const InnerChunk& chunk, void* pre_ac
   return layer;
 }
 
-// da = w_down^T dout, as the first product of a layer whose act is z sigmoid(0 z): half of z.
+// da = w_down^T dout, as the first product of a layer with the activation z sigmoid(0 z), which is
+// z / 2.
 constexpr float kDaScale = 2.0f;
 MoeForwardProblem da_layer(const Layer& p, const InnerChunk& chunk) {
   MoeForwardProblem layer = layer_of(p, chunk);
@@ -265,13 +266,13 @@ MoeForwardProblem da_layer(const Layer& p, const InnerChunk& chunk) {
   return layer;
 }
 
-// Of which the weights' gradients are made, by slot.
+// The number of parts, per slot, that sum to the gradient of a pair's weight.
 int64_t dot_parts(const Layer& p) {
   return Needs(p).fuses ? sm90::up_gradient_parts(p.layer.inner) : 1;
 }
 
-// The workspace: offsets from its beginning. What no stage needs has no bytes. What lies between
-// the stages of I and what lies between those of H have the same place.
+// The workspace, as offsets from its beginning. Data that no stage needs has no bytes. Data between
+// the stages of I shares its place with data between those of H.
 struct Workspace {
   int64_t row_tokens;
   int64_t row_weights;
@@ -279,10 +280,10 @@ struct Workspace {
   int64_t taken;  // the queue of experts' gradients
   int64_t queued;
   int64_t progress;  // of one product at a time
-  int64_t dz;        // [pairs, width], for dx of all columns; or it has pre_activation's place
-  int64_t computed;  // [pairs, width] g, then u; of a chunk, from here on
-  int64_t da;        // [pairs, inner], and in its place a
-  bool has_da;       // or they have a gradient's place
+  int64_t dz;        // [pairs, width], for dx of all columns; or in pre_activation's place
+  int64_t computed;  // [pairs, width] g, then u; for a chunk, like all that follow
+  int64_t da;        // [pairs, inner], later replaced by a
+  bool has_da;       // otherwise both are in a gradient's place
   int64_t scaled_dz;
   int64_t dx[2];  // [pairs, hidden]
   int64_t bytes;
@@ -327,8 +328,8 @@ struct Workspace {
   }
 };
 
-// Without a bound rows of dx, which are most of the workspace, go in two chunks where they are so
-// many that one more launch of two kernels counts for nothing.
+// Without a bound on the workspace, rows of dx, which take most of it, are computed in two chunks
+// if they are so large that one more launch of two kernels does not matter.
 GradientChunks chunks_of(const Layer& p, int multiprocessors) {
   constexpr int64_t kManyBytes = int64_t{64} << 20;
   const auto bytes_of = [&](const GradientChunks& chunks) {
@@ -354,7 +355,7 @@ TokenRows<const void> rows_at(const Layer& p, const void* data, int64_t stride,
   return rows;
 }
 
-// Rows of dz of a chunk, from a column of them on.
+// Rows of dz of a chunk, from one of their columns on.
 TokenRows<const void> dz_at(const Layer& p, const InnerChunk& chunk, const Workspace& w,
                             const char* base, int64_t column) {
   if (dz_is_in_place(p)) {
@@ -363,12 +364,12 @@ TokenRows<const void> dz_at(const Layer& p, const InnerChunk& chunk, const Works
   return rows_at(p, base + w.dz, chunk.dz_inner() * (p.layer.gated ? 2 : 1), column);
 }
 
-// da, and in its place a.
+// da, which a replaces later.
 char* da_at(const Layer& p, const GradientChunks& chunks, const Workspace& w, char* base) {
   return w.has_da ? base + w.da : static_cast<char*>(room_for_a(p, chunks)->data);
 }
 
-// Part `part` of a chunk of the rows of dx: dz with a matrix, or with its own of two.
+// Part `part` of a chunk of the rows of dx: dz times a matrix, or times one of two.
 GroupedProductProblem dx_part(const Layer& p, const HiddenChunk& chunk, const Workspace& w,
                               char* base, int part) {
   GroupedProductProblem product = {};
@@ -389,12 +390,12 @@ GroupedProductProblem dx_part(const Layer& p, const HiddenChunk& chunk, const Wo
   return product;
 }
 
-// The gradients of matrices that are wanted, in order, of a chunk. That of w_down is the first:
-// what it is of may lie where another will.
+// The wanted gradients of matrices of a chunk, in order. That of w_down is the first: its operand
+// may lie in the place of another gradient.
 struct Gradients {
   Gradient each[kMostJobs];
   int count = 0;
-  bool first_alone;  // else one launch has all
+  bool first_alone;  // otherwise one launch has all
 
   Gradients(const Layer& p, const GradientChunks& chunks, const InnerChunk& chunk,
             const Workspace& w, char* base)
@@ -441,7 +442,7 @@ struct Gradients {
   }
 };
 
-// Sums over rows: the gradients of biases that are wanted, of a chunk; db_down is of the last.
+// Sums over rows: the wanted gradients of biases of a chunk. db_down belongs to the last chunk.
 moe_backward::SumsParams sums_of(const Layer& p, const InnerChunk& chunk, const Workspace& w,
                                  const char* base, int* count) {
   const MoeForwardProblem& layer = p.layer;
@@ -597,7 +598,7 @@ flashmoe_status plan_layer(const Layer& p, Plan* plan, const Reason& reason) {
     FLASHMOE_TRY(moe_backward::check_sum_columns(
         std::max(of_up ? width_of(p) : 0, p.db_down.data != nullptr ? layer.hidden : 0), reason));
     int count = 0;
-    // The last chunk's, which may have fewer columns, are all that there may be.
+    // The last chunk may have fewer columns, but it has all possible sums.
     const InnerChunk last = {layer.inner - chunk.count, chunk.count, layer.inner,
                              chunk.dz_is_whole};
     const moe_backward::SumsParams sums = sums_of(p, last, w, nullptr, &count);
@@ -644,14 +645,14 @@ moe_backward::Routing routing_of(const Layer& p) {
           p.layer.top_k};
 }
 
-// Nothing where there is none.
+// Empty if there is no queue.
 moe_backward::Queue queue_of(const Layer& p, const Workspace& w, char* base) {
   if (!Needs(p).queue) return {};
   return {reinterpret_cast<uint32_t*>(base + w.taken),
           reinterpret_cast<moe_backward::QueuedExpert*>(base + w.queued)};
 }
 
-// `of_warp`: slots of a warp.
+// `of_warp`: slots per warp.
 moe_backward::RowsParams row_params(const Layer& p, const GradientChunks& chunks,
                                     const InnerChunk& chunk, const Workspace& w, int32_t of_warp,
                                     char* base) {
@@ -731,7 +732,7 @@ sm90::UpGradient up_gradient(const Layer& p, const GradientChunks& chunks, const
   return gradient;
 }
 
-// `threads`: of a token.
+// `threads`: per token.
 moe_backward::CombineParams combine_params(const Layer& p, const HiddenChunk& chunk,
                                            const Workspace& w, int32_t threads, char* base) {
   const Needs needs(p);
@@ -765,7 +766,7 @@ moe_backward::CombineParams combine_params(const Layer& p, const HiddenChunk& ch
   return params;
 }
 
-// The launches of a chunk of I, the first of the plan; `*end` is the index behind them.
+// The launches of a chunk of I, the first ones of the plan. `*end` is the index after them.
 flashmoe_status launch_inner(const Layer& p, const GradientChunks& chunks, const InnerChunk& chunk,
                              const Workspace& w, const Plan& plan, char* base, void* stream,
                              int* end) {
@@ -807,7 +808,7 @@ flashmoe_status launch_inner(const Layer& p, const GradientChunks& chunks, const
   return launch_planned(plan, index, &sums, stream);
 }
 
-// Those of a chunk of H, from `index` on.
+// The launches of a chunk of H, from `index` on.
 flashmoe_status launch_hidden(const Layer& p, const HiddenChunk& chunk, const Workspace& w,
                               const Plan& plan, char* base, void* stream, int index) {
   const Needs needs(p);

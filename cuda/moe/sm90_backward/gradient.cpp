@@ -24,8 +24,8 @@ const Entry* const kEntries[] = {
 
 constexpr int64_t kMaxItems = int64_t{1} << 30;
 constexpr int64_t kMaxColumns = int64_t{1} << 30;  // column + tile fits in int32
-// Rows of an expert, on average, from which on blocks share those that are gathered: in tiles of
-// few steps that is slower (docs/lab/moe_backward_sm90.md).
+// Average rows per expert from which on blocks share gathered rows. In tiles of few steps sharing
+// is slower (docs/lab/moe_backward_sm90.md).
 constexpr int64_t kLeastSharedRows = 512;
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
@@ -37,8 +37,8 @@ const Entry* find_entry(Dtype dtype) {
   return nullptr;
 }
 
-// Which operand's columns are the kernel's rows: the one that is gathered, else such that columns
-// lie next to each other.
+// Whether the left operand's columns are the kernel's rows. The gathered operand comes first;
+// otherwise the one that makes columns contiguous.
 bool left_first(const Gradient& g) {
   if (g.left.by_token || g.right.by_token) return g.left.by_token;
   return g.out.column_stride == 1;
@@ -47,9 +47,9 @@ bool left_first(const Gradient& g) {
 struct Extents {
   int64_t m;
   int64_t n;
-  int64_t m_tiles;  // of blocks
+  int64_t m_tiles;  // tiles of blocks
   int64_t shared_n_tiles;
-  int64_t tiles;  // of an expert: of clusters
+  int64_t tiles;  // per expert: tiles of clusters
 };
 
 Extents extents_of(const Gradient& g, const Entry& entry) {
@@ -75,7 +75,7 @@ flashmoe_status check_operand(const Gradient& g, const Operand& operand, const R
 
 bool encode(const Gradient& g, const Operand& operand, int64_t columns, int step,
             CUtensorMap* map) {
-  // Without rows nothing is read, but a map of nothing is refused.
+  // Nothing is read without rows, but the driver refuses an empty map.
   const void* const data = g.rows > 0 ? operand.rows.data : g.out.data;
   const int64_t batches = g.counts != nullptr ? g.experts : 1;
   return encode_map(map, operand.rows.dtype, data,
@@ -85,14 +85,15 @@ bool encode(const Gradient& g, const Operand& operand, int64_t columns, int step
                      {kBoxColumns, step, 1, 1}});
 }
 
-// The same of rows that are gathered, one by one.
+// The same for rows that are gathered one by one.
 bool encode_rows(const Gradient& g, const Operand& operand, int64_t columns, CUtensorMap* map) {
   const void* const data = g.rows > 0 ? operand.rows.data : g.out.data;
   return encode_map(map, operand.rows.dtype, data,
                     {2, {columns, g.tokens}, {1, operand.rows.row_stride}, {kBoxColumns, 1}});
 }
 
-// Whether the copy engine may write the gradient: 16 bits, not added to, of strides that it walks.
+// Whether the copy engine may write the gradient: it has 16 bits, is not accumulated, and has
+// strides that the engine can walk.
 bool leaves_in_boxes(const Gradient& g) {
   const int64_t end = kMaxStrideBytes / dtype_bytes(g.out.dtype);
   const auto fits = [end](int64_t stride, int64_t extent) {
@@ -112,7 +113,7 @@ bool encode_boxes(const Gradient& g, CUtensorMap* map) {
                      {kOutBox, kOutBox, 1, 1}});
 }
 
-// False if the driver refuses a map.
+// Returns false if the driver refuses a map.
 bool fill_job(const Gradient& g, const Entry& entry, Job* job) {
   const Extents extents = extents_of(g, entry);
   const bool swaps = !left_first(g);

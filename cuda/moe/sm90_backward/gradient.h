@@ -12,11 +12,11 @@
 
 namespace flashmoe::moe::sm90_backward {
 
-// One operand: its columns from the beginning of a row on become rows, or columns, of the gradient.
+// One operand. The columns at the beginning of its rows become rows, or columns, of the gradient.
 struct Operand {
   const char* name;  // of the argument
   TokenRows<const void> rows;
-  bool by_token;  // rows are tokens', to be gathered
+  bool by_token;  // rows are tokens', and are gathered
 };
 
 // out[e] = sum over the rows r of expert e of left[r] right[r]^T. At most one operand is gathered.
@@ -28,16 +28,16 @@ struct Gradient {
   int64_t n;
   Operand left;   // [rows, m]
   Operand right;  // [rows, n]
-  int64_t rows;   // of all experts, or of one with counts
+  int64_t rows;   // over all experts, or per expert if counts are given
   const int32_t* offsets;
   const int32_t* counts;
-  const int32_t* row_tokens;  // [rows], where an operand is gathered
+  const int32_t* row_tokens;  // [rows], if an operand is gathered
   int64_t tokens;
   bool accumulate;
 };
 
-// A launch of one or more, kMostJobs at most, of the same experts' rows and with an operand
-// gathered or not alike.
+// The gradients of one launch, at most kMostJobs. They are over the same experts' rows, and either
+// all or none have a gathered operand.
 struct GradientsOfLaunch {
   const Gradient* each;
   int count;
@@ -45,7 +45,7 @@ struct GradientsOfLaunch {
 
 flashmoe_status add_gradients(const GradientsOfLaunch& gradients, const DeviceFacts& facts,
                               Plan* plan, const Reason& reason);
-// `queue.taken` is the launch's own; without a queue clusters have tiles in turn.
+// `queue.taken` belongs to this launch. Without a queue, clusters take tiles in turn.
 flashmoe_status launch_gradients(const GradientsOfLaunch& gradients,
                                  const moe_backward::Queue& queue, const Plan& plan, int index,
                                  void* stream);

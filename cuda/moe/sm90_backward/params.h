@@ -12,59 +12,60 @@ namespace flashmoe::moe::sm90_backward {
 using moe_backward::QueuedExpert;
 
 inline constexpr int kCluster = 2;      // blocks that share the columns' operand
-inline constexpr int kConsumers = 2;    // warpgroups of a block that multiply
-inline constexpr int kBoxColumns = 64;  // of all boxes: 128 bytes, the widest swizzle
+inline constexpr int kConsumers = 2;    // consumer warpgroups per block
+inline constexpr int kBoxColumns = 64;  // per box: 128 bytes, the widest swizzle
 
-inline constexpr int kMostJobs = 3;  // gradients of a launch
+inline constexpr int kMostJobs = 3;  // gradients per launch
 
 // A gradient.
 struct Job {
-  // Of both operands [columns, rows, batches, 1], in boxes of 64 columns by the rows of a step. The
-  // columns of the first are the rows of the gradient (M), those of the second its columns (N).
+  // Maps of both operands, [columns, rows, batches, 1], in boxes of 64 columns by the rows of a
+  // step. The columns of the first are the rows of the gradient (M), those of the second its
+  // columns (N).
   CUtensorMap first;
   CUtensorMap second;
-  // Of a gradient of 16 bits that is written, [m or n, the other, experts, 1], the one of stride 1
+  // Map of a 16-bit gradient that is written, [m or n, the other, experts, 1], the one of stride 1
   // first, in boxes of 64 by 64.
   CUtensorMap boxes;
 
-  // Rows of x to be gathered, of which `first` is then a map of rank 2, [m, tokens], in boxes of 64
-  // columns of a row: row r is that of token row_tokens[r], or zeros.
+  // Rows of x to be gathered. `first` is then a map of rank 2, [m, tokens], in boxes of 64 columns
+  // of a row. Row r is that of token row_tokens[r], or zeros.
   const uint16_t* x;
-  uint32_t x_row_chunks;  // from row to row, chunks of 16 bytes
+  uint32_t x_row_chunks;  // row stride in chunks of 16 bytes
 
   int32_t m;
   int32_t n;
-  int32_t m_tiles;  // along m: of blocks
-  // Along n: of these, from the first on, the blocks of a cluster have neighbouring ones, of the
-  // same rows of m. Of the others they have the same ones, of neighbouring rows.
+  int32_t m_tiles;  // along m: tiles of blocks
+  // Along n: in the first of these tiles, the blocks of a cluster have neighbouring tiles of the
+  // same rows of m. In the others they have the same tile of neighbouring rows.
   int32_t shared_n_tiles;
-  int32_t tiles;  // of an expert: of clusters
+  int32_t tiles;  // per expert: tiles of clusters
 
   void* out;
   int64_t expert_stride;  // elements
-  int64_t m_stride;       // one of the two is 1
+  int64_t m_stride;       // m_stride or n_stride is 1
   int64_t n_stride;
-  int32_t in_boxes;  // `boxes` is there
+  int32_t in_boxes;  // `boxes` is given
   int32_t is_fp32;
   int32_t accumulate;
 };
 
 struct Params {
   Job jobs[kMostJobs];
-  int32_t gathers;  // the first operands, of all jobs; or they are as they lie
+  int32_t gathers;  // the first operands of all jobs are gathered; otherwise they are contiguous
   const int32_t* row_tokens;
   int32_t tokens;  // rows of x
 
-  // Expert e has the rows offsets[e] to offsets[e + 1] - 1; or, in batch e, the first counts[e].
+  // Expert e has the rows offsets[e] to offsets[e + 1] - 1, or the first counts[e] of batch e.
   const int32_t* offsets;
   const int32_t* counts;
-  int32_t rows;  // that there are (in a batch)
+  int32_t rows;  // existing rows (per batch)
 
-  // Where there is a queue clusters take items as they come to them, experts in its order.
-  uint32_t* taken;  // how many items, after the first of each cluster; or nullptr
+  // With a queue, clusters take items dynamically, with experts in its order.
+  uint32_t* taken;  // items taken, after the first of each cluster; or nullptr
   const QueuedExpert* experts;
-  int32_t tiles;  // of an expert: of all jobs
-  int32_t items;  // of all experts
+  int32_t tiles;  // per expert, over all jobs
+  int32_t items;  // over all experts
 };
 
 }  // namespace flashmoe::moe::sm90_backward

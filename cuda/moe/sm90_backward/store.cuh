@@ -1,5 +1,5 @@
-// From a consumer's sums to a gradient in the caller's layout: 16 bits or fp32, either of its two
-// strides 1, written or added to.
+// Stores a consumer's sums to a gradient in the caller's layout: 16 bits or fp32, with either
+// stride 1, written or accumulated.
 #pragma once
 
 #include "cuda/moe/sm90_backward/params.h"
@@ -17,7 +17,7 @@ using reread::lane_index;
 using reread::thread_index;
 using reread::warp_of_group;
 
-// Transposes a 4 x 4 matrix of words, a row of which each of four neighbouring lanes has.
+// Transposes a 4 x 4 matrix of words. Each of four neighbouring lanes has a row.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   const int lane = lane_index();
 #pragma unroll
@@ -35,14 +35,14 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// 64 rows by 2 kSums columns of a tile, from (m, n) on. Extents are multiples of 8: a block of 8 by
-// 8 elements lies within them or beyond. Of a thread sums[4 j + e] is row 16 w + g + 8 (e / 2) and
-// column 8 j + 2 t + e % 2, with its warp w, g = lane / 4 and t = lane % 4.
+// Stores 64 rows by 2 kSums columns of a tile, from (m, n) on. Extents are multiples of 8, so a
+// block of 8 by 8 elements lies within them or beyond. A thread's sums[4 j + e] is row 16 w + g + 8
+// (e / 2) and column 8 j + 2 t + e % 2, with its warp w, g = lane / 4 and t = lane % 4.
 template <class Element, int kSums>
 struct TileStore {
   using Numeric = numeric::ElementTraits<Element>;
-  static constexpr int kBlocks = kSums / 4;  // of 8 columns
-  static constexpr int kBatch = 8;           // of them, whose loads are on their way together
+  static constexpr int kBlocks = kSums / 4;  // blocks of 8 columns
+  static constexpr int kBatch = 8;           // blocks whose loads are in flight together
 
   const Job& job;
   int expert;
@@ -77,7 +77,7 @@ struct TileStore {
     }
   }
 
-  // fp32 whose columns lie next to each other.
+  // For fp32 with contiguous columns.
   __device__ __forceinline__ void store_pairs(const float (&sums)[kSums], int row,
                                               const bool (&has)[2]) const {
     const int lane = lane_index();
@@ -107,7 +107,7 @@ struct TileStore {
     }
   }
 
-  // fp32 whose rows lie next to each other: eight lanes have as many of a column.
+  // For fp32 with contiguous rows: eight lanes have consecutive elements of a column.
   __device__ __forceinline__ void store_each(const float (&sums)[kSums], int row,
                                              const bool (&has)[2]) const {
     const int lane = lane_index();
@@ -123,7 +123,7 @@ struct TileStore {
     }
   }
 
-  // Adds what 16-bit gradients hold.
+  // Adds the old values of a 16-bit gradient.
   __device__ __forceinline__ void add_old(float (&sums)[kSums], int row,
                                           const bool (&has)[2]) const {
     const int lane = lane_index();
@@ -139,7 +139,7 @@ struct TileStore {
     }
   }
 
-  // 16 bits whose columns lie next to each other: a lane gathers 8 of a row, and four lanes have
+  // For 16 bits with contiguous columns: a lane gathers 8 elements of a row, and four lanes have
   // neighbouring ones.
   __device__ __forceinline__ void store_rows(const float (&sums)[kSums], int row,
                                              const bool (&has)[2]) const {
@@ -165,11 +165,11 @@ struct TileStore {
     }
   }
 
-  // 16 bits whose rows lie next to each other: a lane gathers 8 of a column.
+  // For 16 bits with contiguous rows: a lane gathers 8 elements of a column.
   __device__ __forceinline__ void store_columns(const float (&sums)[kSums], int row,
                                                 const bool (&has)[2]) const {
     const int lane = lane_index();
-    const int half = lane % 2;  // of the rows that this lane gathers
+    const int half = lane % 2;  // half of the rows that this lane gathers
     const int column = n + lane % 4 / 2 * 8 + lane / 4;
     const bool mine = half == 0 ? has[0] : has[1];
     uint16_t* const to = at<uint16_t>(row + 8 * half, column);
@@ -190,15 +190,15 @@ struct TileStore {
   }
 };
 
-// 16 bits that are written: as boxes of 64 by 64 by way of shared memory, which the copy engine
-// takes from there, cut to the gradient's extents. Called by all of a consumer.
+// Writes 16-bit gradients as boxes of 64 by 64 in shared memory. The copy engine stores them from
+// there, clipped to the gradient's extents. All threads of a consumer call it.
 template <class Traits>
 struct BoxStore {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
   static constexpr int kSums = Traits::kTileN / 2;
   static constexpr int kBox = Traits::kOutBox;
   static constexpr int kRowBytes = kBox * 2;
-  static constexpr int kPairs = kBox / 16;  // of blocks of 8 columns: what stmatrix stores
+  static constexpr int kPairs = kBox / 16;  // pairs of blocks of 8 columns: one stmatrix each
 
   const Job& job;
   int expert;
@@ -219,21 +219,22 @@ struct BoxStore {
     }
   }
 
-  // Before the kernel ends.
+  // Call it before the kernel ends.
   static __device__ __forceinline__ void finish() {
     if (is_leader()) ptx::tma_store_wait();
     __syncwarp();
   }
 
  private:
-  // kTurned: m is what lies next to each other.
+  // kTurned: m is the contiguous dimension.
   template <bool kTurned>
   __device__ __forceinline__ void store(const float (&sums)[kSums]) const {
     const int lane = lane_index();
     const int warp = warp_of_group();
     const int matrix_row = lane % 8;
-    // Of the four 8 by 8 matrices that a lane gives a row's address of: in a box of [m][n], rows 0
-    // to 7 and 8 to 15 of the warp, then the next 8 columns; in one of [n][m] its mirror image.
+    // A lane gives the address of a row of one of four 8 by 8 matrices. In a box of [m][n] they are
+    // rows 0 to 7 and 8 to 15 of the warp, then the next 8 columns; a box of [n][m] has the mirror
+    // image.
     const uint32_t own_rows = warp * 16 + lane / 8 % 2 * 8 + matrix_row;
     const uint32_t turned =
         (lane / 16 * 8 + matrix_row) * kRowBytes + (((2 * warp + lane / 8 % 2) ^ matrix_row) * 16);
@@ -264,7 +265,7 @@ struct BoxStore {
       }
       ptx::named_barrier_sync(barrier, kThreadsPerGroup);
       if (is_leader()) {
-        ptx::fence_proxy_async_shared();  // of what all have stored, once
+        ptx::fence_proxy_async_shared();  // once, for the stores of all threads
         send<kTurned>(n + part * Traits::kOutBoxes * kBox);
         ptx::tma_store_commit();
       }

@@ -2,31 +2,31 @@
 //
 //   dw[e]    [m, n] = sum over the rows r of expert e of first[r, m] second[r, n]
 //
-// Both operands lie row by row, so that rows are what products sum over and either operand's
-// columns lie next to each other: wgmma takes both MN-major, as they come. A tile is 128 by 256
-// elements of one expert's gradient. Each of two consumer warpgroups has 64 rows of it, 128
-// accumulators a thread; the second one begins a tile some steps later than the first, so that
-// one's products go on while the other writes out what it has.
+// Both operands are stored row by row. Products sum over rows, and both operands' columns are
+// contiguous: wgmma takes both MN-major, as they are. A tile is 128 by 256 elements of one expert's
+// gradient. Each of two consumer warpgroups has 64 rows of it, 128 accumulators per thread. The
+// second one begins a tile some steps later than the first, so that one's products overlap the
+// other's stores.
 //
-// Blocks come in clusters of two with neighbouring rows of the gradient and the same columns: each
-// copies one half of the second operand for both, by TMA, and the first one's for itself, by TMA
-// too, or row by row, where rows of tokens are gathered, by three warps with cp.async. Or, where
-// rows are gathered and an expert has enough of them, with the same rows of the gradient and
-// neighbouring columns, if there are: each gathers half of the tokens for both, by TMA, and copies
-// its own columns of the second operand.
+// Blocks come in clusters of two with neighbouring rows of the gradient and the same columns. Each
+// copies one half of the second operand for both, by TMA, and its own first operand. The first
+// operand comes by TMA, too; or, if rows of tokens are gathered, three warps copy it row by row
+// with cp.async. If rows are gathered and an expert has enough of them, the blocks of a cluster
+// instead have the same rows of the gradient and neighbouring columns, if there are: each gathers
+// half of the tokens for both, by TMA, and copies its own columns of the second operand.
 //
-// An expert's rows end within a step, where the next expert's follow: those are made zeros in
-// shared memory, in both operands, since what they hold may be no number. An expert without rows
+// An expert's rows may end within a step, where the next expert's follow. Those are zeroed in
+// shared memory, in both operands, because they may hold NaN or infinities. An expert without rows
 // has a gradient of zeros.
 //
-// Every expert has as many tiles, whatever its rows, so that a tile's number and the order of
-// experts tell all there is to know. In a layer, where there is a queue, clusters take tiles as
-// they come to them, experts with the most rows first, those of several gradients in one launch.
-// Else they have them in turn. Of an element all products are one thread's, in the order of rows:
-// the same bits on every run, whoever computes it.
+// Every expert has the same number of tiles, whatever its rows. So a tile's number and the order of
+// experts determine everything. In a layer with a queue, clusters take tiles dynamically, experts
+// with the most rows first, for several gradients in one launch. Otherwise they take tiles in turn.
+// One thread computes all products of an element, in the order of rows: bits are the same on every
+// run, whichever cluster computes it.
 //
-// Shared memory: eight stages of 24 KiB, and two boxes of the output of each consumer. Registers:
-// 224 of a consumer, of which 128 are sums.
+// Shared memory: eight stages of 24 KiB, and two boxes of the output per consumer. Registers: 224
+// per consumer thread, 128 of them sums.
 #pragma once
 
 #include "cuda/moe/sm90_backward/params.h"
@@ -51,31 +51,31 @@ namespace flashmoe::moe::sm90_backward {
 
 inline constexpr uint16_t kWholeCluster = (1 << kCluster) - 1;
 inline constexpr int kLagBarrier = 1;
-inline constexpr int kGroupBarrier = 2;  // of each consumer its own
+inline constexpr int kGroupBarrier = 2;  // one per consumer
 
-// How many steps before the end of a tile the next one is taken, and both blocks are told: what is
-// taken sooner than it must be is not there for those who could begin with it.
+// How many steps before the end of a tile the next one is taken, and both blocks are told. A tile
+// taken earlier than necessary is not available to clusters that could begin it sooner.
 inline constexpr int kTakeSteps = 12;
 inline constexpr int kTellSteps = 6;
 
-// A tile of a cluster, as its first block tells both.
+// A tile of a cluster. Its first block sends it to both.
 struct Item {
   int32_t expert;
   int32_t first_row;
-  int32_t rows;   // -1: there are no more tiles
-  int32_t index;  // of the expert's tiles
+  int32_t rows;   // -1: no more tiles
+  int32_t index;  // among the expert's tiles
 };
 
-// What of it is this block's.
+// A block's part of an item.
 struct Tile {
   int job;
   int expert;
   int batch;      // of rows
-  int first_row;  // in it
+  int first_row;  // in the batch
   int rows;
-  int m;  // the first of this block
+  int m;  // first row of this block
   int n;
-  bool shares_first;  // rows of m with the other block of the cluster; or columns of n
+  bool shares_first;  // shares rows of m with the other block of the cluster, else columns of n
 
   __device__ __forceinline__ bool is_none() const { return rows < 0; }
   template <class Traits>
@@ -125,15 +125,15 @@ struct Shared {
   __device__ __forceinline__ uint32_t out(int group) const {
     return base + Traits::kOutOffset + group * Traits::kOutBoxes * Traits::kOutBoxBytes;
   }
-  // The stage is loaded: the TMA warp says of how many bytes, and each gathering thread arrives.
+  // The stage is loaded: the TMA warp expects bytes, and each gathering thread arrives.
   __device__ __forceinline__ uint32_t full(int stage) const {
     return base + Traits::kBarriersOffset + 8 * stage;
   }
-  // The stage is free in both blocks of the cluster, whose consumer warps all arrive.
+  // The stage is free in both blocks of the cluster; the consumer warps of both arrive.
   __device__ __forceinline__ uint32_t empty(int stage) const {
     return full(Traits::kStages + stage);
   }
-  // The item in that place has come; in the first block, all warps of both have read it.
+  // The item in that slot has arrived; in the first block also: all warps of both have read it.
   __device__ __forceinline__ uint32_t told(int slot) const {
     return full(2 * Traits::kStages + slot);
   }
@@ -155,7 +155,7 @@ struct Tiles {
   int rank;
   int number = 0;
 
-  // Waits for the next one.
+  // Waits for the next tile.
   __device__ __forceinline__ Tile next() {
     const int slot = number % Traits::kItemSlots;
     ptx::mbarrier_wait_cluster(shared.told(slot), number / Traits::kItemSlots % 2);
@@ -174,15 +174,15 @@ struct Tiles {
   }
 };
 
-// Says which tiles come; of either block the warp that loads by TMA.
+// Distributes the tiles. The warp of each block that loads by TMA runs it.
 template <class Traits>
 struct Deal {
   const Params& params;
   const Shared<Traits>& shared;
   int rank;
   bool leader;
-  int number = 0;  // of the item that is told next
-  int item;        // that one, of the first block, one thread
+  int number = 0;  // of the next item to send
+  int item;        // that item; in one thread of the first block
   bool taken = true;
 
   __device__ __forceinline__ Deal(const Params& params_, const Shared<Traits>& shared_, int rank_)
@@ -201,7 +201,7 @@ struct Deal {
                                    : item + clusters;
   }
 
-  // Tells both blocks of what was taken.
+  // Sends the taken item to both blocks.
   __device__ __forceinline__ void tell() {
     const int slot = number % Traits::kItemSlots;
     if (leader) ptx::mbarrier_arrive_expect(shared.told(slot), sizeof(Item));
@@ -224,7 +224,7 @@ struct Deal {
   }
 
  private:
-  // Whatever offsets say, rows are such that there are.
+  // Clamps offsets to existing rows.
   __device__ __forceinline__ Item find() const {
     Item found = {0, 0, -1, 0};
     if (item >= params.items) return found;
@@ -248,7 +248,7 @@ struct Deal {
 
 // ---- loads
 
-// Issues the copies by TMA; one warp.
+// Issues the copies by TMA. One warp runs it.
 template <class Traits>
 __device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared,
                                         int rank) {
@@ -262,7 +262,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
     const Job& job = params.jobs[tile.job];
     const int expected =
         Traits::kSecondBytes + (gathers && !tile.shares_first ? 0 : Traits::kFirstBytes);
-    const int own = rank * Traits::kHalfBoxes;  // of the second operand, where both have it
+    const int own = rank * Traits::kHalfBoxes;  // of the second operand, if both have it
     const int steps = tile.template steps<Traits>();
     int step = 0;
     const auto load_until = [&](int end) {
@@ -299,7 +299,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
         pipe.advance();
       }
     };
-    // Of so short a tile what is taken in it would come too late.
+    // In a tile this short, an item taken now would arrive too late.
     const bool is_short = steps <= kTakeSteps;
     if (!is_short) load_until(steps - kTakeSteps);
     deal.take();
@@ -308,8 +308,8 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
     if (is_short) deal.take();
     load_until(steps);
   }
-  // Until stages have been given back by both blocks: a block must not end before what the other
-  // one says to its barriers has come.
+  // Waits until both blocks have released all stages: a block must not end before the other block's
+  // arrivals at its barriers.
 #pragma unroll 1
   for (int i = 0; i < Traits::kStages; ++i) {
     ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
@@ -317,7 +317,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   }
 }
 
-// Steps of one tile after another, of a block, of which a warp takes every kGatherWarps-th.
+// The steps of a block, tile after tile. A warp takes every kGatherWarps-th.
 template <class Traits>
 struct Steps {
   Tiles<Traits> tiles;
@@ -350,24 +350,25 @@ struct Steps {
   }
 };
 
-// Gathers rows of x, a warp its steps. Where blocks share them each has the copy engine copy half
-// of a step's for both, 64 columns of a row at a time: all of them it would copy slower than
-// products are computed. Else threads copy: eight lanes 128 bytes of a row, and then the next 128.
-// Whose the rows of a step are is looked up, a row a lane, while the step before is on its way. Not
-// sooner: the warp may wait for the next tile, and those who tell of it for what it copies.
+// Gathers rows of x; each warp gathers its own steps. If blocks share rows, each lets the copy
+// engine copy half of a step's rows for both, 64 columns of a row at a time: copying all of them
+// would be slower than the products. Otherwise threads copy: eight lanes copy 128 bytes of a row,
+// and then the next 128. The tokens of a step's rows are looked up, one per lane, while the
+// previous step is in flight. They cannot be looked up earlier: the warp may wait for the next
+// tile, whose announcement waits for this warp's copies.
 template <class Traits>
 struct Gather {
-  static constexpr int kChunk = 8;  // elements of 16 bytes
+  static constexpr int kChunk = 8;  // elements per 16 bytes
   static constexpr int kLanesPerRow = kBoxColumns / kChunk;
   static constexpr int kRowsApart = kThreadsPerWarp / kLanesPerRow;
-  static constexpr int kRows = Traits::kStep / kRowsApart;  // of a lane
+  static constexpr int kRows = Traits::kStep / kRowsApart;  // per lane
   static constexpr int kBoxes = Traits::kTileM / kBoxColumns;
   static constexpr uint32_t kRowBytes = kBoxColumns * 2;
   static_assert(kRowsApart == 4, "every second row of a lane has the same swizzle");
 
   const Params& params;
 
-  // The token of this lane's row of a step; -1 behind its rows, and of what is none.
+  // The token of this lane's row of a step. -1 behind the tile's rows, and for invalid tokens.
   __device__ __forceinline__ int look_up(const Steps<Traits>& steps) const {
     const int row = steps.step * Traits::kStep + lane_index();
     if (!steps.more() || row >= steps.tile.rows) return -1;
@@ -375,11 +376,11 @@ struct Gather {
     return token < params.tokens ? token : -1;
   }
 
-  // Columns from m on of this block's half of a step's rows, to both blocks.
+  // Copies columns from m on of this block's half of a step's rows, to both blocks.
   __device__ __forceinline__ void copy_half(const Job& job, uint32_t to, uint32_t full, int m,
                                             int token, int rank) const {
     constexpr int kHalf = Traits::kStep / kCluster;
-    // In the map, in which rows that repeat are one; what lies behind its rows is zeros.
+    // In the map, repeated rows are one, and what lies behind its rows is zeros.
     const int repeated = job.x_row_chunks == 0 ? 0 : token;
     const int row_of_lane = token < 0 ? params.tokens : repeated;
     const int first = rank * kHalf;
@@ -433,7 +434,7 @@ struct Gather {
           }
         }
       }
-      // Of what threads have copied; of the rest the TMA warp says what there is to wait for.
+      // Counts the threads' copies. The TMA warp counts the other bytes.
       ptx::cp_async_arrive(full);
       pipe.advance(Traits::kGatherWarps);
       steps.advance();
@@ -454,7 +455,7 @@ struct Consumer {
   int group;
   PipelineState<Traits::kStages> pipe;
 
-  // Says to both blocks of the cluster that this warp is done with a stage.
+  // Releases a stage of this warp in both blocks of the cluster.
   __device__ __forceinline__ void release(int stage) const {
     if (ptx::elect_one()) {
 #pragma unroll
@@ -464,8 +465,8 @@ struct Consumer {
     }
   }
 
-  // Makes zeros of what follows an expert's last row in its last step. Both consumers do so for the
-  // second operand: neither waits for the other.
+  // Zeros what follows an expert's last row in its last step. Both consumers do so for the second
+  // operand, so that neither waits for the other.
   __device__ __forceinline__ void clear(int rows) const {
     constexpr int kRowBytes = kBoxColumns * 2;
     constexpr int kPiece = 16;
@@ -483,10 +484,10 @@ struct Consumer {
     ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
   }
 
-  // Begins the products of a step.
+  // Issues the products of a step.
   __device__ __forceinline__ void issue(float (&sums)[kSums], int rows_left, bool begins) const {
     using Mma = ptx::Wgmma<Element, Traits::kTileN>;
-    constexpr int kSliceBytes = 16 * kBoxColumns * 2;  // of 16 rows
+    constexpr int kSliceBytes = 16 * kBoxColumns * 2;  // per 16 rows
     const uint64_t a = ptx::swizzled_descriptor(
         shared.first(pipe.stage) + group * Traits::kBoxBytes, Traits::kBoxBytes);
     const uint64_t b = ptx::swizzled_descriptor(shared.second(pipe.stage), Traits::kBoxBytes);
@@ -494,7 +495,7 @@ struct Consumer {
     if (rows_left < Traits::kStep) {
       clear(rows_left);
     } else {
-      ptx::fence_proxy_async_shared();  // of what was gathered
+      ptx::fence_proxy_async_shared();  // for the gathered rows
     }
     ptx::wgmma_fence();
 #pragma unroll
@@ -505,11 +506,11 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // All products of a tile of one step or more.
+  // Computes all products of a tile with at least one step.
   __device__ __forceinline__ void multiply(float (&sums)[kSums], const Tile& tile, int steps) {
-    // The first consumer may not come to the barrier for the next tile before the second has come
-    // for this one. It needs a stage for that which the second still has; but not of tiles so
-    // short.
+    // The first consumer must not reach the barrier for the next tile before the second has reached
+    // it for this one. In longer tiles it would need a stage that the second still holds; in tiles
+    // this short it must wait.
     const bool meets = steps < Traits::kStages + Traits::kLag;
     const int lag_step = min(Traits::kLag, steps) - 1;
     const auto let_lag = [&](int step) {
@@ -607,7 +608,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Gather<Traits>{params}.run(shared, rank, warp - 1);
     }
   }
-  // The other block of the cluster may still load to this one, and arrive at its barriers.
+  // The other block of the cluster may still load into this one, and arrive at its barriers.
   __syncwarp();
   ptx::cluster_arrive();
   ptx::cluster_wait();

@@ -1,14 +1,14 @@
 // The second stage on Hopper: out[token] = sum over its slots of weight * (w_down a[slot] + bias).
 //
 // A stripe is 16 rows of all experts' w_down, hence columns of out. Its work is a sequence of
-// stages, over the columns of one entry (an expert and a few of its slots) after another; blocks
+// stages over the columns of one entry (an expert and a few of its slots) after another. Blocks
 // take equal shares of the stages of all stripes. The warps of a block share a stage's columns and
 // keep weighted sums of every token in registers. These are added up in the order of warps when a
-// stripe ends, and in the order of blocks where some share it: the last to come does that. So the
-// order of additions is fixed, and y is never written.
+// stripe ends, and in the order of blocks if several share it: the last block to arrive does that.
+// So the order of additions is fixed, and y is never written.
 //
-// Weights are on their way before the kernel in front has ended: it waits itself before it lets
-// this one start, so that what was there before it, weights and routing, is there.
+// Loads of weights begin before the kernel in front has ended. That kernel waits itself before it
+// lets this one start, so data from before it, weights and routing, is ready.
 #pragma once
 
 #include "cuda/moe/sm89_few_tokens/down.cuh"
@@ -40,12 +40,12 @@ struct DownWork {
   const DownParams& params;
   Experts experts;
   int stripe_stages;
-  int64_t stages;  // of all stripes
-  int64_t blocks;  // that have stages: each that has, has one at least
+  int64_t stages;  // over all stripes
+  int64_t blocks;  // blocks that have stages, at least one each
   int first_stripe;
-  int last_stripe;  // before the first one: there is none
+  int last_stripe;  // before the first one if there is none
   int first_stage;  // of this block, in its first stripe
-  int end_stage;    // and in its last one
+  int end_stage;    // end of its stages in its last stripe
 
   __device__ __forceinline__ DownWork(const DownParams& p, const Experts& e)
       : params(p), experts(e) {
@@ -63,7 +63,7 @@ struct DownWork {
     end_stage = static_cast<int>(end - static_cast<int64_t>(last_stripe) * stripe_stages);
   }
 
-  // What this block has of a stripe.
+  // This block's range of a stripe.
   __device__ __forceinline__ int begin(int stripe) const {
     return stripe == first_stripe ? first_stage : 0;
   }
@@ -78,7 +78,7 @@ struct DownWork {
   }
 };
 
-// Where a warp is in its block's stages.
+// The position of a warp in its block's stages.
 struct DownWalk {
   const DownWork& work;
   int stripe;
@@ -112,7 +112,7 @@ struct DownWalk {
   __device__ __forceinline__ int columns() const {
     return min(work.params.schedule.stage_columns, work.params.weights.columns - column());
   }
-  // False where another unit begins.
+  // Returns false if another unit begins.
   __device__ __forceinline__ bool advance() {
     if (++stage == work.end(stripe)) {
       enter(stripe + 1);
@@ -132,8 +132,8 @@ __device__ __forceinline__ void produce_down(const DownWork& work, const Ring& r
   while (!producer.walk.done()) producer.copy_next();
 }
 
-// Adds what a warp found of a unit, weighted, to its sums of tokens: a lane (g, t) has those of
-// rows g and g + 8, and of slots, or tokens, 2t and 2t + 1.
+// Adds a warp's weighted results of a unit to its sums of tokens. A lane (g, t) has those of rows g
+// and g + 8, and of slots, or tokens, 2t and 2t + 1.
 __device__ __forceinline__ void add_slots(const Unit& unit, const int2* slots,
                                           const float (&found)[4], float (&sums)[4]) {
   const int t = lane_index() % 4;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void meet_consumers() {
   ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 
-// Ends what a block has of a stripe: its warps' sums, and those of other blocks.
+// Ends a block's part of a stripe: adds up its warps' sums, and those of other blocks.
 template <class Element>
 __device__ __forceinline__ void end_stripe(const DownWork& work, int stripe, const float2* sums) {
   __shared__ uint32_t arrived;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void end_stripe(const DownWork& work, int stripe, con
     }
   }
   if (alone) return;
-  // The block that has stage s is the last whose share begins at or before it.
+  // The block with stage s is the last whose share begins at or before it.
   const int64_t first = static_cast<int64_t>(stripe) * work.stripe_stages;
   const int64_t first_block = ((first + 1) * work.blocks - 1) / work.stages;
   const int64_t last_block = ((first + work.stripe_stages) * work.blocks - 1) / work.stages;

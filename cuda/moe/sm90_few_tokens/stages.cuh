@@ -1,9 +1,9 @@
-// How weights and tokens reach a block on Hopper: by the copy engine, whole stretches of a row at a
-// time.
+// How weights and tokens reach a block on Hopper: the copy engine copies whole stretches of a row
+// at a time.
 //
-// A block has one warp that copies and kConsumers that compute. A *stage* is some columns of a
-// unit: of its 16 weight rows, then of its tokens, a bulk copy each. The warps of a group share a
-// stage's columns, 32 each at a time: a block is at one unit or two, and all blocks together walk
+// A block has one producer warp and kConsumers consumer warps. A *stage* is some columns of a unit:
+// of its 16 weight rows, then of its tokens, one bulk copy each. The warps of a group share a
+// stage's columns, 32 each at a time. A block is at one unit or two, and all blocks together walk
 // through an expert's matrix in the order of memory.
 #pragma once
 
@@ -21,8 +21,8 @@ template <class Element>
 using Tile = Traits<Element, 1, 1>;
 
 // Named barriers.
-inline constexpr int kSlotsBarrier = 1;     // what is to be known of slots is in shared memory
-inline constexpr int kConsumerBarrier = 2;  // the warps that compute
+inline constexpr int kSlotsBarrier = 1;     // slots' data is in shared memory
+inline constexpr int kConsumerBarrier = 2;  // the consumer warps
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -33,7 +33,7 @@ struct Barriers {
   uint64_t empty[kMostStages];  // a group of warps has read it
 };
 
-// The ring of stages, and where a warp is in it.
+// The ring of stages, and a warp's position in it.
 struct Ring {
   uint32_t memory;
   uint32_t barriers;
@@ -53,7 +53,7 @@ struct Ring {
         row_bytes(bulk::row_bytes(schedule.stage_columns)),
         groups(schedule.groups) {}
 
-  // By one thread, before the block meets.
+  // One thread calls it before the block synchronises.
   __device__ __forceinline__ void init() {
 #pragma unroll 1
     for (at = 0; at < stages; ++at) {
@@ -78,9 +78,9 @@ struct Ring {
   }
 };
 
-// Copies stages into the ring in the order of a walk, which says what units there are and where
-// their tokens lie. One thread does: then addresses are in uniform registers, as the copy engine
-// wants them. What lanes have of their own is taken out of them one by one, 90 cycles each.
+// Copies stages into the ring in the order of a walk, which defines the units and the addresses of
+// their tokens. One thread issues, so that addresses are in uniform registers, as the copy engine
+// needs them. Per-lane values would have to be extracted one by one, at 90 cycles each.
 template <class Walk>
 struct Producer {
   Walk walk;
@@ -106,7 +106,7 @@ struct Producer {
     ring.advance();
   }
 
-  // By one thread. The barrier expects the rows of tokens as well.
+  // One thread calls it. The barrier expects the rows of tokens as well.
   __device__ __forceinline__ void copy_weights(const Tokens& tokens) const {
     const Weights& weights = walk.work.params.weights;
     const int bytes = 2 * tokens.columns;
@@ -144,13 +144,13 @@ struct Producer {
     leave_stage();
   }
 
-  // The stages that the ring has room for.
+  // Copies as many stages as the ring has room for.
   __device__ __forceinline__ void begin() {
 #pragma unroll 1
     for (int i = 0; i < ring.stages && !walk.done(); ++i) copy();
   }
-  // The same, tokens when those ahead of this kernel have written them. What is to be known of them
-  // then lies ready in lanes, one a stage.
+  // The same, but copies tokens only after the kernels in front have written them. Until then lanes
+  // keep the tokens' data, one stage each.
   template <class Wait>
   __device__ __forceinline__ void begin_before(const Wait& wait) {
     Ring first = ring;
@@ -177,7 +177,7 @@ struct Producer {
     }
     ring = behind;
   }
-  // One of those behind.
+  // Copies one of the later stages.
   __device__ __forceinline__ void copy_next() {
     ptx::mbarrier_wait(ring.empty(), ring.parity ^ 1);
     copy();
@@ -201,18 +201,18 @@ __device__ __forceinline__ void load_shared_or_zero(uint32_t (&chunk)[4], uint32
       : "memory");
 }
 
-// A warp that computes. Groups of them take the ring's places in turn: a place is always the same
-// group's, whose warps see each of its phases.
+// A consumer warp. Groups of warps take the ring's slots in turn: a slot always belongs to the same
+// group, whose warps see each of its phases.
 template <class Element>
 struct Consumer {
   Ring ring;
   int group;
   int last_group;
-  int own_column;     // this lane's first in a stage
-  int round_columns;  // of all warps of the group
+  int own_column;     // this lane's first column in a stage
+  int round_columns;  // over all warps of the group
   int row;            // bytes from a stage to this lane's first piece of weights
   int token_row;
-  bool took;  // stages of the unit
+  bool took;  // some stage of the unit belonged to this group
 
   __device__ __forceinline__ Consumer(const Ring& r, int warp) : ring(r), last_group(r.groups - 1) {
     const int warps = kConsumers / r.groups;
@@ -222,14 +222,14 @@ struct Consumer {
     row = opaque(lane_index() / 4 * ring.row_bytes + 2 * own_column);
   }
 
-  // Before a unit of so many tokens. What lanes of other tokens find is not used.
+  // Begins a unit of `tokens` tokens. The results of lanes beyond these are not used.
   __device__ __forceinline__ void enter(int tokens) {
     took = false;
     token_row = (kRows + min(lane_index() / 4, tokens - 1)) * ring.row_bytes + 2 * own_column;
   }
 
-  // Adds this warp's products of the next stage, of so many columns, to `sums`, two of which stand
-  // side by side since each product waits for the one before it in its sum.
+  // Adds this warp's products of the next stage, of `columns` columns, to `sums`. There are two
+  // sums because each product waits for the previous one in its sum.
   __device__ __forceinline__ void consume(int columns, float (&sums)[2][4]) {
     if ((ring.at & last_group) != group) {
       ring.advance();
@@ -239,7 +239,7 @@ struct Consumer {
     const uint32_t weights = ring.stage() + static_cast<uint32_t>(row);
     const uint32_t tokens = ring.stage() + static_cast<uint32_t>(token_row);
     ptx::mbarrier_wait(ring.full(), ring.parity);
-    constexpr int kBatch = 3;  // rounds of which all is loaded before products
+    constexpr int kBatch = 3;  // rounds whose data is loaded before their products
     int column = 0;
 #pragma unroll 1
     for (; column + kBatch * round_columns <= columns; column += kBatch * round_columns) {
@@ -266,7 +266,8 @@ struct Consumer {
       load_shared_or_zero(b, tokens + at, inside);
       add(a, b, sums);
     }
-    // Each lane for what it has read: racecheck does not see that another's arrival speaks for it.
+    // Each lane arrives for its own reads: racecheck does not see that one lane's arrival could
+    // cover the others.
     ptx::mbarrier_arrive(ring.empty());
     ring.advance();
   }
@@ -281,11 +282,11 @@ struct Consumer {
   }
 };
 
-// find_experts by one warp, without the others.
+// find_experts by one warp alone.
 __device__ __forceinline__ Experts find_experts_by_warp(const Routing& routing,
                                                         const Divisor& by_entry_tokens,
                                                         Record* records) {
-  constexpr int kBatch = 4;  // experts of a lane whose offsets come together
+  constexpr int kBatch = 4;  // experts per lane whose offsets are loaded together
   const int pairs = routing.tokens * routing.top_k;
   const int lane = lane_index();
   const int entry_tokens = by_entry_tokens.number();
@@ -334,7 +335,7 @@ __device__ __forceinline__ Experts find_experts_by_warp(const Routing& routing,
                      entries, lane == 0);
 }
 
-// The unit of an entry with weights from `row` on. `record` goes ahead with the entry.
+// The unit of an entry with weights from `row` on. `record` advances with the entry.
 __device__ __forceinline__ Unit unit_of(const Experts& experts, int entry, int& record, int row,
                                         int entry_tokens) {
 #pragma unroll 1

@@ -1,22 +1,22 @@
-// Every constant of the bulk kernels.
+// Constants of the bulk kernels.
 #pragma once
 
 #include "cuda/moe/sm89_few_tokens/traits.cuh"
 
 namespace flashmoe::moe::sm89_few_tokens::bulk {
 
-inline constexpr int kConsumers = 8;  // warps that compute
+inline constexpr int kConsumers = 8;  // consumer warps
 inline constexpr int kConsumerThreads = kConsumers * kThreadsPerWarp;
 inline constexpr int kBlockThreads = kConsumerThreads + kThreadsPerWarp;
-inline constexpr int kRows = 16;   // of weights, of a unit
-inline constexpr int kTokens = 8;  // sums of which a warp keeps
+inline constexpr int kRows = 16;   // weight rows per unit
+inline constexpr int kTokens = 8;  // tokens whose sums a warp keeps
 inline constexpr int kMostStages = 8;
 static_assert(kMostStages <= kThreadsPerWarp);
-inline constexpr int kMostColumns = 1024;  // of a stage
-inline constexpr int kChunkColumns = 32;   // a warp's, at a time
+inline constexpr int kMostColumns = 1024;  // per stage
+inline constexpr int kChunkColumns = 32;   // per warp, at a time
 
-// Columns of a stage are a multiple of 64. Rows begin at whole lines, of which the copy engine
-// writes faster than elsewhere; that lanes meet in banks, two by two, costs less.
+// Columns of a stage are a multiple of 64. Rows begin at whole lines, to which the copy engine
+// writes faster than elsewhere. That costs two-way bank conflicts of lanes, which is less.
 __host__ __device__ constexpr int row_bytes(int columns) { return 2 * columns; }
 __host__ __device__ constexpr int stage_bytes(int columns, int entry_tokens) {
   return (kRows + entry_tokens) * row_bytes(columns);

@@ -1,9 +1,9 @@
 // The first stage on Hopper: a[slot] = act(w_gate x) * (w_up x), for the slots of every expert.
 //
-// A unit is 8 rows of a gate and of an up (or 16 of the one matrix) of an expert, with a few of its
-// slots, over all columns. Blocks take every so-manieth unit, and so are all in the same expert or
-// two. The warps of a block share a unit's columns; one of them, in turn, adds up what they found
-// and ends the unit while the others go on.
+// A unit is 8 rows of a gate and of an up (or 16 of one matrix) of an expert, with a few of its
+// slots, over all columns. Blocks take units round-robin, so that all are in the same expert or
+// two. The warps of a block share a unit's columns. One of them, in turn, adds up their results and
+// ends the unit while the others continue.
 #pragma once
 
 #include "cuda/moe/sm89_few_tokens/up.cuh"
@@ -17,7 +17,7 @@ struct UpMemory {
   int ring_bytes;
   int records_count;
 
-  // [2][warps][lanes]: what warps found of a unit, and of the one before
+  // [2][warps][lanes]: the warps' results of a unit, and of the one before
   __device__ __forceinline__ float4* parts() const {
     return reinterpret_cast<float4*>(base + ring_bytes);
   }
@@ -31,7 +31,7 @@ struct UpMemory {
 
 struct PartBarriers {
   uint64_t there[2];  // all warps have left their parts of a unit
-  uint64_t read[2];   // and one has read them
+  uint64_t read[2];   // one warp has read them
 };
 
 struct UpWork {
@@ -51,7 +51,7 @@ struct UpWork {
   }
 };
 
-// Where a warp is in its block's stages.
+// The position of a warp in its block's stages.
 struct UpWalk {
   const UpWork& work;
   int index = static_cast<int>(blockIdx.x);  // of the unit
@@ -72,7 +72,7 @@ struct UpWalk {
   __device__ __forceinline__ int columns() const {
     return min(work.params.schedule.stage_columns, work.params.weights.columns - at);
   }
-  // False where another unit begins.
+  // Returns false if another unit begins.
   __device__ __forceinline__ bool advance() {
     at += work.params.schedule.stage_columns;
     if (at < work.params.weights.columns) return true;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 #pragma unroll 1
     for (int slot = thread_index(); slot < pairs; slot += kConsumerThreads) {
       const int pair = __ldcg(routing.pairs + slot);
-      // What comes of a slot without a token is not used.
+      // The results of a slot without a token are not used.
       shared.slot_tokens()[slot] = pair >= 0 && pair < pairs ? pair / routing.top_k : 0;
     }
   }
