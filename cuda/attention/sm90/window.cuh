@@ -7,7 +7,7 @@
 // probability, and nothing is rescaled or computed again. Consumers take no turns.
 #pragma once
 
-#include "cuda/attention/sm90/forward.cuh"
+#include "cuda/attention/sm90/consumer.cuh"
 
 namespace flashmoe::sm90 {
 
