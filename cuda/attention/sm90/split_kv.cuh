@@ -4,7 +4,8 @@
 #pragma once
 
 #include "cuda/attention/combine.cuh"
-#include "cuda/attention/sm90/forward.cuh"
+#include "cuda/attention/sm90/fallback.cuh"
+#include "cuda/attention/sm90/tile.cuh"
 
 namespace flashmoe::sm90 {
 

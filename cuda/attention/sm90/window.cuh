@@ -7,7 +7,7 @@
 // recomputed. Consumers take no turns.
 #pragma once
 
-#include "cuda/attention/sm90/forward.cuh"
+#include "cuda/attention/sm90/consumer.cuh"
 
 namespace flashmoe::sm90 {
 

@@ -1,16 +1,16 @@
-// What comes behind the kernel of attention backward: dsinks, and a repair of calls with bounds.
+// What runs after the kernel of attention backward: dsinks, and a repair of calls with bounds.
 //
-// In those the tensor cores spread what is not finite: they multiply what a row does not see by 0.
-// The kernel does not look for it. It shows here, since it spreads to all 64 rows of a warpgroup's
-// tile, to dQ from K and V, to dK and dV from Q, dO and the numbers of rows. So one row of each is
-// looked at, and if that is not finite, at what the tile shares where not every pair is seen; then
-// rows that are not finite are computed again by plain arithmetic
-// (cuda/attention/backward/masked_fallback.cuh). Rows that see no key, and keys that no row sees,
-// are looked at themselves.
+// In calls with bounds the tensor cores spread what is not finite, because they multiply what a row
+// does not see by 0. The kernel does not look for that. It shows here, since it spreads to all 64
+// rows of a warpgroup's tile: to dQ from K and V, and to dK and dV from Q, dO and the numbers of
+// rows (lse and delta). So the repair looks at one row of each tile. If that is not finite, it
+// looks at what the tile shares where not every pair is seen. Then rows that are not finite are
+// computed again by plain arithmetic (cuda/attention/backward/masked_fallback.cuh). Rows that see
+// no key, and keys that no row sees, are looked at themselves.
 //
-// What is added to would be lost. So there the kernel itself looks at rows where they leave, leaves
-// out those that are not finite, and marks them (Withheld in params.h); here they are computed and
-// added.
+// Where gradients are added to, the former numbers would be lost. There the kernel itself looks at
+// rows as they leave, leaves out those that are not finite, and marks them (Withheld in params.h).
+// The repair computes and adds them.
 #pragma once
 
 #include "cuda/attention/backward/masked_fallback.cuh"
@@ -39,12 +39,13 @@ using attention_backward::Part;
 using attention_backward::Wanted;
 
 inline constexpr int kRepairBlocks = 132;
-inline constexpr int kRowsOfPlace = 64;  // of a warpgroup
+inline constexpr int kRowsOfPlace = 64;  // rows of a warpgroup
 inline constexpr int kLanesOfPlace = 4;
 inline constexpr int kBytesOfChunk = 16;
-inline constexpr int kPlacesOfWarp = kThreadsPerWarp / kLanesOfPlace;  // at once
+inline constexpr int kPlacesOfWarp = kThreadsPerWarp / kLanesOfPlace;  // looked at together
 
-// Whether `columns` elements of a row are not all finite, as far as this one of `lanes` sees.
+// Tells whether `columns` elements of a row are not all finite, as far as this one of `lanes` lanes
+// sees.
 template <class Element>
 __device__ __forceinline__ bool any_nonfinite(const uint16_t* row, int columns, int lane,
                                               int lanes) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ bool any_nonfinite(const float* row, int columns, int
   return any;
 }
 
-// The same of a row of a gradient.
+// Does the same for a row of a gradient.
 template <class Element>
 __device__ __forceinline__ bool any_nonfinite(const Gradient& gradient, int64_t at, int columns,
                                               int lane, int lanes) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ bool any_nonfinite(const Gradient& gradient, int64_t 
                                       lane, lanes);
 }
 
-// 64 rows of dQ, or keys of dK and dV, of those that exist.
+// A place: 64 rows of dQ, or 64 keys of dK and dV, as far as they exist.
 struct Place {
   static constexpr bool kRagged = false;
 
@@ -90,7 +91,7 @@ struct Place {
   template <class Traits, Wanted kWanted>
   static __device__ __forceinline__ Place at(const CommonParams& params, int64_t number) {
     constexpr bool kOfQueries = kWanted == Wanted::kDq;
-    // There are at most 2^30 tiles, of two places each. Unsigned, divisions are shorter.
+    // There are at most 2^30 tiles, with two places each. Unsigned divisions are shorter.
     const auto of_all = static_cast<uint32_t>(number);
     const auto places = static_cast<uint32_t>(places_of<Traits, kWanted>(params));
     const auto heads = static_cast<uint32_t>(kOfQueries ? params.heads_q : params.heads_kv);
@@ -100,7 +101,8 @@ struct Place {
     return {static_cast<int>(batch), static_cast<int>(head_of_all - batch * heads), first_row,
             min(first_row + kRowsOfPlace, kOfQueries ? params.seq_q : params.seq_k)};
   }
-  // How many there are.
+
+  // Returns how many places there are.
   template <class Traits, Wanted kWanted>
   static __device__ __forceinline__ int64_t count(const CommonParams& params) {
     const int heads = kWanted == Wanted::kDq ? params.heads_q : params.heads_kv;
@@ -112,7 +114,7 @@ struct Place {
   }
 
  private:
-  // Of a head.
+  // Returns how many places a head has.
   template <class Traits, Wanted kWanted>
   static __device__ __forceinline__ int64_t places_of(const CommonParams& params) {
     return kWanted == Wanted::kDq ? int64_t{params.tiles_q} * (Traits::kTileQ / kRowsOfPlace)
@@ -120,7 +122,7 @@ struct Place {
   }
 };
 
-// The same of a sequence.
+// A place of a sequence.
 struct RaggedPlace : attention_backward::SequencePlace {
   int head;
   int first_row;
@@ -170,7 +172,7 @@ using PlaceFor = std::conditional_t<Traits::kRagged, RaggedPlace, Place>;
 template <class Traits>
 using BehindParams = ParamsFor<Traits>;
 
-// The columns of a gradient, and those of a part.
+// Returns the number of columns of a gradient. kPartColumns is that of a part.
 template <Wanted kWanted>
 __device__ __forceinline__ int columns_of(const CommonParams& params) {
   return kWanted == Wanted::kDv ? params.dim_v : params.dim;
@@ -179,8 +181,8 @@ template <class Traits, Wanted kWanted>
 inline constexpr int kPartColumns =
     kWanted == Wanted::kDq ? Traits::kDqPartColumns : Traits::kKeyPartColumns;
 
-// Marks of a place: of its parts, of whose warps. `number` is the place's among all of its kind.
-// nullptr: the kernel had none of it, or adds everything.
+// Returns the marks of a place: those of its parts, by their warps. `number` is the place's number
+// among all of its kind. nullptr means that the kernel had none of the place, or adds everything.
 template <class Traits, Wanted kWanted>
 __device__ __forceinline__ const uint2* marks_of(const BehindParams<Traits>& params,
                                                  const PlaceFor<Traits>& place, int64_t number) {
@@ -200,7 +202,7 @@ __device__ __forceinline__ const uint2* marks_of(const BehindParams<Traits>& par
   }
 }
 
-// The first element of a row of a gradient.
+// Returns the offset of the first element of a row of a gradient.
 template <Wanted kWanted, class AnyPlace>
 __device__ __forceinline__ int64_t offset_of(const Gradient& gradient, const AnyPlace& place,
                                              int row) {
@@ -213,8 +215,8 @@ __device__ __forceinline__ int64_t offset_of(const Gradient& gradient, const Any
          (begin + row) * gradient.strides.seq;
 }
 
-// Whether some of its rows see no key, or no row sees some of its keys: those that are seen lie
-// together.
+// Tells whether some of the place's rows see no key, or no row sees some of its keys. The first and
+// the last one tell, because those that are seen lie together.
 template <Wanted kWanted, class AnyPlace>
 __device__ __forceinline__ bool has_blind(const CommonParams& params, const AnyPlace& place) {
   const auto is_blind = [&](int row) {
@@ -225,14 +227,15 @@ __device__ __forceinline__ bool has_blind(const CommonParams& params, const AnyP
   return is_blind(place.first_row) || is_blind(place.end_row - 1);
 }
 
-// What a lane of a place's looks at to know whether the place may hold what is not finite: chunks
-// of its first row, kLanesOfPlace apart.
+// What a lane of a place looks at to know whether the place may hold what is not finite: chunks of
+// its first row, kLanesOfPlace apart.
 struct View {
   const unsigned char* chunks;
-  int bytes;  // of the row, from this lane's first chunk on; none: there is nothing to be seen
+  // The bytes of the row from this lane's first chunk on. With none, there is nothing to be seen.
+  int bytes;
   bool fp32;
-  bool suspect;  // whatever is there
-  bool marks;    // not a row, but marks of the place's rows
+  bool suspect;  // whatever the chunks hold
+  bool marks;    // the chunks are marks of the place's rows, not a row
 };
 
 template <class Traits, Wanted kWanted>
@@ -263,7 +266,8 @@ __device__ __forceinline__ View view_of(const BehindParams<Traits>& params, int6
   return view;
 }
 
-// Places of dQ come first, then those of dV and of dK.
+// Returns the view of a place of any kind. Places of dQ come first, then those of dV, then those of
+// dK.
 template <class Traits>
 __device__ __forceinline__ View view_of(const BehindParams<Traits>& params, int64_t number,
                                         int64_t of_dq, int64_t of_keys, int lane) {
@@ -275,7 +279,8 @@ __device__ __forceinline__ View view_of(const BehindParams<Traits>& params, int6
   return {};
 }
 
-// Whether it is so. All chunks are asked for before one is looked at.
+// Tells whether the place may hold what is not finite. All chunks are asked for before one is
+// looked at.
 template <class Traits>
 __device__ __forceinline__ bool is_suspect(const View& view) {
   using Element = typename Traits::Element;
@@ -309,8 +314,8 @@ __device__ __forceinline__ bool is_suspect(const View& view) {
   return any || numeric::any_nonfinite<Element>(gathered);
 }
 
-// Whether `any_in` one of the tiles from `first` to `last` that holds a pair which is not seen:
-// those before `end_left` and those from `first_right` on.
+// Tells whether `any_in` holds for one of the tiles from `first` to `last` that have a pair which
+// is not seen: those before `end_left` and those from `first_right` on.
 template <class AnyIn>
 __device__ __forceinline__ bool any_in_edges(int first, int last, int end_left, int first_right,
                                              const AnyIn& any_in) {
@@ -321,7 +326,8 @@ __device__ __forceinline__ bool any_in_edges(int first, int last, int end_left, 
   return false;
 }
 
-// Whether what is not finite can have reached rows of dQ that do not see it; a whole warp.
+// Tells whether what is not finite can have reached rows of dQ that do not see it. A whole warp
+// calls it.
 template <class Traits>
 __device__ __forceinline__ bool is_at_risk_dq(const CommonParams& params,
                                               const PlaceFor<Traits>& place) {
@@ -351,7 +357,7 @@ __device__ __forceinline__ bool is_at_risk_dq(const CommonParams& params,
       });
 }
 
-// The same of keys of dK and dV.
+// Does the same for keys of dK and dV.
 template <class Traits>
 __device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params,
                                                 const PlaceFor<Traits>& place) {
@@ -377,7 +383,7 @@ __device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params,
           const int64_t numbers =
               int64_t{attention_backward::tile_of_head(params, place, head)} * Traits::kTileQ;
           for (int row = begin + lane; row < end; row += kThreadsPerWarp) {
-            // Infinity is the lse of rows that see no key.
+            // Rows that see no key have an lse of infinity.
             any = any || !isfinite(params.row_delta[numbers + row]) ||
                   !(params.row_lse[numbers + row] > -INFINITY);
           }
@@ -395,7 +401,7 @@ __device__ __forceinline__ bool is_at_risk_keys(const CommonParams& params,
       });
 }
 
-// Adds rows of a place that the kernel left out. A whole warp.
+// Adds the rows of a place that the kernel left out. A whole warp calls it.
 template <class Traits, Wanted kWanted>
 __device__ __forceinline__ void add_withheld(const BehindParams<Traits>& params,
                                              const PlaceFor<Traits>& place, int64_t number) {
@@ -419,7 +425,7 @@ __device__ __forceinline__ void add_withheld(const BehindParams<Traits>& params,
   }
 }
 
-// Computes rows of a place again that are not finite. A whole warp.
+// Computes the rows of a place again that are not finite. A whole warp calls it.
 template <class Traits, Wanted kWanted>
 __device__ __forceinline__ void repair_place(const BehindParams<Traits>& params, int64_t number) {
   const Gradient& gradient = attention_backward::gradient_of<kWanted>(params);
@@ -442,12 +448,13 @@ __device__ __forceinline__ void repair_place(const BehindParams<Traits>& params,
   }
 }
 
-// Neighbours go to different warps: what is to be computed again lies together. What the kernel
-// ahead wrote is waited for behind all that can be known before.
+// Repairs the places of one of `warps` warps. Neighbours go to different warps, because what has to
+// be computed again lies together. The wait for what the previous kernel wrote comes after
+// everything that can be known without it.
 template <class Traits>
 __device__ __forceinline__ void repair(const BehindParams<Traits>& params, int warp, int warps) {
   static_assert(Traits::kTileQ % kRowsOfPlace == 0 && Traits::kTileK % kRowsOfPlace == 0);
-  // Tables were read before the kernel ahead began.
+  // Tables were read before the previous kernel began.
   const int64_t of_dq = PlaceFor<Traits>::template count<Traits, Wanted::kDq>(params);
   const int64_t of_keys = PlaceFor<Traits>::template count<Traits, Wanted::kDk>(params);
   const int64_t places = of_dq + 2 * of_keys;
@@ -481,7 +488,7 @@ __device__ __forceinline__ void repair(const BehindParams<Traits>& params, int w
   }
 }
 
-// A block for dsinks of each head, where they are wanted, and those that repair.
+// The kernel: a block for dsinks of each head, where they are wanted, and blocks that repair.
 template <class Traits>
 __global__ void __launch_bounds__(attention_backward::kSinksThreads, 1)
     attention_backward_behind(const __grid_constant__ BehindParams<Traits> params) {

@@ -1,14 +1,14 @@
-// The consumers of head dimensions whose dK and dV of 64 keys are as much as one warpgroup's
-// registers hold. Two blocks, a cluster, share an item of 128 keys and run in step: each has 64 of
-// the keys, and half of the columns of dQ of all 128, so that as little is added to the sums as
-// with a block of 128 keys. They load the queries for each other, half of the boxes each, and send
-// each other dS. Of K of the other's keys a block has the columns that its half of dQ takes.
+// Consumers of head dimensions whose dK and dV of 64 keys each fill the registers of one warpgroup.
+// Two blocks, a cluster, share an item of 128 keys and run in step. Each block has 64 of the keys,
+// and half of the columns of dQ of all 128, so that no more is added to the sums than with a block
+// of 128 keys. The blocks load the queries for each other, half of the boxes each, and send each
+// other dS. Each block also has those columns of the other's K that its half of dQ takes.
 //
-// Three consumers have the same 64 keys: one makes S, P and dV, one dP, dS and dK, and one dQ, of
-// the keys of both blocks. P goes from the first to the second by the buffer in which dS takes its
-// place. No consumer makes another's wait for its turn: the third adds its registers to the sums in
-// global memory when a warp of the producer's, the turn keeper, has seen that it may, and goes on;
-// the turn keeper gives the turn on. dV and dK leave from registers, too.
+// Three consumers have the same 64 keys. One makes S, P and dV, one makes dP, dS and dK, and one
+// makes dQ of the keys of both blocks. P goes from the first to the second by the buffer in which
+// dS takes its place. No consumer makes another one wait for its turn. The third consumer adds its
+// registers to the sums in global memory when the turn keeper (turn_keeper.cuh) has seen that it
+// may, and goes on. The turn keeper gives the turn on. dV and dK leave from registers, too.
 //
 // One step; [..] runs on the tensor cores meanwhile:
 //
@@ -16,8 +16,7 @@
 //   dS, dK: issue dP | wait dP | wait for P | by 16 queries: make dS, issue dK | send dS [dK] |
 //           wait dK
 //   dQ:     wait for dS of both blocks | issue both halves | wait for one, and for the turn | add
-//   it
-//           [the other] | wait for it | add it
+//           it [the other] | wait for it | add it
 #pragma once
 
 #include "cuda/attention/sm90_backward/panels.cuh"
@@ -25,15 +24,15 @@
 
 namespace flashmoe::sm90_backward {
 
-// Arrives at a barrier of this block and at the same one of the other.
+// Arrives at a barrier of this block and at the same barrier of the other block.
 __device__ __forceinline__ void release_to_both(uint32_t barrier) {
   __syncwarp();
   const int lane = lane_index();
   if (lane < 2) ptx::mbarrier_arrive_cluster(ptx::map_to_rank(barrier, lane));
 }
 
-// Arrives at a barrier of the other block, mapped, and lets the phase wait for so many bytes of
-// copies. Not a release to the cluster, which would wait for all that this thread has written
+// Arrives at a mapped barrier of the other block, and lets the phase wait for this many bytes of
+// copies. It is not a release to the cluster, which would wait for all that this thread has written
 // anywhere: what the copies write is seen with their bytes.
 __device__ __forceinline__ void arrive_expect_at_other(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
@@ -41,7 +40,8 @@ __device__ __forceinline__ void arrive_expect_at_other(uint32_t barrier, int byt
                : "memory");
 }
 
-// Of four words of each of four neighbouring lanes, the lane's own number of them all.
+// Transposes four words of each of four neighbouring lanes: a lane gets the word with its own
+// number from each of them.
 __device__ __forceinline__ void transpose_by_fours(uint32_t (&words)[4], int lane) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
@@ -59,51 +59,6 @@ __device__ __forceinline__ void transpose_by_fours(uint32_t (&words)[4], int lan
     }
   }
 }
-
-// A warp of the producer's: of every second panel of dQ it tells the consumer of dQ what to do with
-// it and when its turn has come, and gives the turn on.
-template <class Traits>
-struct TurnKeeper : Writer<Traits> {
-  using Base = Writer<Traits>;
-  using Base::barriers;
-  using Base::Base;
-  using Base::index;
-  using Base::items;
-  using Base::params;
-  using Base::shared_items;
-  using Base::slot;
-  using typename Base::Part;
-
-  __device__ __forceinline__ void keep(const Part& part) {
-    SlotUse use = part.last ? kLastPart : kPart;
-    if (part.before == 0) use = part.last ? kOnlyPart : kFirstPart;
-    ptx::store_shared(barriers.slot_use(slot), static_cast<uint32_t>(use));
-    ptx::store_shared(barriers.slot_tile(slot), part.tile);
-    if (part.before > 0) ptx::wait_for_word(params.turns + part.tile, part.before);
-    Base::offer();
-    Base::wait_for_consumers();
-    if (!part.last) ptx::store_release(params.turns + part.tile, part.before + 1);
-  }
-
-  __device__ __forceinline__ void run() {
-    for (;; ++items) {
-      ptx::mbarrier_wait(barriers.k_full(), items & 1);
-      const typename Base::SharedItem& item = shared_items[items % kItemsHeld];
-      ptx::mbarrier_arrive(barriers.k_empty());
-      if (item.tile == kNoItem) break;
-      Steps steps(shared_items[items % kItemsHeld], params.heads_per_kv);
-#pragma unroll 1
-      for (; steps.left > 0; steps.advance(runs_down(item), params.heads_per_kv)) {
-#pragma unroll 1
-        for (int panel = 0; panel < Traits::kBlockPanels; ++panel) {
-          if (index++ % kSlots != slot) continue;
-          keep(Base::part_of(item, item.head_kv * params.heads_per_kv + steps.head, steps.tile_q,
-                             block_rank<Traits>() * Traits::kBlockPanels + panel));
-        }
-      }
-    }
-  }
-};
 
 template <class Traits>
 struct ByProductsConsumer : PanelConsumer<Traits> {
@@ -124,6 +79,7 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
   __device__ __forceinline__ void wait_for_q() const {
     ptx::mbarrier_wait(barriers.q_full(stage()), parity());
   }
+
   // dO comes in units of some boxes, which go round in a ring of their own.
   __device__ __forceinline__ void wait_for_dout(uint32_t unit) const {
     ptx::mbarrier_wait(barriers.do_full(dout_ring.stage_of(unit)), dout_ring.parity_of(unit));
@@ -135,8 +91,8 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
     return Base::shared + Traits::kDoOffset + dout_ring.stage_of(unit) * Traits::kDoUnitBytes;
   }
 
-  // A product of 16 queries with some columns of dO or Q, in as many registers as ptxas takes for
-  // one instruction: no more than a thread was launched with.
+  // Issues a product of 16 queries with some columns of dO or Q. It has no more registers than
+  // ptxas takes for one instruction, which is what a thread was launched with.
   template <int kColumns, int kRegisters>
   static __device__ __forceinline__ void add_product(float (&sums)[kRegisters], int first_column,
                                                      const uint32_t (&rows)[4], uint64_t columns,
@@ -147,8 +103,9 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
                          columns, add);
   }
 
-  // 64 rows of a fragment as 16-bit elements, of which those before `end_row` exist, to columns
-  // from `first_column` on, by chunks of 8 columns. Rows are as the copy engine takes them.
+  // Writes 64 rows of a fragment as 16-bit elements, as far as rows exist before `end_row`, to the
+  // columns from `first_column` on, by chunks of 8 columns. The rows are as the copy engine takes
+  // them.
   template <int kRegisters>
   __device__ __forceinline__ void write_chunks(const Direct& to, const float (&values)[kRegisters],
                                                float scale, int batch, int head, int first_row,
@@ -179,7 +136,7 @@ struct ByProductsConsumer : PanelConsumer<Traits> {
     }
   }
 
-  // dV or dK of the item.
+  // Writes dV or dK of the item.
   template <int kRegisters>
   __device__ __forceinline__ void write_gradient(const Direct& direct, const Direct& rows,
                                                  uint2* marks, const float (&values)[kRegisters],
@@ -238,7 +195,8 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     add = true;
   }
 
-  // Of so many of the tile's queries lse is loaded while S is made: there is no room for more.
+  // While S is made, lse is loaded for this many of the tile's queries, in pairs: there is no room
+  // for more.
   static constexpr int kLseAhead = kScores / (Traits::kCapped ? 4 : 8);
   __device__ __forceinline__ void load_lse(float2 (&lse)[kLseAhead], int first) const {
     const uint32_t rows = shared + Traits::kLseOffset + stage() * Traits::kRowBytes +
@@ -262,7 +220,7 @@ struct ValueConsumer : ByProductsConsumer<Traits> {
     }
   }
 
-  // dV += P^T dO, the columns of one unit after the other.
+  // Computes dV += P^T dO, the columns of one unit after the other.
   __device__ __forceinline__ void add_dv(uint32_t (&p)[kSlices][4]) {
     constexpr int kColumns = Traits::kDimV / Traits::kDoUnits;
     ptx::pin(dv);
@@ -323,7 +281,8 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   __device__ __forceinline__ void take_step(int first_key, bool last) {
     float dp[kScores];
     make_dp(dp);
-    Base::wait_for_q();  // with which the step's first row and delta come
+    // The step's first row and delta come with Q.
+    Base::wait_for_q();
     Base::read_row();
     const bool masked = Traits::kCapped || Base::is_masked(first_key);
     if constexpr (Traits::kDoUnits > 1) {
@@ -347,7 +306,7 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     add = true;
   }
 
-  // dP^T = V dO^T, the columns of one unit after the other.
+  // Issues dP^T = V dO^T, the columns of one unit after the other.
   __device__ __forceinline__ void make_dp(float (&dp)[kScores]) const {
     constexpr int kSlicesOfUnit = Traits::kDimV / Traits::kDoUnits / 16;
     using ScoreMma = typename Base::ScoreMma;
@@ -367,8 +326,8 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     }
   }
 
-  // This warp's rows of dS, to both blocks. Its place in the other one is free: the first consumer
-  // has waited for that before it left P.
+  // Gives this warp's rows of dS to both blocks. Their place in the other block is free: the first
+  // consumer waited for that before it left P.
   __device__ __forceinline__ void give_ds() const {
     constexpr int kBytes = Traits::kGroupBoxBytes / 4;
     __syncwarp();
@@ -383,7 +342,8 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     ptx::mbarrier_arrive(barriers.ds_full(buffer()));
   }
 
-  // dS of P, and dK += dS^T Q: dS of a slice is made between the products of those before.
+  // Makes dS of P, and issues dK += dS^T Q. dS of a slice is made between the products of the
+  // slices before it.
   __device__ __forceinline__ void issue_dk_of(const float (&dp)[kScores], bool masked) {
     const uint64_t q = ptx::swizzled_descriptor(
         shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
@@ -412,7 +372,7 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
     ptx::wgmma_commit();
   }
 
-  // The item lies in one of several places, so K, which the others read, may be given back at once.
+  // The item lies in one of several places. So K, which the others read, may be given back at once.
   __device__ __forceinline__ void begin() const {
     release(barriers.k_empty());
     ptx::mbarrier_wait(barriers.v_full(), items & 1);
@@ -428,8 +388,8 @@ struct KeyConsumer : ByProductsConsumer<Traits> {
   }
 };
 
-// This block's columns of dQ of a step, of the keys of both blocks. Half of a wide panel is added
-// while the other half is made.
+// Makes this block's columns of dQ of a step, of the keys of both blocks. Half of a wide panel is
+// added while the other half is made.
 template <class Traits>
 struct QueryConsumer : ByProductsConsumer<Traits> {
   using Base = ByProductsConsumer<Traits>;
@@ -481,7 +441,7 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
     ++index;
   }
 
-  // Of this block's keys, then of the other's.
+  // Issues the products of this block's keys, then those of the other's.
   __device__ __forceinline__ void issue_piece(Piece& dq, int panel, int piece) const {
     using QueryMma = ptx::Wgmma<typename Traits::Element, kPieceColumns>;
     const uint32_t tiles = Base::tiles();
@@ -530,8 +490,8 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
     }
   }
 
-  // The last part was added as the others, so that the sum is read into its registers: to add it in
-  // registers would need twice as many.
+  // Writes rows of dQ. The last part was added as the others were, so the sum is read into its
+  // registers. To add it in registers would need twice as many.
   __device__ __forceinline__ void write_rows(Piece (&dq)[kPieces], const float* sums, uint32_t use,
                                              uint32_t of_all) const {
     if (use == kLastPart) {
@@ -570,7 +530,7 @@ struct QueryConsumer : ByProductsConsumer<Traits> {
   __device__ __forceinline__ void write_keys() const {}
 };
 
-// The items of one of them.
+// Runs one of the consumers over its items.
 template <class AnyConsumer>
 __device__ __forceinline__ void take_items_by_products(AnyConsumer& consumer) {
   const Params& params = consumer.params;
@@ -597,7 +557,7 @@ __device__ __forceinline__ void take_items_by_products(AnyConsumer& consumer) {
   }
 }
 
-// The consumers, by the number of their warpgroup.
+// Runs the consumer that has this number among the warpgroups.
 template <class Traits>
 __device__ __forceinline__ void consume_by_products(const Params& params,
                                                     const Barriers<Traits>& barriers,

@@ -1,15 +1,15 @@
-// Consumers of head dimensions above 128, which have no registers for dQ beside the other products
-// of a step: it is made and leaves in panels of 64 columns, by a slot of 16 KiB for each consumer.
-// In PanelConsumer, that of 192/128, S, dP and dQ take turns in one array:
+// Consumers of head dimensions above 128. They have no registers for dQ beside the other products
+// of a step. So dQ is made and leaves in panels of 64 columns, by a slot of 16 KiB for each
+// consumer. In PanelConsumer, which serves 192/128, S, dP and dQ take turns in one array:
 //
 //   issue S | wait | P = exp2 | issue dV of 32 queries, dP, dV of the others | wait for dP | dS of
 //   32 queries [dV] | wait | dS of the others | issue a panel of dQ of the step before, dK | wait
 //   for the panel | slot [dK] | wait | of every second step the other panel | slot
 //
-// dS takes the place of P, so it is made of queries whose dV is there.
+// dS takes the place of P, so it is made only of queries whose dV is done.
 #pragma once
 
-#include "cuda/attention/sm90_backward/backward.cuh"
+#include "cuda/attention/sm90_backward/consumer.cuh"
 #include "cuda/ptx/hold.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 
@@ -54,26 +54,26 @@ struct PanelConsumer : Consumer<Traits> {
   using typename Base::Numeric;
   using typename Base::ValueMma;
 
-  // Where a flag has no register, dk and dv begin with zeros.
+  // Where there is no register for a flag, dk and dv begin with zeros.
   static constexpr bool kAlwaysAdds = Traits::kCapped;
   __device__ __forceinline__ bool adds() const { return kAlwaysAdds || add; }
 
-  // This consumer's first key of a tile of them.
+  // Returns this consumer's first key of a tile of keys.
   __device__ __forceinline__ int first_key_of(int tile) const {
     const int group_of_tile = Traits::kByProducts ? block_rank<Traits>() : group;
     return tile * Traits::kTileK + group_of_tile * kKeysPerGroup;
   }
 
-  // Read where it is used: it would cost a register.
+  // The row is read where it is used: it would cost a register.
   __device__ __forceinline__ void read_row() {
     row = static_cast<int>(ptx::load_shared_uint(barriers.stage_row(stage())));
   }
 
-  // Slices of 16 queries whose dV is issued ahead of dP. With a softcap dS comes from factors that
-  // take the place of P, all at once.
+  // These slices of 16 queries have their dV issued ahead of dP. With a softcap, dS comes from
+  // factors that take the place of P, all at once.
   static constexpr int kEarlySlices = Traits::kCapped ? kSlices : kSlices / 2;
 
-  // dV += P^T dO, of slices from kBegin to before kEnd. dO is there.
+  // Issues dV += P^T dO for slices from kBegin to before kEnd. dO is there.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ void issue_dv(uint32_t (&p)[kSlices][4]) {
     const uint64_t dout = ptx::swizzled_descriptor(
@@ -90,7 +90,7 @@ struct PanelConsumer : Consumer<Traits> {
     ptx::wgmma_commit();
   }
 
-  // dK += dS^T Q.
+  // Issues dK += dS^T Q.
   __device__ __forceinline__ void issue_dk() {
     const uint64_t q = ptx::swizzled_descriptor(
         shared + Traits::kQOffset + stage() * Traits::kQBytes, Traits::kQueryBoxBytes);
@@ -110,8 +110,8 @@ struct PanelConsumer : Consumer<Traits> {
     read_row();
   }
 
-  // P of powers, packed. Masks come before, and no branch between: exponentials and packing are to
-  // alternate, since either waits for its unit.
+  // Makes packed P from powers. Masks come first, and no branch lies between: exponentials and
+  // packing are to alternate, since each waits for its unit.
   __device__ __forceinline__ void make_p_of_powers(uint32_t (&p)[kSlices][4], int first_key) {
     if (Base::is_masked(first_key)) Base::mask(first_key, -INFINITY);
 #pragma unroll
@@ -125,7 +125,7 @@ struct PanelConsumer : Consumer<Traits> {
     }
   }
 
-  // P, packed, and with a softcap what it leaves of it in scores.
+  // Makes packed P. With a softcap, scores then hold what the cap leaves of P.
   __device__ __forceinline__ void make_p(uint32_t (&p)[kSlices][4],
                                          const float2 (&lse)[kScores / 4], int first_key) {
     if constexpr (Traits::kCapped) {
@@ -141,8 +141,8 @@ struct PanelConsumer : Consumer<Traits> {
     }
   }
 
-  // What dP - delta is multiplied by, which lies in the place of dS until that is made: P, or P
-  // times what a softcap leaves. Each warp leaves and takes its own rows.
+  // What dP - delta is multiplied by lies in the place of dS until dS is made. It is P, or P times
+  // what a softcap leaves. Each warp leaves and takes its own rows.
   __device__ __forceinline__ void leave_factors(const uint32_t (&p)[kSlices][4]) const {
     const uint32_t store = ds_row();
 #pragma unroll
@@ -173,13 +173,13 @@ struct PanelConsumer : Consumer<Traits> {
     __syncwarp();
   }
 
-  // Where delta of the first of this thread's queries lies.
+  // Returns where delta of the first of this thread's queries lies.
   __device__ __forceinline__ uint32_t delta_rows() const {
     const uint32_t of_delta = Traits::kDeltaWithQ ? stage() : dout_stage();
     return shared + Traits::kDeltaOffset + of_delta * Traits::kRowBytes + lane_index() % 4 * 8;
   }
 
-  // dS of slices from kBegin to before kEnd.
+  // Makes dS of slices from kBegin to before kEnd.
   template <int kBegin, int kEnd>
   __device__ __forceinline__ void make_ds_of(const float (&dp)[kScores],
                                              const uint32_t (&p)[kSlices][4], bool masked) {
@@ -207,15 +207,15 @@ struct PanelConsumer : Consumer<Traits> {
     Base::fill_slot(group);
   }
 
-  // A whole step but for its dQ, and dQ of the step before. No product is under way before and
-  // behind it.
+  // Computes a whole step except its dQ, and dQ of the step before. No product is under way before
+  // it or after it.
   template <bool kFirst>
   __device__ __forceinline__ void step(int first_key, bool last) {
     auto& dp = scores;
     auto& dq = scores;
     Base::issue_scores();
     float2 lse[kScores / 4];
-    constexpr bool kAhead = !Traits::kCapped;  // where there are registers
+    constexpr bool kAhead = !Traits::kCapped;  // where there are registers for it
     if (kAhead) load_rows(lse);
     ptx::wgmma_wait<0>();
     ptx::pin(scores);
@@ -268,7 +268,7 @@ struct PanelConsumer : Consumer<Traits> {
     add = true;
   }
 
-  // A step in which dS is zero.
+  // Does a step in which dS is zero.
   template <bool kFirst>
   __device__ __forceinline__ void skip(bool last) {
     if constexpr (!kFirst) make_dq_before([] {});
@@ -279,12 +279,13 @@ struct PanelConsumer : Consumer<Traits> {
     Base::end_skipped();
   }
 
-  // dQ of the step before.
+  // Waits for dS of the step before, which its dQ is made of.
   __device__ __forceinline__ void wait_for_ds_before() const {
     const uint32_t before = index - 1;
     ptx::mbarrier_wait(barriers.ds_full(before & 1), before >> 1 & 1);
   }
-  // A panel of it, when dS is there.
+
+  // Issues a panel of dQ of the step before. Its dS is there.
   __device__ __forceinline__ void issue_dq_panel(float (&dq)[Traits::kDqRegisters],
                                                  int panel) const {
     const uint32_t place = (index - 1) & 1;
@@ -295,8 +296,8 @@ struct PanelConsumer : Consumer<Traits> {
     Base::multiply_dq(dq, ds, k);
   }
 
-  // dQ of the step before, of this consumer's panels from `panel` on. No other product is under
-  // way.
+  // Makes this consumer's panels of dQ of the step before, from `panel` on. No other product is
+  // under way.
   template <class BehindProducts>
   __device__ __forceinline__ void make_dq_panels(int panel, const BehindProducts& behind_products) {
 #pragma unroll 1
@@ -319,7 +320,7 @@ struct PanelConsumer : Consumer<Traits> {
     });
   }
 
-  // What is left of the last step.
+  // Does what is left of the last step.
   __device__ __forceinline__ void finish() {
     make_dq_before([this] { release(barriers.k_empty()); });
   }
@@ -332,7 +333,8 @@ struct PanelConsumer : Consumer<Traits> {
     write_keys_by_boxes(params.dv_direct, params.withheld.dv, dv, 1.0f, params.dim_v);
     write_keys_by_boxes(params.dk_direct, params.withheld.dk, dk, params.scale, params.dim);
   }
-  // dK or dV by this consumer's own slot.
+
+  // Writes dK or dV by this consumer's own slot.
   template <int kRegisters>
   __device__ __forceinline__ void write_keys_by_boxes(const Direct& direct, uint2* marks,
                                                       const float (&values)[kRegisters],
@@ -394,7 +396,7 @@ struct PanelConsumer : Consumer<Traits> {
   }
 };
 
-// The items of a consumer, of whatever kind.
+// Runs a consumer of any kind over its items.
 template <class AnyConsumer>
 __device__ __forceinline__ void take_items(AnyConsumer& consumer) {
   using Traits = typename AnyConsumer::ItsTraits;

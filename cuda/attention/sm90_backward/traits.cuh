@@ -15,16 +15,20 @@ inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kSharedAlignment = 1024;
 inline constexpr int kConsumers = 2;  // warpgroups
 inline constexpr int kKeysPerGroup = 64;
-inline constexpr int kSlots = 2;      // of what leaves for global memory; each has a writer warp
-inline constexpr int kItemsHeld = 4;  // in shared memory: backward.cuh
+// Slots for what leaves for global memory. Each has a writer warp.
+inline constexpr int kSlots = 2;
+// Items in shared memory. docs/kernels/attention_backward_sm90_barriers.md says why there are so
+// many.
+inline constexpr int kItemsHeld = 4;
 inline constexpr int kStageWordBytes = 4;
 
-// What each of the consumers has.
+// How the work of a block is divided among its consumers.
 enum class Share {
-  kKeys,           // 64 keys of a tile of 128: all their products, and half of dQ
-  kKeysAndPanels,  // the same, and alternate panels of 64 columns of dQ
-  kProducts,       // P and dV, or dS and dK, of 64 keys of a tile of 128 that two blocks share;
-                   // a third has dQ
+  kKeys,           // each has 64 keys of a tile of 128: all their products, and half of dQ
+  kKeysAndPanels,  // the same, but alternate panels of 64 columns of dQ
+  // Two blocks share a tile of 128 keys. A block has 64 of them, and of these one consumer has P
+  // and dV, one dS and dK; a third consumer has dQ.
+  kProducts,
 };
 
 struct Tuning {
@@ -33,11 +37,11 @@ struct Tuning {
   int dout_stages;
   Share share;
   bool capped = false;  // logits have a softcap
-  int dout_units = 1;   // of a step's dO; `dout_stages` counts them
-  bool ragged = false;  // of sequences: ragged and padded batches
+  int dout_units = 1;   // units of a step's dO; `dout_stages` counts them
+  bool ragged = false;  // ragged and padded batches, of sequences
 };
 
-// A softcap needs fp32 factors beside P: there are no registers for those of 128 queries.
+// A softcap needs fp32 factors beside P. There are no registers for those of 128 queries.
 constexpr Tuning tuning(int dim, int dim_v, bool capped) {
   if (dim <= 64 && dim_v <= 64) {
     return capped ? Tuning{64, 4, 4, Share::kKeys, true} : Tuning{128, 2, 2, Share::kKeys, false};
@@ -94,53 +98,57 @@ struct Traits {
   static constexpr int kConsumerGroups = kByProducts ? 3 : kConsumers;
   static constexpr int kThreads = (kConsumerGroups + 1) * kThreadsPerGroup;
   static constexpr int kTileK = 2 * kKeysPerGroup;
-  // Blocks of a cluster share an item: each has some of the keys, and a share of the columns of dQ.
+  // The blocks of a cluster share an item. Each has some of the keys, and a share of the columns of
+  // dQ.
   static constexpr int kCluster = kByProducts ? 2 : 1;
   static constexpr int kBlockKeys = kTileK / kCluster;
-  // Whose prologue, and what is behind the kernel, are this one's too: these know tiles, but no
-  // softcap.
+  // The prologue, and the kernel that follows this one, are those of these traits. Both know tiles,
+  // but no softcap.
   using Around =
       std::conditional_t<TuningOf::Uncapped::value.tile_q == kTileQ,
                          Traits<Element, kDim, kDimV, typename TuningOf::Uncapped>, Traits>;
-  // With so many query heads to a KV head items run in waves (cuda/attention/backward/tile.cuh); 0:
-  // that gains nothing.
+  // With this many query heads to a KV head, items run in waves (cuda/attention/backward/tile.cuh).
+  // 0 means that waves gain nothing.
   static constexpr int kWaveHeads = kDim > 64 && !kByProducts ? 8 : 0;
-  // Where dO has one stage it is given back before dS is made: delta comes with Q.
+  // By products dO is given back before dS is made, so delta comes with Q.
   static constexpr bool kDeltaWithQ = kByProducts;
   static constexpr int kDeltaStages = kDeltaWithQ ? kStages : kDoStages;
-  // dS is made of P as it was rounded for dV, whose registers it takes over: fp32 P has no room.
-  // With a softcap, of P times what the cap leaves, rounded likewise.
+  // dS is made of P as it was rounded for dV, and takes over the registers of P: there is no room
+  // for P in fp32. With a softcap, dS is made of P times what the cap leaves, rounded likewise.
   static constexpr bool kUnpacksP = kTileQ == 128 || kInPanels;
-  // Its pairs are multiplied as they are by dP - delta, rounded, where that has the range of fp32.
+  // Pairs of rounded P are multiplied as they are by dP - delta, rounded too, where the type has
+  // the range of fp32.
   static constexpr bool kMultipliesPairs =
       kUnpacksP && numeric::ElementTraits<Element>::kDtype == Dtype::kBFloat16;
-  // Scores of a thread whose exponentials are under dQ of the step before; the others are under dP.
+  // These scores of a thread have their exponentials under dQ of the step before. The others have
+  // them under dP.
   static constexpr int kEarlyPowers = kTileQ == 128 ? kTileQ / 4 : kTileQ / 2;
   static_assert(kTileQ == 64 || kTileQ == 128);
   static_assert(!(kTileQ == 128 && (kInPanels || kCapped)), "there are no registers for it");
   static_assert(!(kRagged && kInPanels), "kernels of panels read no sequences");
 
-  // setmaxnreg shares what the block has from its launch: 168 for each thread of 384, 64 Ki / 384
-  // in eights, 128 for each of 512.
+  // setmaxnreg shares out what the block has from its launch: 168 registers for each thread of 384
+  // (64 Ki / 384, in eights), or 128 for each of 512.
   static constexpr int kLaunchRegisters = kByProducts ? 128 : 168;
   static constexpr int kConsumerRegisters = kByProducts ? 192 : 240;
-  static constexpr int kKeyRegisters = 200;   // by products: of the consumer of dS and dK
-  static constexpr int kQueryRegisters = 96;  // and of that of dQ
+  static constexpr int kKeyRegisters = 200;   // by products: those of the consumer of dS and dK
+  static constexpr int kQueryRegisters = 96;  // by products: those of the consumer of dQ
   static constexpr int kAllConsumerRegisters =
       kByProducts ? kConsumerRegisters + kKeyRegisters + kQueryRegisters
                   : kConsumers * kConsumerRegisters;
   static constexpr int kProducerRegisters =
       (kConsumerGroups + 1) * kLaunchRegisters - kAllConsumerRegisters;
 
-  // dQ of a step goes to global memory as a whole, or in panels of 64 columns. By products a
-  // block's half is one where it lies in whole boxes, or else panels of 32.
+  // dQ of a step goes to global memory as a whole, or in panels of 64 columns. By products, a
+  // block's half is one panel where it lies in whole boxes; otherwise its panels have 32 columns.
   static constexpr int kPanelColumns = kByProducts ? (kDim % (2 * kBoxColumns) == 0 ? kDim / 2 : 32)
                                        : kInPanels ? kBoxColumns
                                                    : kDim;
   static constexpr int kPanels = kDim / kPanelColumns;
   static constexpr int kBlockPanels = kPanels / kCluster;  // a block's share
   static_assert(!kInPanels || (kDim % kBoxColumns == 0 && kDimV % kBoxColumns == 0));
-  // Of a whole one each consumer has 64 rows with 128 queries, half of the columns with 64.
+  // Where dQ goes as a whole, each consumer has 64 of its rows with 128 queries, and half of its
+  // columns with 64.
   static constexpr bool kSplitsColumns = !kInPanels && kTileQ == 64;
   static constexpr int kDqColumns = kSplitsColumns ? kDim / 2 : kPanelColumns;
   static constexpr bool kSharesDqBox = kDqColumns < kBoxColumns;
@@ -153,12 +161,12 @@ struct Traits {
   static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
   static constexpr int kBoxesV = ceil_div(kDimV, kBoxColumns);
   static constexpr int kKeyBoxBytes = kBlockKeys * kBoxRowBytes;
-  static constexpr int kGroupBoxBytes = kKeysPerGroup * kBoxRowBytes;  // of a consumer's keys
+  static constexpr int kGroupBoxBytes = kKeysPerGroup * kBoxRowBytes;  // for a consumer's keys
   static constexpr int kQueryBoxBytes = kTileQ * kBoxRowBytes;
   static constexpr int kKBytes = kBoxes * kKeyBoxBytes;
   static constexpr int kVBytes = kBoxesV * kKeyBoxBytes;
-  // Of K of the cluster's other block what this one's columns of dQ take: boxes from
-  // `rank * kBoxes / 2` on.
+  // The boxes of the other block's K that this block's columns of dQ take, from `rank * kBoxes / 2`
+  // on.
   static constexpr int kOtherBoxes = kCluster > 1 ? ceil_div(kBoxes, 2) : 0;
   static constexpr int kOtherKBytes = kOtherBoxes * kKeyBoxBytes;
   static constexpr int kQBytes = kBoxes * kQueryBoxBytes;
@@ -166,17 +174,18 @@ struct Traits {
   static constexpr int kDoUnits = kTuning.dout_units;
   static constexpr int kDoUnitBytes = kDoBytes / kDoUnits;
   static_assert(kBoxesV % kDoUnits == 0);
-  static constexpr int kRowBytes = kTileQ * 4;  // of a number for each query
+  static constexpr int kRowBytes = kTileQ * 4;  // a number for each query
   static constexpr int kDsBytes = kTileQ / 64 * kTileK * kBoxRowBytes;
   // A slot holds a part of dQ in fp32, dK, or dV. Where each consumer has a slot of its own, dK and
-  // dV of 64 keys go through it a few boxes at a time. By products all leave from registers.
+  // dV of 64 keys go through it a few boxes at a time. By products everything leaves from
+  // registers.
   static constexpr int kDqBytes = kTileQ * kPanelColumns * 4;
   static constexpr int kDqBytesPerGroup = kDqBytes / kConsumers;
   static constexpr int kSlotBytes = kByProducts ? 0
                                     : kInPanels ? kDqBytes
                                                 : larger(kDqBytes, larger(kKBytes, kVBytes));
   static constexpr int kSlotBoxes = kSlotBytes / kGroupBoxBytes;
-  // What a warp decides alone to add or to withhold: so many columns of dQ, and of dK and dV.
+  // A warp decides alone to add or to withhold this many columns of dQ, and of dK and dV.
   static constexpr int kDqPieces = kByProducts && kPanelColumns > kBoxColumns ? 2 : 1;
   static constexpr int kDqPartColumns = kDqColumns / kDqPieces;
   static constexpr int kDqParts = kDim / kDqPartColumns;
