@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/attention_schedule.h"
@@ -20,7 +21,6 @@ namespace {
 
 using cpu::AttentionKernel;
 using cpu::AttentionTile;
-using cpu::ceil_divide;
 using cpu::kCacheLine;
 using cpu::rows_of;
 using cpu::tile_scratch_bytes;
@@ -46,7 +46,7 @@ const AttentionKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
 }
 
 int64_t tiles_of(const AttentionProblem& p, int64_t tile_q) {
-  return p.batch * p.heads_kv * ceil_divide(rows_of(p), tile_q);
+  return p.batch * p.heads_kv * ceil_div(rows_of(p), tile_q);
 }
 
 int64_t choose_tile_q(const AttentionProblem& p, const AttentionKernel& kernel, int32_t threads) {
@@ -127,7 +127,7 @@ flashmoe_status launch(const AttentionProblem& p, const Plan& plan, void* worksp
                    kernel,
                    planned.tile_m,
                    planned.grid[0],
-                   ceil_divide(rows_of(p), planned.tile_m),
+                   ceil_div(rows_of(p), planned.tile_m),
                    cpu::first_cache_line(workspace),
                    tile_scratch_bytes(p, kernel, planned.tile_m)};
   cpu::parallel_run(static_cast<int32_t>(planned.block[0]), work, &launch);

@@ -3,6 +3,7 @@
 #include <new>
 #include <thread>
 
+#include "core/ceil_div.h"
 #include "cpu/attention_numeric.h"
 
 namespace flashmoe::cpu {
@@ -73,13 +74,13 @@ BackwardCut::BackwardCut(const AttentionBackwardProblem& p, const AttentionBackw
       rows(p.seq_q * (p.heads_q / p.heads_kv)),
       tile_keys(kernel.tile_keys(p)),
       block_rows(kernel.block_rows(p)) {
-  tiles = p.seq_k == 0 ? 1 : ceil_divide(p.seq_k, tile_keys);
-  blocks = ceil_divide(rows, block_rows);
+  tiles = p.seq_k == 0 ? 1 : ceil_div(p.seq_k, tile_keys);
+  blocks = ceil_div(rows, block_rows);
   const int64_t most_parts = blocks / kLeastBlocksOfPart;
-  parts = ceil_divide(ceil_divide(kBackwardPieces, tiles), p.heads_kv);
+  parts = ceil_div(ceil_div(kBackwardPieces, tiles), p.heads_kv);
   parts = parts < most_parts ? parts : most_parts;
-  part_blocks = parts > 1 ? ceil_divide(blocks, parts) : blocks + 1;
-  parts = parts > 1 ? ceil_divide(blocks, part_blocks) : 1;
+  part_blocks = parts > 1 ? ceil_div(blocks, parts) : blocks + 1;
+  parts = parts > 1 ? ceil_div(blocks, part_blocks) : 1;
   const bool keys = p.dk.data != nullptr || p.dv.data != nullptr;
   const bool tiled = p.dq.data != nullptr || keys;
   pieces_in_all = tiled ? heads * tiles * parts : 0;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "core/ceil_div.h"
 #include "core/plan.h"
 #include "cpu/attention_kernel.h"
 
@@ -15,8 +16,6 @@ inline constexpr size_t kCacheLine = 64;
 
 // Tiles per thread that even out their unequal lengths.
 inline constexpr int64_t kTilesPerThread = 3;
-
-inline int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 inline int32_t choose_threads(double flops, double flops_per_thread, int32_t available) {
   const double wanted = flops / flops_per_thread;
@@ -40,13 +39,13 @@ int64_t choose_tile_rows(const AttentionProblem& p, const AttentionKernel& kerne
                          const LeavesIdle& leaves_idle) {
   if (kernel.has_few_rows(p)) {
     int64_t rows = rows_of(p);
-    while (rows > 1 && leaves_idle(rows, 1)) rows = ceil_divide(rows, 2);
+    while (rows > 1 && leaves_idle(rows, 1)) rows = ceil_div(rows, 2);
     return rows < 1 ? 1 : rows;
   }
-  const int64_t groups = ceil_divide(rows_of(p), kernel.group_rows);
+  const int64_t groups = ceil_div(rows_of(p), kernel.group_rows);
   int64_t tile_groups = kernel.max_groups < groups ? kernel.max_groups : groups;
   while (tile_groups > 1 && leaves_idle(tile_groups * kernel.group_rows, kTilesPerThread)) {
-    tile_groups = ceil_divide(tile_groups, 2);
+    tile_groups = ceil_div(tile_groups, 2);
   }
   return (tile_groups < 1 ? 1 : tile_groups) * kernel.group_rows;
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/ceil_div.h"
 #include "cpu/attention_schedule.h"
 #include "cpu/sequence_rows.h"
 #include "cpu/thread_pool.h"
@@ -131,7 +132,7 @@ int64_t cut_tiles(const AttentionProblem& p, const AttentionKernel& kernel, int3
              all_work;
     });
     each->tile_work = row_work * static_cast<double>(std::min(each->tile_rows, rows_of(own)));
-    each->end_tile = ceil_divide(rows_of(own), each->tile_rows) * p.heads_kv;
+    each->end_tile = ceil_div(rows_of(own), each->tile_rows) * p.heads_kv;
   }
   std::sort(list, end, [](const Sequence& a, const Sequence& b) {
     return a.tile_work != b.tile_work ? a.tile_work > b.tile_work : a.batch < b.batch;

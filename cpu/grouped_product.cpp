@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/moe.h"
 #include "cpu/moe_tiles.h"
@@ -99,7 +100,7 @@ flashmoe_status launch_grouped_product(const GroupedProductProblem& p, const Pla
                    workspace,
                    ExpertTiles(workspace.tiles, p.experts),
                    planned.tile_m,
-                   ceil_divide(p.out_columns, planned.tile_m),
+                   ceil_div(p.out_columns, planned.tile_m),
                    0,
                    large_cache(),
                    {}};

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/moe.h"
 #include "cpu/moe_gradients.h"
@@ -209,7 +210,7 @@ flashmoe_status launch_grouped_product_backward(const GroupedProductBackwardProb
   if (p.dx.data != nullptr) {
     if (!p.accumulate) zero_rest(p, launch.experts);
     launch.tile_columns = planned->tile_m;
-    launch.column_tiles = ceil_divide(p.columns, planned->tile_m);
+    launch.column_tiles = ceil_div(p.columns, planned->tile_m);
     launch.tiles = launch.experts.cut(planned->tile_n) * launch.column_tiles;
     parallel_run(static_cast<int32_t>(planned->block[0]), multiply, &launch);
     record_launch(*planned++);

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/isa.h"
 #include "cpu/kv_append_kernel.h"
@@ -31,8 +32,6 @@ using Problem = KvAppendProblem;
 constexpr double kBytesPerTile = 64 << 10;
 constexpr double kBytesPerThread = 128 << 10;
 constexpr int64_t kTilesPerThread = 4;  // at most, of a packed batch: each sequence has so many
-
-int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 // ---- rotation -----------------------------------------------------------------------------------
 
@@ -266,14 +265,14 @@ int64_t choose_tile(const Problem& p, int64_t threads) {
   const int64_t rows = std::max<int64_t>(static_cast<int64_t>(wanted), 1);
   // Which sequence of a packed batch has the rows is not known.
   const int64_t least =
-      p.cu_seqlens.data != nullptr ? ceil_divide(p.seq, kTilesPerThread * threads) : 1;
+      p.cu_seqlens.data != nullptr ? ceil_div(p.seq, kTilesPerThread * threads) : 1;
   return std::clamp<int64_t>(std::max(rows, least), 1, INT32_MAX);
 }
 
 // Tiles of all sequences, saturated at the largest number.
 int64_t tiles_of(const Problem& p, int64_t tile) {
   int64_t tiles;
-  const bool overflows = __builtin_mul_overflow(p.batch, ceil_divide(most_rows(p), tile), &tiles);
+  const bool overflows = __builtin_mul_overflow(p.batch, ceil_div(most_rows(p), tile), &tiles);
   return overflows ? INT64_MAX : tiles;
 }
 
@@ -307,7 +306,7 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
 flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, void* /*stream*/) {
   const flashmoe_launch& planned = plan.info.launches[0];
   Launch launch = {p, *static_cast<const RotationKernel*>(plan.entries[0]), planned.tile_m,
-                   ceil_divide(most_rows(p), planned.tile_m), tiles_of(p, planned.tile_m)};
+                   ceil_div(most_rows(p), planned.tile_m), tiles_of(p, planned.tile_m)};
   cpu::parallel_run(static_cast<int32_t>(planned.block[0]), work, &launch);
   record_launch(planned);
   return FLASHMOE_OK;

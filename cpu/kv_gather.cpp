@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/isa.h"
 #include "cpu/numbers.h"
@@ -25,8 +26,6 @@ using Problem = KvGatherProblem;
 // A tile, and what a thread must find to be worth waking: some ten microseconds of copying.
 constexpr double kBytesPerTile = 64 << 10;
 constexpr double kBytesPerThread = 128 << 10;
-
-int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 bool is_packed(const Problem& p) { return p.cu_seqlens_k.data != nullptr; }
 
@@ -202,9 +201,9 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& /*reason*/) {
   const int64_t rows = rows_of_call(p);
   const double of_row = std::max(bytes_of_row(p), 1.0);
   const auto wanted_rows = static_cast<int64_t>(kBytesPerTile / of_row);
-  const int64_t tile = std::clamp<int64_t>(
-      std::max<int64_t>(wanted_rows, ceil_divide(rows, UINT32_MAX)), 1, INT32_MAX);
-  const int64_t tiles = std::min<int64_t>(ceil_divide(rows, tile), UINT32_MAX);
+  const int64_t tile =
+      std::clamp<int64_t>(std::max<int64_t>(wanted_rows, ceil_div(rows, UINT32_MAX)), 1, INT32_MAX);
+  const int64_t tiles = std::min<int64_t>(ceil_div(rows, tile), UINT32_MAX);
   const auto most = static_cast<double>(cpu::num_threads());
   auto threads = static_cast<int64_t>(
       std::clamp(static_cast<double>(rows) * of_row / kBytesPerThread, 1.0, most));
@@ -224,7 +223,7 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& /*reason*/) {
 flashmoe_status launch(const Problem& p, const Plan& plan, void* /*workspace*/, void* /*stream*/) {
   const flashmoe_launch& planned = plan.info.launches[0];
   const int64_t rows = rows_of_call(p);
-  Launch launch = {p, rows, planned.tile_m, ceil_divide(rows, planned.tile_m)};
+  Launch launch = {p, rows, planned.tile_m, ceil_div(rows, planned.tile_m)};
   cpu::parallel_run(static_cast<int32_t>(planned.block[0]), work, &launch);
   record_launch(planned);
   return FLASHMOE_OK;

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/isa.h"
 #include "cpu/merge_states_kernel.h"
@@ -30,8 +31,6 @@ constexpr double kBytesPerTile = 64 << 10;
 constexpr double kBytesPerThread = 128 << 10;
 
 constexpr int64_t kColumnsAtOnce = 1024;  // of sums that lie on the stack
-
-int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 void merge_fp64_row(const MergeRow<double>& row) {
   double* const out = static_cast<double*>(row.out);
@@ -314,7 +313,7 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   FLASHMOE_TRY(cpu::chosen_isa(&isa, reason));
   const MergeKernel& kernel = kernel_for(isa, p.outs.dtype);
   const int64_t tile = std::min<int64_t>(choose_tile(p), INT32_MAX);
-  const int64_t tiles = ceil_divide(rows_of(p), tile);
+  const int64_t tiles = ceil_div(rows_of(p), tile);
   const double wanted = static_cast<double>(rows_of(p)) * bytes_of_row(p) / kBytesPerThread;
   const int64_t most = std::min<int64_t>(cpu::num_threads(), std::max<int64_t>(tiles, 1));
   const auto threads = wanted < static_cast<double>(most)

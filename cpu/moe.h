@@ -33,8 +33,6 @@ flashmoe_status plan_grouped_product_backward(const GroupedProductBackwardProble
 flashmoe_status launch_grouped_product_backward(const GroupedProductBackwardProblem& problem,
                                                 const Plan& plan, void* workspace, void* stream);
 
-inline int64_t ceil_divide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
 // The numbers from 0 on, each to one thread.
 class Counter {
  public:

@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "core/ops/moe/gradient_chunks.h"
 #include "cpu/moe.h"
@@ -576,7 +577,7 @@ void plan_stages(const Problem& p, const MoeKernel& kernel, const GradientChunks
       const bool by_tokens = stage.run == combine;
       const int64_t each = by_tokens ? kTokensPerPiece : kRowsPerPiece;
       const int64_t pieces =
-          by_tokens ? ceil_divide(layer.tokens, each) : pairs_of(p) / each + layer.experts;
+          by_tokens ? ceil_div(layer.tokens, each) : pairs_of(p) / each + layer.experts;
       const double bytes =
           pairs * static_cast<double>((by_tokens ? chunks.hidden : chunks.inner) * element_of(p));
       flashmoe_launch& launch = add(pieces, threads_for(bytes / kBytesToWake, pieces));
@@ -595,7 +596,7 @@ void run_stages(const Stages& stages, int begin, int end, const Plan& plan, bool
                             : i < stages.of_inner ? launch->chunk.count
                                                   : launch->hidden;
     launch->tile_columns = columns > 0 ? planned.tile_m : 1;
-    launch->column_tiles = columns > 0 ? ceil_divide(columns, planned.tile_m) : 1;
+    launch->column_tiles = columns > 0 ? ceil_div(columns, planned.tile_m) : 1;
     if (stage.run == weight_gradients) {
       gradients->cut({planned.tile_m, planned.tile_n});
     } else {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/moe.h"
 #include "cpu/moe_tiles.h"
@@ -209,7 +210,7 @@ flashmoe_status plan_forward(const MoeForwardProblem& p, Plan* plan, const Reaso
   add_product("moe_down", kernel, p.x.dtype, down, plan);
   char text[sizeof flashmoe_launch::kernel];
   std::snprintf(text, sizeof text, "moe_combine_cpu_%s_%s", kernel.isa, dtype_name(p.x.dtype));
-  flashmoe_launch& launch = add_launch(text, &kernel, ceil_divide(p.tokens, kTokensPerSum),
+  flashmoe_launch& launch = add_launch(text, &kernel, ceil_div(p.tokens, kTokensPerSum),
                                        combine_threads(p, available), plan);
   launch.tile_n = static_cast<int32_t>(kTokensPerSum);
   plan->info.workspace_bytes =
@@ -238,7 +239,7 @@ flashmoe_status launch_forward(const MoeForwardProblem& p, const Plan& plan, voi
   launch.experts.from_offsets(p.offsets, p.tokens * p.top_k);
   const auto tile = [&launch](int64_t columns, const flashmoe_launch& product) {
     launch.tiling.tile_columns = product.tile_m;
-    launch.tiling.column_tiles = ceil_divide(columns, product.tile_m);
+    launch.tiling.column_tiles = ceil_div(columns, product.tile_m);
     launch.tiles = launch.experts.cut(product.tile_n) * launch.tiling.column_tiles;
     launch.next.reset();
   };

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "core/ceil_div.h"
 #include "cpu/thread_pool.h"
 
 namespace flashmoe::cpu {
@@ -55,8 +56,8 @@ void WeightGradients::cut(MoeTileSize size) {
     Job& job = jobs_[i];
     job.m_tile = size.rows;
     job.n_tile = size.columns;
-    job.m_tiles = ceil_divide(job.m, size.rows);
-    job.n_tiles = ceil_divide(job.n, size.columns);
+    job.m_tiles = ceil_div(job.m, size.rows);
+    job.n_tiles = ceil_div(job.n, size.columns);
     job.units = experts_ * job.m_tiles * job.n_tiles;
     units_ += job.units;
   }
@@ -67,7 +68,7 @@ MoeTileSize WeightGradients::tile_size(const MoeKernel& kernel, int64_t threads)
   const auto enough = [&] {
     int64_t tiles = 0;
     for (int i = 0; i < count_; ++i) {
-      tiles += ceil_divide(jobs_[i].m, size.rows) * ceil_divide(jobs_[i].n, size.columns);
+      tiles += ceil_div(jobs_[i].m, size.rows) * ceil_div(jobs_[i].n, size.columns);
     }
     return threads == 1 || tiles * experts_ >= kUnitsPerThread * threads;
   };

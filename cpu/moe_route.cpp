@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <limits>
 
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/moe.h"
 #include "cpu/numbers.h"
@@ -27,7 +28,7 @@ template <class Number>
 constexpr Number kLowest = -std::numeric_limits<Number>::infinity();
 
 int64_t chunks_of(const Problem& p) {
-  const int64_t chunks = ceil_divide(p.tokens, kChunkTokens);
+  const int64_t chunks = ceil_div(p.tokens, kChunkTokens);
   return chunks < 1 ? 1 : chunks > kMostChunks ? kMostChunks : chunks;
 }
 
@@ -280,7 +281,7 @@ flashmoe_status plan_route(const MoeRouteProblem& p, Plan* plan, const Reason& /
   plan->set_isa(isa_name(Isa::kScalar));
   flashmoe_launch& launch =
       add_launch("moe_route_cpu", nullptr, chunks, std::min<int64_t>(chunks, num_threads()), plan);
-  launch.tile_n = static_cast<int32_t>(ceil_divide(p.tokens, chunks));
+  launch.tile_n = static_cast<int32_t>(ceil_div(p.tokens, chunks));
   plan->info.workspace_bytes = static_cast<uint64_t>(chunks * p.experts) * sizeof(int32_t);
   return FLASHMOE_OK;
 }

@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <limits>
 
+#include "core/ceil_div.h"
 #include "core/launch.h"
 #include "cpu/moe.h"
 #include "cpu/numbers.h"
@@ -188,7 +189,7 @@ void differentiate(void* context, int32_t /*worker*/) {
 
 flashmoe_status plan_route_backward(const MoeRouteBackwardProblem& p, Plan* plan,
                                     const Reason& /*reason*/) {
-  const int64_t pieces = std::max<int64_t>(ceil_divide(p.tokens, kTokensPerPiece), 1);
+  const int64_t pieces = std::max<int64_t>(ceil_div(p.tokens, kTokensPerPiece), 1);
   plan->set_isa(isa_name(Isa::kScalar));
   flashmoe_launch& launch = add_launch("moe_route_backward_cpu", nullptr, pieces,
                                        std::min<int64_t>(pieces, num_threads()), plan);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/ceil_div.h"
 #include "cpu/isa.h"
 
 namespace flashmoe::cpu {
@@ -27,7 +28,7 @@ constexpr int64_t kLargeCache = int64_t{2} << 20;
 constexpr int64_t kColumnUnit = 2 * kFewestColumns;
 
 int64_t whole_groups(const MoeKernel& kernel, int64_t rows) {
-  return ceil_divide(std::max<int64_t>(rows, 1), kernel.group_rows) * kernel.group_rows;
+  return ceil_div(std::max<int64_t>(rows, 1), kernel.group_rows) * kernel.group_rows;
 }
 
 }  // namespace
@@ -42,7 +43,7 @@ Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape, int32_t
   Tiling tiling = {};
   tiling.threads = wanted >= available ? available : wanted < 1 ? 1 : static_cast<int32_t>(wanted);
   const int64_t busy = std::clamp<int64_t>(shape.most_rows, 1, shape.experts);  // experts with rows
-  const int64_t rows = ceil_divide(std::max<int64_t>(shape.most_rows, 1), busy);
+  const int64_t rows = ceil_div(std::max<int64_t>(shape.most_rows, 1), busy);
   const bool few = rows <= kernel.few_rows;
   MoeTileSize tile = kernel.many[shape.by_columns];
   int64_t few_sums = kernel.few_sums;
@@ -59,17 +60,17 @@ Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape, int32_t
   }
   tiling.tile_columns = tile.columns / shape.matrices;
   tiling.tile_rows = tile.rows;
-  const int64_t row_tiles = busy * ceil_divide(rows, tiling.tile_rows);
+  const int64_t row_tiles = busy * ceil_div(rows, tiling.tile_rows);
   const int64_t per_thread = few ? kFewRowsTilesPerThread : kTilesPerThread;
   const auto enough = [&] {
-    const int64_t tiles = row_tiles * ceil_divide(shape.columns, tiling.tile_columns);
+    const int64_t tiles = row_tiles * ceil_div(shape.columns, tiling.tile_columns);
     return tiling.threads == 1 || tiles >= per_thread * tiling.threads ||
            (shape.even && tiles % tiling.threads == 0);
   };
   while (tiling.tile_columns >= 2 * kFewestColumns && !enough()) {
-    tiling.tile_columns = ceil_divide(tiling.tile_columns / 2, kFewestColumns) * kFewestColumns;
+    tiling.tile_columns = ceil_div(tiling.tile_columns / 2, kFewestColumns) * kFewestColumns;
   }
-  tiling.column_tiles = ceil_divide(shape.columns, tiling.tile_columns);
+  tiling.column_tiles = ceil_div(shape.columns, tiling.tile_columns);
   tiling.most_tiles = (shape.most_rows / tiling.tile_rows + busy) * tiling.column_tiles;
   return tiling;
 }
@@ -93,7 +94,7 @@ void ExpertTiles::from_counts(const int32_t* counts, int64_t rows) {
 int64_t ExpertTiles::cut(int64_t tile_rows) {
   first_[0] = 0;
   for (int32_t e = 0; e < experts_; ++e) {
-    first_[e + 1] = first_[e] + ceil_divide(end_[e] - begin_[e], tile_rows);
+    first_[e + 1] = first_[e] + ceil_div(end_[e] - begin_[e], tile_rows);
   }
   return first_[experts_];
 }

@@ -16,16 +16,15 @@ int64_t visible_keys(const AttentionProblem& p, int64_t query) {
 AttentionProblem alike(const AttentionProblem& p) {
   const SequenceTables& tables = p.sequences;
   const int64_t batch = std::max<int64_t>(p.batch, 1);
-  const auto share = [batch](int64_t rows) { return (rows + batch - 1) / batch; };
   AttentionProblem dense = p;
   dense.sequences = {};
   if (tables.cu_seqlens_q.data != nullptr) {
-    dense.seq_q = std::min(p.seq_q, share(tables.rows_q));
+    dense.seq_q = std::min(p.seq_q, ceil_div(tables.rows_q, batch));
   }
   if (tables.cu_seqlens_k.data != nullptr) {
-    dense.seq_k = std::min(p.seq_k, share(tables.rows_k));
+    dense.seq_k = std::min(p.seq_k, ceil_div(tables.rows_k, batch));
   } else if (tables.paged) {
-    dense.seq_k = std::min(p.seq_k, share(tables.batch_k) * tables.rows_k);
+    dense.seq_k = std::min(p.seq_k, ceil_div(tables.batch_k, batch) * tables.rows_k);
   }
   set_bounds(tables.mask, &dense);
   return dense;

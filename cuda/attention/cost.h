@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/ceil_div.h"
 #include "core/ops/attention/problem.h"
 #include "cuda/runtime.h"
 
@@ -51,8 +52,7 @@ inline constexpr double kMemoryShare = 0.88;  // of the memory's peak rate
 inline constexpr double kUnhidden = 0.1;      // part of overlapped work that still adds time
 
 inline double ceil_of(double a, double b) {
-  return static_cast<double>((static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) /
-                             static_cast<int64_t>(b));
+  return static_cast<double>(ceil_div(static_cast<int64_t>(a), static_cast<int64_t>(b)));
 }
 
 inline double memory_microseconds(const Work& work, const DeviceFacts& facts,

@@ -6,24 +6,24 @@
 #include <iterator>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/status.h"
 #include "cuda/kv_append/entry.h"
 #include "cuda/kv_append/params.h"
 #include "cuda/launch.h"
-#include "cuda/rows/shares.h"
+#include "cuda/rows/partition.h"
 
 namespace flashmoe::kv_append {
 namespace {
 
 using rows::bytes_of;
-using rows::ceil_div;
 using rows::divisor_of;
 using rows::fit_parts;
 using rows::kMostRowUnits;
 using rows::launch_one;
+using rows::Partition;
 using rows::rows_of;
 using rows::scales_of;
-using rows::Shares;
 using Problem = KvAppendProblem;
 
 // Threads per multiprocessor that run at a time.
@@ -97,9 +97,9 @@ int unit_heads_of(const Problem& p, int multiprocessors) {
 // Cuts rows of row_units units each into blocks. It chooses the number of threads that leaves the
 // fewest idle; each thread has `thread_units` units. Returns false if something does not fit in 31
 // bits.
-bool cut_rows(int64_t rows, int64_t row_units, int64_t thread_units, Shares* shares) {
+bool cut_rows(int64_t rows, int64_t row_units, int64_t thread_units, Partition* partition) {
   constexpr int64_t kStep = 32;
-  Shares& s = *shares;
+  Partition& s = *partition;
   if (rows > INT_MAX || row_units > kMostRowUnits) return false;
   s.rows = rows;
   s.row_units = row_units;
@@ -118,11 +118,11 @@ bool cut_rows(int64_t rows, int64_t row_units, int64_t thread_units, Shares* sha
     s.block_rows = block_rows;
     s.parts = parts;
   }
-  return fit_parts(shares);
+  return fit_parts(partition);
 }
 
 // Returns false if something does not fit in 31 bits.
-bool shares_of(const Problem& p, int unit_heads, Shares* shares) {
+bool partition_of(const Problem& p, int unit_heads, Partition* partition) {
   int64_t thread_units = 1;
   const double units =
       static_cast<double>(rows_of_call(p)) * static_cast<double>(units_of_row(p, unit_heads));
@@ -131,7 +131,7 @@ bool shares_of(const Problem& p, int unit_heads, Shares* shares) {
     thread_units =
         std::clamp(ceil_div(p.batch, kOffsetsOfUnit * kThreads), thread_units, kMostThreadUnits);
   }
-  return cut_rows(rows_of_call(p), units_of_row(p, unit_heads), thread_units, shares);
+  return cut_rows(rows_of_call(p), units_of_row(p, unit_heads), thread_units, partition);
 }
 
 const Entry& find_entry(const Problem& p) {
@@ -141,11 +141,11 @@ const Entry& find_entry(const Problem& p) {
 }
 
 // Time of a call whose sequences use all of their rows.
-double microseconds_of(const Problem& p, const Shares& shares, const DeviceFacts& facts) {
+double microseconds_of(const Problem& p, const Partition& partition, const DeviceFacts& facts) {
   const auto numbers = static_cast<double>(p.heads_kv) * static_cast<double>(p.dim + p.dim_v) +
                        static_cast<double>(p.heads_q) * static_cast<double>(p.dim);
-  const double bytes =
-      2 * static_cast<double>(shares.rows) * numbers * static_cast<double>(dtype_bytes(p.k.dtype));
+  const double bytes = 2 * static_cast<double>(partition.rows) * numbers *
+                       static_cast<double>(dtype_bytes(p.k.dtype));
   if (facts.memory_bytes_per_microsecond <= 0) return kMicroseconds;
   return kMicroseconds + bytes / (facts.memory_bytes_per_microsecond * kMemoryShare);
 }
@@ -156,16 +156,16 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   const bool fits = fits_in_31_bits(p);
   const int unit_heads = fits ? unit_heads_of(p, facts->multiprocessors) : 1;
-  Shares shares = {};
-  if (!fits || !shares_of(p, unit_heads, &shares)) {
+  Partition partition = {};
+  if (!fits || !partition_of(p, unit_heads, &partition)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
                          "more than 2^31 - 1 rows, sequences, or pairs of 16 bytes of a row");
   }
   const Kernel& kernel = find_entry(p).kernel;
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
-  plan->info.microseconds = microseconds_of(p, shares, *facts);
-  rows::plan_rows(kernel, device_id, shares, p.dim, p.dim_v, plan);
+  plan->info.microseconds = microseconds_of(p, partition, *facts);
+  rows::plan_rows(kernel, device_id, partition, p.dim, p.dim_v, plan);
   plan->info.launches[0].stages = unit_heads;
   return FLASHMOE_OK;
 }

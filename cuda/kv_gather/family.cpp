@@ -6,23 +6,23 @@
 #include <iterator>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/status.h"
 #include "cuda/kv_gather/entry.h"
 #include "cuda/kv_gather/params.h"
 #include "cuda/launch.h"
-#include "cuda/rows/shares.h"
+#include "cuda/rows/partition.h"
 
 namespace flashmoe::kv_gather {
 namespace {
 
-using rows::ceil_div;
 using rows::divisor_of;
 using rows::fit_parts;
 using rows::kMostRowUnits;
 using rows::launch_one;
+using rows::Partition;
 using rows::rows_of;
 using rows::scales_of;
-using rows::Shares;
 using Problem = KvGatherProblem;
 
 constexpr int64_t kManyUnits = 4;  // per thread, if there are many
@@ -42,12 +42,12 @@ int64_t rows_of_call(const Problem& p) { return is_packed(p) ? p.seq : p.batch *
 // Cuts rows of row_units units each into blocks. A thread has one unit if all blocks then run at a
 // time. Otherwise it has kManyUnits, so that a block runs longer than it takes to start. Returns
 // false if something does not fit in 31 bits.
-bool cut_rows(int64_t rows, int64_t row_units, int multiprocessors, Shares* shares) {
+bool cut_rows(int64_t rows, int64_t row_units, int multiprocessors, Partition* partition) {
   constexpr int64_t kFewBlocks = 8;  // per multiprocessor
   if (rows > INT_MAX || row_units > kMostRowUnits) return false;
   const bool few = static_cast<double>(rows) * static_cast<double>(row_units) <=
                    static_cast<double>(kFewBlocks * multiprocessors * kThreads);
-  Shares& s = *shares;
+  Partition& s = *partition;
   s.rows = rows;
   s.row_units = row_units;
   s.threads = kThreads;
@@ -55,14 +55,14 @@ bool cut_rows(int64_t rows, int64_t row_units, int multiprocessors, Shares* shar
   s.block_rows =
       std::clamp<int64_t>(s.block_units / std::max<int64_t>(row_units, 1), 1, kMostBlockRows);
   s.parts = std::max<int64_t>(ceil_div(s.block_rows * row_units, s.block_units), 1);
-  return fit_parts(shares);
+  return fit_parts(partition);
 }
 
 // Returns false if something does not fit in 31 bits.
-bool shares_of(const Problem& p, int multiprocessors, Shares* shares) {
+bool partition_of(const Problem& p, int multiprocessors, Partition* partition) {
   if (p.batch > INT_MAX || p.seq > INT_MAX || p.heads_kv > INT_MAX) return false;
   const int64_t row_units = p.heads_kv * ((p.dim + p.dim_v) / numbers_of_piece(p));
-  return cut_rows(rows_of_call(p), row_units, multiprocessors, shares);
+  return cut_rows(rows_of_call(p), row_units, multiprocessors, partition);
 }
 
 const Entry& find_entry(const Problem& p) {
@@ -73,9 +73,9 @@ const Entry& find_entry(const Problem& p) {
 }
 
 // Time of a call whose sequences use all of their rows.
-double microseconds_of(const Problem& p, const Shares& shares, const DeviceFacts& facts) {
+double microseconds_of(const Problem& p, const Partition& partition, const DeviceFacts& facts) {
   const auto numbers = static_cast<double>(p.heads_kv) * static_cast<double>(p.dim + p.dim_v);
-  const double bytes = static_cast<double>(shares.rows) * numbers *
+  const double bytes = static_cast<double>(partition.rows) * numbers *
                        static_cast<double>(dtype_bytes(p.k.dtype) + dtype_bytes(p.k_cache.dtype));
   if (facts.memory_bytes_per_microsecond <= 0) return kMicroseconds;
   return kMicroseconds + bytes / (facts.memory_bytes_per_microsecond * kMemoryShare);
@@ -85,16 +85,16 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   const int device_id = p.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
-  Shares shares;
-  if (!shares_of(p, facts->multiprocessors, &shares)) {
+  Partition partition;
+  if (!partition_of(p, facts->multiprocessors, &partition)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
                          "more than 2^31 - 1 rows, sequences, or 16 bytes of a row");
   }
   const Kernel& kernel = find_entry(p).kernel;
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
-  plan->info.microseconds = microseconds_of(p, shares, *facts);
-  rows::plan_rows(kernel, device_id, shares, p.dim, p.dim_v, plan);
+  plan->info.microseconds = microseconds_of(p, partition, *facts);
+  rows::plan_rows(kernel, device_id, partition, p.dim, p.dim_v, plan);
   return FLASHMOE_OK;
 }
 

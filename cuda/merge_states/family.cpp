@@ -6,17 +6,17 @@
 #include <iterator>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/merge_states/entry.h"
 #include "cuda/merge_states/params.h"
-#include "cuda/rows/shares.h"
+#include "cuda/rows/partition.h"
 
 namespace flashmoe::merge_states {
 namespace {
 
 using rows::bytes_of;
-using rows::ceil_div;
 using rows::divisor_of;
 using rows::launch_one;
 using rows::rows_of;
@@ -31,7 +31,7 @@ constexpr double kMicroseconds = 3.0;
 constexpr double kMemoryShare = 0.9;
 
 // Rows per block, and the number of blocks. See Params.
-struct Shares {
+struct Partition {
   int64_t rows;
   int64_t row_units;
   int64_t block_rows;
@@ -40,8 +40,8 @@ struct Shares {
 
 // False if something does not fit in 31 bits. A thread has one unit if all blocks then run at a
 // time. Otherwise it has several, so that a block runs longer than it takes to start.
-bool cut_rows(const Problem& p, int multiprocessors, Shares* shares) {
-  Shares& s = *shares;
+bool cut_rows(const Problem& p, int multiprocessors, Partition* partition) {
+  Partition& s = *partition;
   s.row_units = p.dim_v / kUnitNumbers;
   if (p.partials > INT_MAX || p.sequences > INT_MAX || s.row_units > INT_MAX / kMostBlockRows ||
       __builtin_mul_overflow(p.batch, p.seq, &s.rows) ||
@@ -71,7 +71,7 @@ const Entry& find_entry(const Problem& p) {
   });
 }
 
-double microseconds_of(const Problem& p, const Shares& shares, const DeviceFacts& facts) {
+double microseconds_of(const Problem& p, const Partition& partition, const DeviceFacts& facts) {
   const auto dim = static_cast<double>(p.dim_v);
   const auto bytes_of_row = [&](Dtype dtype) {
     return dim * static_cast<double>(dtype_bytes(dtype)) + static_cast<double>(sizeof(float));
@@ -79,7 +79,7 @@ double microseconds_of(const Problem& p, const Shares& shares, const DeviceFacts
   double bytes = static_cast<double>(p.partials) * bytes_of_row(p.outs.dtype);
   if (p.prior_out.data != nullptr) bytes += bytes_of_row(p.prior_out.dtype);
   bytes += bytes_of_row(p.out.dtype);
-  bytes *= static_cast<double>(shares.rows);
+  bytes *= static_cast<double>(partition.rows);
   if (facts.memory_bytes_per_microsecond <= 0) return kMicroseconds;
   return kMicroseconds + bytes / (facts.memory_bytes_per_microsecond * kMemoryShare);
 }
@@ -88,8 +88,8 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   const int device_id = p.device.device_id;
   const DeviceFacts* facts = nullptr;
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
-  Shares shares;
-  if (!cut_rows(p, facts->multiprocessors, &shares)) {
+  Partition partition;
+  if (!cut_rows(p, facts->multiprocessors, &partition)) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
                          "more than 2^31 - 1 rows and heads, partials, or sequences, or rows of "
                          "more than 2^27 - 1 numbers");
@@ -97,9 +97,9 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   const Kernel& kernel = find_entry(p).kernel;
   int arch = 0;
   FLASHMOE_TRY(load_kernel(kernel, device_id, *facts, &arch, reason));
-  plan->info.microseconds = microseconds_of(p, shares, *facts);
-  flashmoe_launch& launch = plan_launch(kernel, device_id, "", shares.blocks, kThreads, 0, plan);
-  launch.tile_m = static_cast<int32_t>(shares.block_rows);
+  plan->info.microseconds = microseconds_of(p, partition, *facts);
+  flashmoe_launch& launch = plan_launch(kernel, device_id, "", partition.blocks, kThreads, 0, plan);
+  launch.tile_m = static_cast<int32_t>(partition.block_rows);
   launch.dim_v = static_cast<int32_t>(p.dim_v);
   launch.stages = 1;
   return FLASHMOE_OK;

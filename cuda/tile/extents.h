@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "core/ceil_div.h"
+
 #ifdef __CUDACC__
 #define FLASHMOE_HOST_DEVICE __host__ __device__ __forceinline__
 #else
@@ -14,12 +16,7 @@ namespace flashmoe {
 inline constexpr int kThreadsPerWarp = 32;
 inline constexpr int kThreadsPerGroup = 128;  // a warpgroup
 
-// a / b, rounded up. a is not negative, b is positive, and their sum does not overflow.
-template <class A, class B>
-FLASHMOE_HOST_DEVICE constexpr auto ceil_div(A a, B b) {
-  return (a + b - 1) / b;
-}
-// Division by a constant, for kernels: the compiler folds b - 1 into the sum early.
+// ceil_div by a constant, for kernels: the compiler folds b - 1 into the sum early.
 template <int kB>
 FLASHMOE_HOST_DEVICE constexpr int ceil_div(int a) {
   return (a + kB - 1) / kB;

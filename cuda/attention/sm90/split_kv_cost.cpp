@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/ceil_div.h"
 #include "cuda/attention/combine.h"
 
 namespace flashmoe::sm90 {
@@ -55,17 +56,16 @@ class SplitTimes {
 }  // namespace
 
 PackedTiles packed_tiles(const AttentionProblem& problem, int64_t most_groups) {
-  const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t heads = problem.heads_q / problem.heads_kv;
   PackedTiles made;
   // The copy engine cannot pack heads that a view of q repeats.
-  made.chunks = problem.q.strides.head == 0 ? heads : ceil(heads, kRowsPerGroup);
-  made.packed_heads = ceil(heads, made.chunks);
+  made.chunks = problem.q.strides.head == 0 ? heads : ceil_div(heads, kRowsPerGroup);
+  made.packed_heads = ceil_div(heads, made.chunks);
   made.queries_per_group = kRowsPerGroup / made.packed_heads;
   // Makes tiles as equal as possible.
-  const int64_t groups = ceil(problem.seq_q, made.queries_per_group);
-  made.groups_per_tile = ceil(groups, std::max<int64_t>(1, ceil(groups, most_groups)));
-  made.tiles_per_head = groups == 0 ? 0 : ceil(groups, made.groups_per_tile);
+  const int64_t groups = ceil_div(problem.seq_q, made.queries_per_group);
+  made.groups_per_tile = ceil_div(groups, std::max<int64_t>(1, ceil_div(groups, most_groups)));
+  made.tiles_per_head = groups == 0 ? 0 : ceil_div(groups, made.groups_per_tile);
   made.heads = problem.batch * problem.heads_kv * made.chunks;
   made.tiles = made.heads * made.tiles_per_head;
   return made;

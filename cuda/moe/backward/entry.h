@@ -47,7 +47,6 @@ struct CombineShape {
 // length.
 inline int team_threads(int64_t columns) {
   constexpr int64_t kWarp = 32;
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t pieces = std::max<int64_t>(ceil_div(columns, kPiece), 1);
   const int64_t passes = ceil_div(pieces, kTeamThreads);
   return static_cast<int>(ceil_div(ceil_div(pieces, passes), kWarp) * kWarp);

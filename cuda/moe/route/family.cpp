@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/status.h"
 #include "cuda/gpu_models.h"
 #include "cuda/launch.h"
@@ -34,8 +35,6 @@ constexpr int64_t kOnceTokensOfCluster = 32;  // per block
 constexpr int64_t kOnceTokensOfBlock = 16;    // above this there are more blocks
 constexpr int64_t kListPairs = 8192;
 constexpr double kMicroseconds = 5;  // no choice depends on it
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const Entry& find_entry(const MoeRouteProblem& p) {
   if (p.given_ids != nullptr) return entry_given;

@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/combine/stage.h"
@@ -33,8 +34,6 @@ constexpr int64_t kMostColumns = int64_t{1} << 30;
 constexpr int64_t kMostTokenTiles = int64_t{1} << 30;
 // The kernels count rows of x in pieces of 16 bytes, in 32 bits.
 constexpr int64_t kMostElementsOfX = (int64_t{1} << 32) * 8 - 8;
-
-int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 const Entry* find_entry(Dtype dtype, bool gated, bool transposed) {
   for (const Entry* entry : kEntries) {

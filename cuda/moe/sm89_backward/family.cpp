@@ -19,6 +19,7 @@
 #include <climits>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/ops/moe/gradient_chunks.h"
 #include "core/status.h"
 #include "cuda/launch.h"
@@ -36,8 +37,6 @@ using sm89::Extents;
 
 constexpr int kWarpThreads = 32;
 constexpr uint64_t kWorkspaceAlignment = 256;
-
-int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 ExpertMatrix turned(ExpertMatrix matrix) {
   std::swap(matrix.row_stride, matrix.column_stride);

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/gpu_model.h"
 #include "core/status.h"
 #include "cuda/launch.h"

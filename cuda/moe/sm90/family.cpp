@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/moe/combine/stage.h"
@@ -49,8 +50,6 @@ constexpr int64_t kKeptPadding = kBoxColumns - 1;
 // shorter if a cluster would otherwise have fewer than kClusterRuns.
 constexpr int64_t kRunTiles = 6;
 constexpr int64_t kClusterRuns = 2;
-
-int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 // ---- tensor maps
 

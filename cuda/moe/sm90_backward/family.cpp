@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/ops/moe/gradient_chunks.h"
 #include "core/status.h"
 #include "cuda/launch.h"
@@ -20,8 +21,6 @@ namespace {
 using moe_backward::kernel_for;
 
 constexpr int64_t kWarpThreads = 32;
-
-int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 // Speed of products of gradients, and time of each stage that works row by row.
 constexpr Speed kGradientSpeed = {8, 0.875, 4.5e6};

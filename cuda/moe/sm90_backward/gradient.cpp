@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/ceil_div.h"
 #include "cuda/launch.h"
 #include "cuda/moe/sm90/products.h"
 #include "cuda/moe/sm90_backward/entry.h"
@@ -27,8 +28,6 @@ constexpr int64_t kMaxColumns = int64_t{1} << 30;  // column + tile fits in int3
 // Average rows per expert from which on blocks share gathered rows. In tiles of few steps sharing
 // is slower (docs/lab/moe_backward_sm90.md).
 constexpr int64_t kLeastSharedRows = 512;
-
-int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
 const Entry* find_entry(Dtype dtype) {
   for (const Entry* entry : kEntries) {

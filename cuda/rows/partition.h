@@ -1,11 +1,12 @@
-// What blocks have of the rows that appending, gathering and merging move, where rows are, and the
-// launch of their one kernel. Host code.
+// How blocks divide the rows that appending, gathering and merging move, where rows are, and the
+// launch of the one kernel. Host code.
 #pragma once
 
 #include <algorithm>
 #include <climits>
 #include <cstdint>
 
+#include "core/ceil_div.h"
 #include "core/ops/attention/problem.h"
 #include "core/status.h"
 #include "cuda/divisor.h"
@@ -14,10 +15,8 @@
 
 namespace flashmoe::rows {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
-// See the Params of each.
-struct Shares {
+// The fields are those of the kernel's Params.
+struct Partition {
   int64_t rows;
   int64_t row_units;
   int64_t block_rows;
@@ -28,14 +27,15 @@ struct Shares {
 };
 
 inline constexpr int64_t kMostUnits = 8;  // of a thread, where parts need no more
-// The end of a row's last part: threads count from one of theirs to the next, and beyond the end.
+// The most units of a row, whose last part ends there: threads count on by their number of units,
+// beyond the end.
 inline constexpr int64_t kMostRowUnits = INT_MAX - kThreads * kMostUnits;
 
-// Makes no more parts than a grid may have along its second axis, and tells blocks. False where
-// what threads count does not fit in 31 bits.
-inline bool fit_parts(Shares* shares) {
+// Limits the parts to as many as a grid may have along its second axis, and counts the blocks.
+// False where what threads count does not fit in 31 bits.
+inline bool fit_parts(Partition* partition) {
   constexpr int64_t kMostParts = 65535;
-  Shares& s = *shares;
+  Partition& s = *partition;
   if (s.parts > kMostParts) {
     s.block_units = ceil_div(ceil_div(s.row_units, kMostParts), s.threads) * s.threads;
     s.parts = ceil_div(s.row_units, s.block_units);
@@ -44,20 +44,20 @@ inline bool fit_parts(Shares* shares) {
   return s.parts * s.block_units <= kMostRowUnits;
 }
 
-// The launch of rows of dimensions `dim` and `dim_v`.
-inline void plan_rows(const Kernel& kernel, int device_id, const Shares& shares, int64_t dim,
+// Plans the launch for rows of dimensions `dim` and `dim_v`.
+inline void plan_rows(const Kernel& kernel, int device_id, const Partition& partition, int64_t dim,
                       int64_t dim_v, Plan* plan) {
   flashmoe_launch& launch =
-      plan_launch(kernel, device_id, "", shares.blocks, shares.threads, 0, plan);
-  launch.grid[1] = static_cast<uint32_t>(shares.parts);
-  launch.tile_m = static_cast<int32_t>(shares.block_rows);
-  launch.tile_n = static_cast<int32_t>(shares.block_units);
+      plan_launch(kernel, device_id, "", partition.blocks, partition.threads, 0, plan);
+  launch.grid[1] = static_cast<uint32_t>(partition.parts);
+  launch.tile_m = static_cast<int32_t>(partition.block_rows);
+  launch.tile_n = static_cast<int32_t>(partition.block_units);
   launch.dim = static_cast<int32_t>(dim);
   launch.dim_v = static_cast<int32_t>(dim_v);
   launch.stages = 1;
 }
 
-// In bytes. A stride by which nothing is ever found may be any number: its product wraps round.
+// A stride in bytes. A stride by which nothing is ever found may be any number: its product wraps.
 inline int64_t bytes_of(int64_t stride, Dtype dtype) {
   return static_cast<int64_t>(static_cast<uint64_t>(stride) *
                               static_cast<uint64_t>(dtype_bytes(dtype)));
@@ -74,8 +74,8 @@ inline Scales scales_of(const KeyScales& given) {
   return {static_cast<const float*>(given.data), given.batch_stride, given.head_stride};
 }
 
-// Of an extent. What is divided has 31 bits, so that a longer extent divides as 2^31 - 1 does; an
-// extent of 0 is that of calls that have no such rows, and divides nothing.
+// The divisor for an extent. What is divided has 31 bits, so that a longer extent divides as
+// 2^31 - 1 does. An extent of 0 belongs to calls that have no such rows, and divides nothing.
 inline Divisor divisor_of(int64_t extent) {
   return Divisor::of(static_cast<uint32_t>(std::clamp<int64_t>(extent, 1, INT_MAX)));
 }
