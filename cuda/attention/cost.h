@@ -68,6 +68,7 @@ struct TileSpeed {
   double rate;   // floating-point operations
   double start;  // microseconds of a launch
   double rows;   // rows per tile
+  double memory_share = kMemoryShare;
 };
 
 // Time of tiles of many rows of one query head. `share` is the time of a step relative to that with
@@ -79,7 +80,7 @@ inline double tile_microseconds(const Work& work, const TileSpeed& speed, double
   const double waves = ceil_of(tiles, facts.multiprocessors);
   const double keys = waves > 1 ? work.keys : work.most_keys;
   const double run = share * (waves * speed.rows * keys * work.dims * 2 / speed.rate);
-  const double memory = memory_microseconds(work, facts);
+  const double memory = memory_microseconds(work, facts, speed.memory_share);
   return speed.start + std::max(run, memory) + kUnhidden * std::min(run, memory);
 }
 

@@ -7,11 +7,11 @@
 
 namespace flashmoe::sm89_decode {
 
-// Times in microseconds, rates per microsecond of one multiprocessor, of bytes that reach its
-// registers. On an H200 decoding took about 12 us and the bytes at 0.92 of the memory's peak
-// (docs/kernels/attention_sm89_decode.md). The start is less here, since sm90's estimates of such
-// tiles are low by more.
-inline constexpr double kStart = 4.5;   // launch, shares, first loads and the last tile's end
+// Times are in microseconds, and rates are of one multiprocessor in a microsecond, of bytes that
+// reach its registers. On an H200 the bytes come at 0.92 of the memory's peak, and both kernels
+// take 7 us more where keys are many: 128 Ki keys of 8 heads took 129 us. Where keys are few they
+// take up to 9 us more (benchmarks/results/attention_decode_start_h200.json).
+inline constexpr double kStart = 4.5;   // launch, ranges, first loads and the last tile's end
 inline constexpr double kSecond = 2.5;  // the second kernel
 inline constexpr double kTile = 0.5;    // the end of a tile, of which loads hide the rest
 inline constexpr double kRate = 40e3;
@@ -22,7 +22,7 @@ inline double product_rate(const DeviceFacts& facts) {
   return facts.compute_capability == 90 ? 1.5e6 : 0.7e6;
 }
 
-// Tiles of so many rows, which blocks share evenly.
+// Tiles of so many rows, whose keys blocks divide evenly.
 inline double decode_microseconds(const Work& work, int rows, const DeviceFacts& facts) {
   const double tiles = work.heads_kv * ceil_of(work.rows, rows);
   const double blocks = facts.multiprocessors;

@@ -9,10 +9,11 @@
 
 namespace flashmoe::sm90 {
 
-// Factor by which times of tiles are too low compared with those of the few-row kernels. Calls that
-// both serve were timed on an H100 (docs/lab/attention_sm89_few_rows.md, "Beside the families of
-// tiles").
-inline constexpr double kBesideFewRows = 1.05;
+// What a call takes, of what the terms below say. Dense calls on an H200 took 1.11 to 1.32 times
+// the terms, on average of each record, and calls of few rows on an H100 1.37 times
+// (benchmarks/results/family_choice_h100.json); large ones that the memory bounds took 0.96 to 1.03
+// times.
+inline constexpr double kUncounted = 1.05;
 
 // Speed of kernels for keys of `dim` dimensions.
 inline TileSpeed tile_speed(int dim) {

@@ -290,7 +290,7 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
                  tile_microseconds(with_packed_heads(work, heads), tile_speed(entry->dim), facts));
   const int64_t blocks =
       std::min<int64_t>(tiles * (problem.heads_q / heads), facts.multiprocessors);
-  *whole_tiles = {entry, blocks, kStartOfSequences + kBesideFewRows * microseconds,
+  *whole_tiles = {entry, blocks, kStartOfSequences + kUncounted * microseconds,
                   division_bytes(problem, *entry, blocks)};
   return FLASHMOE_OK;
 }

@@ -122,7 +122,7 @@ flashmoe_status estimate_split_kv(const AttentionProblem& problem, const Work& w
   if (problem.heads_q > INT_MAX / 2 || tiles.heads > INT_MAX / 2 || tiles.tiles > INT_MAX / 2) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "more than 2^30 tiles of query rows");
   }
-  *split_kv = {entry, tiles, groups, split.blocks, kBesideFewRows * split.microseconds};
+  *split_kv = {entry, tiles, groups, split.blocks, kUncounted * split.microseconds};
   return FLASHMOE_OK;
 }
 

@@ -61,7 +61,7 @@ flashmoe_status estimate_whole_tiles(const AttentionProblem& problem, const Work
   }
   // The kernel is persistent: at most one block per multiprocessor, which holds one.
   *whole_tiles = {entry, std::min<int64_t>(tiles_per_head * heads, facts.multiprocessors),
-                  kBesideFewRows * tile_microseconds(work, tile_speed(entry->dim), facts)};
+                  kUncounted * tile_microseconds(work, tile_speed(entry->dim), facts)};
   return FLASHMOE_OK;
 }
 
