@@ -2,13 +2,14 @@
 // device tells sequences with few queries from the others; then each family computes its own, by a
 // table of lengths in which the other's have no queries.
 //
-// What the parts are is said here, and who computes them is the order of the list
-// (core/ops/attention/families.h): the few go to the first of the more particular families, in
-// front of this one, that serves them, the others to the fastest of those behind it.
+// This file says what the parts are. The order of the list (core/ops/attention/families.h) says who
+// computes them: the few go to the first family in front of this one that serves them, the others
+// to the fastest of those behind it.
 #include <algorithm>
 #include <climits>
 
 #include "core/backends.h"
+#include "core/ceil_div.h"
 #include "core/choose.h"
 #include "core/ops/attention/families.h"
 #include "core/ops/attention/few_queries.h"
@@ -19,16 +20,16 @@
 namespace flashmoe {
 namespace {
 
-// Of the few's launches the first, and what is behind the many's. Several are few queries that are
-// more than a tile of the few's kernel.
+// kFew is the first launch of the few's, kFewBehind the rest, which follow the many's launches.
+// kSeveral are sequences whose few queries are more than a tile of the few's kernel.
 enum Part { kFew, kMany, kFewBehind, kSeveral };
 
-// Microseconds of the first kernel, and of one that finds nothing to do.
+// Microseconds of the first kernel, and of a kernel that finds nothing to do.
 constexpr double kLengthsTime = 2.0;
 constexpr double kNothing = 4.0;
 
-// Offsets in the workspace: behind the first table of lengths the others, how the parts divide the
-// device, and what the few need, and behind them the several. The many need no more.
+// Offsets in the workspace: behind the first table of lengths the others, then how the parts divide
+// the device, then what the few need, and after them the several. The many need none.
 struct Places {
   int64_t few_q;
   int64_t several_q;
@@ -37,13 +38,13 @@ struct Places {
 };
 
 Places places_of(const AttentionProblem& p, const Plan& plan) {
-  const auto round_up = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
+  const auto round_up = [](int64_t bytes) { return ceil_div(bytes, 128) * 128; };
   const int64_t table = round_up(p.batch * 4);
   const int64_t division = (plan.parts[kSeveral].count > 0 ? 3 : 2) * table;
   return {table, 2 * table, division, division + round_up(plan.division_bytes)};
 }
 
-// A part of the problem: of the sequences to which a table leaves their queries.
+// A part of the problem: the sequences to which a table leaves their queries.
 AttentionProblem part_of(const AttentionProblem& p, const void* lengths) {
   AttentionProblem part = p;
   part.kernel[0] = '\0';
@@ -51,7 +52,7 @@ AttentionProblem part_of(const AttentionProblem& p, const void* lengths) {
   return part;
 }
 
-// Those with many queries: what split_size promises, the kernels of tiles give anyway.
+// The sequences with many queries: what split_size promises, the kernels of tiles give anyway.
 AttentionProblem many_of(const AttentionProblem& p, const void* lengths) {
   AttentionProblem part = part_of(p, lengths);
   part.sequences.split_size = 0;
@@ -69,14 +70,13 @@ int64_t queries_of_tile(const AttentionProblem& p, const flashmoe_launch& launch
   return std::clamp<int64_t>(launch.tile_m * p.heads_kv / p.heads_q, 1, few_queries(p));
 }
 
-// How many sequences have how many rows of q, if some are as long as they may be, and the others
-// have one query.
-struct Shares {
+// A guess at the batch: some sequences are as long as they may be, and the others have one query.
+struct BatchMix {
   int64_t many;
   int64_t many_rows;
 };
 
-Shares shares_of(const AttentionProblem& p) {
+BatchMix mix_of(const AttentionProblem& p) {
   if (p.sequences.cu_seqlens_q.data == nullptr) return {p.batch, p.batch * p.seq_q};
   const int64_t further = std::max<int64_t>(p.sequences.rows_q - p.batch, 0);
   const int64_t many =
@@ -101,7 +101,7 @@ flashmoe_status ask(const AttentionFamily& family, const AttentionProblem& part,
   return family.plan(part, plan, reason);
 }
 
-// A part's family, its plan, and the estimate by which it was chosen.
+// A part's family, its plan, and the estimate by which the family was chosen.
 struct PlannedPart {
   const AttentionFamily* family;
   Plan plan;
@@ -111,7 +111,7 @@ struct PlannedPart {
 // Plans the family with the shortest estimate. With split_size it is the first family that can,
 // since an estimate would make the bits depend on the batch.
 flashmoe_status plan_many(const AttentionProblem& problem, const AttentionProblem& many,
-                          const Shares& shares, PlannedPart* part, const Reason& reason) {
+                          const BatchMix& mix, PlannedPart* part, const Reason& reason) {
   flashmoe_status result = FLASHMOE_ERROR_UNSUPPORTED;
   bool behind = false;
   for (const AttentionFamily* family : kAttentionFamilies) {
@@ -124,7 +124,7 @@ flashmoe_status plan_many(const AttentionProblem& problem, const AttentionProble
     if (status == FLASHMOE_ERROR_CUDA) return status;
     if (result != FLASHMOE_OK) result = status;
     if (status != FLASHMOE_OK) continue;
-    const double time = estimate_of(*family, many, shares.many, shares.many_rows);
+    const double time = estimate_of(*family, many, mix.many, mix.many_rows);
     if (part->family != nullptr && time >= part->microseconds) continue;
     *part = {family, made, time};
     if (problem.sequences.split_size > 0) break;
@@ -132,9 +132,9 @@ flashmoe_status plan_many(const AttentionProblem& problem, const AttentionProble
   return result;
 }
 
-// Plans the first family that can, whatever the batch is: which one decodes does not depend on an
-// estimate.
-flashmoe_status plan_few(const AttentionProblem& few, const Shares& shares, PlannedPart* part,
+// Plans the first family that can, whatever the batch is: which family decodes does not depend on
+// an estimate.
+flashmoe_status plan_few(const AttentionProblem& few, const BatchMix& mix, PlannedPart* part,
                          const Reason& reason) {
   flashmoe_status status = FLASHMOE_ERROR_UNSUPPORTED;
   for (const AttentionFamily* family : kAttentionFamilies) {
@@ -144,7 +144,7 @@ flashmoe_status plan_few(const AttentionProblem& few, const Shares& shares, Plan
     if (status == FLASHMOE_ERROR_CUDA) break;
     if (status != FLASHMOE_OK) continue;
     part->family = family;
-    const int64_t others = few.batch - shares.many;
+    const int64_t others = few.batch - mix.many;
     part->microseconds = estimate_of(*family, few, others, others);
     break;
   }
@@ -162,25 +162,25 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   }
   // Plans do not depend on addresses, but on whether they are there.
   const void* const there = &problem;
-  const Shares shares = shares_of(problem);
+  const BatchMix mix = mix_of(problem);
   PlannedPart many = {};
   PlannedPart few = {};
-  FLASHMOE_TRY(plan_many(problem, many_of(problem, there), shares, &many, reason));
-  FLASHMOE_TRY(plan_few(few_of(problem, there, few_queries(problem)), shares, &few, reason));
+  FLASHMOE_TRY(plan_many(problem, many_of(problem, there), mix, &many, reason));
+  FLASHMOE_TRY(plan_few(few_of(problem, there, few_queries(problem)), mix, &few, reason));
   FLASHMOE_TRY(cuda_plan_lengths(problem, plan, reason));
-  // Both at a time, if both can: the few go first, to some of the multiprocessors. Most of these
-  // decode one query, which the bound does not tell: they have a kernel for it, if there is one,
-  // and those with more than a tile of it the other, behind all.
+  // The parts run at a time, if both can: the few go first, to some of the multiprocessors. Most of
+  // the few decode one query, though the bound does not say so: they get the kernel for one query,
+  // if there is one, and those with more than a tile of it the other kernel, behind all.
   const bool beside = few.plan.division_bytes > 0 && many.plan.division_bytes > 0;
   PlannedPart several = {};
   if (beside) {
     PlannedPart one = {};
-    FLASHMOE_TRY(plan_few(few_of(problem, there, 1), shares, &one, reason));
+    FLASHMOE_TRY(plan_few(few_of(problem, there, 1), mix, &one, reason));
     const flashmoe_launch& launch = one.plan.info.launches[0];
     if (launch.tile_m < few.plan.info.launches[0].tile_m) {
       several = few;
       const int64_t most = queries_of_tile(problem, launch);
-      FLASHMOE_TRY(plan_few(few_of(problem, there, most), shares, &few, reason));
+      FLASHMOE_TRY(plan_few(few_of(problem, there, most), mix, &few, reason));
     }
     plan->division_bytes = std::max(few.plan.division_bytes, many.plan.division_bytes);
   }
