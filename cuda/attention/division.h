@@ -14,7 +14,7 @@
 namespace flashmoe {
 
 struct Division {
-  int32_t decode_blocks;  // blocks of decoding that have a share; the others have none
+  int32_t decode_blocks;  // blocks of decoding that have a range; the others have none
   uint32_t next_tile;     // of prompts: the number of the tile that the next block takes
 };
 

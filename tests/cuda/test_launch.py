@@ -237,7 +237,7 @@ def test_ragged_order(programs: _Programs) -> None:
     checked([programs("test_ragged_order")])
 
 
-def test_shares_of_whole_tiles(programs: _Programs) -> None:
+def test_ranges_of_whole_tiles(programs: _Programs) -> None:
     checked([programs("test_whole_tiles")])
 
 

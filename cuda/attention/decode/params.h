@@ -67,7 +67,7 @@ struct Params {
   int32_t fp8;    // whether k and v are fp8, else q's type
   Divisor group;  // query heads per KV head
   int32_t heads_kv;
-  int32_t split_keys;  // keys of a chunk; 0: blocks take equal shares
+  int32_t split_keys;  // keys of a chunk; 0: blocks take equal ranges
 
   // The workspace: parts of shared tiles, [places][rows][kernel's dim_v], with the row max and sum
   // of each row, [places][rows], and the cut tiles, [blocks].

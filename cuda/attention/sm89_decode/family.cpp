@@ -1,5 +1,5 @@
 // The sm89_decode family: ragged, padded and paged batches whose sequences have few queries. Blocks
-// share the keys. Only the kernels read lengths: nothing here depends on them.
+// divide the keys by stream-K. Only the kernels read lengths: nothing here depends on them.
 #include <algorithm>
 #include <climits>
 #include <cstring>
@@ -33,7 +33,7 @@ bool is_fp8(const AttentionProblem& p) { return p.k.dtype == Dtype::kFloat8E4M3;
 
 int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
 
-// Keys per chunk; 0: blocks take equal shares.
+// Keys per chunk; 0: blocks take equal ranges.
 int64_t split_keys(const AttentionProblem& p) { return p.sequences.split_size; }
 
 // Rows of a KV head, by which a kernel is chosen. If bits must depend on the sequence alone, it is

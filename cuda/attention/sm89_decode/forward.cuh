@@ -3,14 +3,14 @@
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
 // A tile is kRows packed query rows of one KV head of a sequence. A block of 8 warps takes an equal
-// share of the keys of all tiles (share.cuh). Within a tile its warps take steps of kStepKeys keys
-// in turn, each with its own online softmax. K and V go from global memory directly to registers
-// (loads.cuh). The next step's loads are in flight during a step, also if that is the next tile's:
-// memory does not idle between tiles. At the end of a tile the parts of the warps are added up
-// (results.cuh). A tile within one block is written; other tiles leave parts in the workspace,
-// which the second kernel adds up (combine.cuh).
+// range of the keys of all tiles (stream_k.cuh). Within a tile its warps take steps of kStepKeys
+// keys in turn, each with its own online softmax. K and V go from global memory directly to
+// registers (loads.cuh). The next step's loads are in flight during a step, also if that is the
+// next tile's: memory does not idle between tiles. At the end of a tile the parts of the warps are
+// added up (results.cuh). A tile within one block is written; other tiles leave parts in the
+// workspace, which the second kernel adds up (combine.cuh).
 //
-// With split_keys, blocks share whole chunks of that many keys, counted from the sequence's first.
+// With split_keys, ranges are of whole chunks of that many keys, counted from the sequence's first.
 // The parts of a tile's chunks are added up in their order, whichever blocks have them: bits depend
 // on the sequence alone.
 #pragma once
@@ -184,9 +184,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::launch_dependents();
 #endif
   if (thread_index() == 0) params.cut_tiles[blockIdx.x].parts = 0;
-  const int blocks = sharing_blocks(params);
+  const int blocks = stream_k_blocks(params);
   if (static_cast<int>(blockIdx.x) >= blocks) return;
-  if (!find_share<Traits>(params, blocks, state)) return;
+  if (!find_range<Traits>(params, blocks, state)) return;
   few_rows::QFragments<Traits> q;
   Ahead<Traits> ahead;
   ahead.valid = 0;

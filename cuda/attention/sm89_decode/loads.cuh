@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "cuda/attention/sm89_decode/cache.cuh"
-#include "cuda/attention/sm89_decode/share.cuh"
+#include "cuda/attention/sm89_decode/stream_k.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/generic.cuh"
 
@@ -199,7 +199,7 @@ struct Queries {
 };
 
 // Issues copies of a tile's queries: chunk c of row 8n + g, or zeros if the row is missing. If
-// other warps suffice, the first warps do not take part: they load the first keys of a share. Nor
+// other warps suffice, the first warps do not take part: they load the first keys of a range. Nor
 // does the last warp, which finds its second segment. Copies are issued before the keys, behind
 // which queries would arrive last.
 template <class Traits>

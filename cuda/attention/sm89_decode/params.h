@@ -15,7 +15,7 @@ using attention_decode::TileRows;
 
 struct Params : attention_decode::Params {
   int32_t plain_tables;  // no tables but cu_seqlens_q, seqused_k and page_table are given
-  int32_t most_tiles;    // over all sequences; 0: too many sequences for shares of whole tiles
+  int32_t most_tiles;    // over all sequences; 0: too many sequences for ranges of whole tiles
 };
 
 inline constexpr int kWarps = 8;  // per block

@@ -2,23 +2,14 @@
 // (few_rows/traits.cuh), and the shared memory of blocks that go from tile to tile.
 #pragma once
 
+#include "cuda/attention/decode/stream_k.cuh"
 #include "cuda/attention/few_rows/traits.cuh"
 #include "cuda/attention/sm89_decode/params.h"
 
 namespace flashmoe::sm89_decode {
 
-// A block's record of a sequence.
-struct alignas(16) Described {
-  int32_t batch_q;
-  int32_t begin_q;
-  int32_t length_q;
-  int32_t batch_k;
-  int32_t begin_k;
-  int32_t length_k;
-  int32_t diagonal;
-  int32_t first;  // keys that some query sees
-  int32_t end;
-  int32_t unit_keys;  // keys per unit that blocks share: a step, or a chunk
+struct alignas(16) Described : attention_decode::DescribedSequence {
+  int32_t unit_keys;  // keys per unit: a step, or a chunk
   int32_t origin;     // the key from which units are counted
   int32_t units;      // per tile; at least 1, since its rows must be written
   int32_t row_tiles;  // per KV head; 0: no queries
@@ -49,15 +40,15 @@ struct Segment {
   int32_t whole;         // the block has all keys of the tile
   int32_t only;          // the tile has no other segment
   int32_t last;          // the last segment of the tile
-  int32_t place;         // of its part, if the tile is shared
+  int32_t place;         // of its part, if other blocks have parts of the tile
   int32_t query_buffer;  // of the tile
 };
 
-// The position of a block in its share.
+// The position of a block in its range.
 struct alignas(16) Cursor {
   int64_t left;       // units
-  int64_t end;        // of the share, in units of all blocks
-  int64_t cut_last;   // last unit of the tile that the end of the share cuts
+  int64_t end;        // of the range, in units of all blocks
+  int64_t cut_last;   // last unit of the tile that the end of the range cuts
   int32_t cut_units;  // units of that tile; 0: no tile is cut
   int32_t sequence;
   int32_t tile;    // of the sequence
@@ -80,13 +71,13 @@ inline constexpr int kSegments = 4;
 struct BlockState {
   Cursor cursor;
   int64_t total;   // units of all blocks
-  int32_t blocks;  // blocks that have a share
+  int32_t blocks;  // blocks that have a range
   int64_t warp_units[kWarps];
-  // For shares of whole tiles: units before each sequence, units per tile of it, and units before
-  // each share.
+  // For ranges of whole tiles: units before each sequence, units per tile of it, and units before
+  // each range.
   int64_t before[kThreads];
   int32_t tile_units[kThreads];
-  int64_t share_begin[kThreads];
+  int64_t range_begin[kThreads];
   Described window[kWindow];
   Segment segments[kSegments];
 };

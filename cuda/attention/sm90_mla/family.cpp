@@ -45,14 +45,14 @@ bool has_cuts_by_tile(const AttentionProblem& p, int64_t blocks) {
 }
 
 // Places for cut tiles: none if a block has all keys of a row tile.
-int64_t cuts_of(const AttentionProblem& p, int64_t blocks, int64_t shares) {
-  if (shares == 1) return 0;
+int64_t cuts_of(const AttentionProblem& p, int64_t blocks, int64_t stream_k_blocks) {
+  if (stream_k_blocks == 1) return 0;
   return has_cuts_by_tile(p, blocks) ? tiles_of(p) : blocks;
 }
 
-// Blocks that share the keys of a row tile: as many as run at a time, but at most one per block of
+// Blocks that divide the keys of a row tile: as many as run at a time, but at most one per block of
 // keys.
-int64_t shares_of(const AttentionProblem& p, const DeviceFacts& facts) {
+int64_t stream_k_blocks_of(const AttentionProblem& p, const DeviceFacts& facts) {
   const int64_t blocks = p.heads_kv * row_tiles(p);
   const int64_t most = std::max<int64_t>(facts.multiprocessors / blocks, 1);
   const int64_t blocks_of_keys = std::max<int64_t>((p.seq_k + kBlockKeys - 1) / kBlockKeys, 1);
@@ -149,12 +149,13 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   int arch = 0;
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
   FLASHMOE_TRY(load_kernel(entry->combine, device_id, *facts, &arch, reason));
-  const int64_t shares = shares_of(problem, *facts);
-  const int64_t blocks = shares * problem.heads_kv * row_tiles(problem);
+  const int64_t stream_k_blocks = stream_k_blocks_of(problem, *facts);
+  const int64_t blocks = stream_k_blocks * problem.heads_kv * row_tiles(problem);
   plan_launch(*entry, device_id, "a", blocks, plan);
   const int64_t rows = std::clamp<int64_t>(problem.seq_q * group_of(problem), 1, kRows);
-  const int64_t sums = std::clamp<int64_t>(cuts_of(problem, blocks, shares) * rows * kQuarters, 1,
-                                           kSumBlocks * int64_t{facts->multiprocessors});
+  const int64_t sums =
+      std::clamp<int64_t>(cuts_of(problem, blocks, stream_k_blocks) * rows * kQuarters, 1,
+                          kSumBlocks * int64_t{facts->multiprocessors});
   plan_launch(entry->combine, device_id, "a", sums, kSumThreads, 0, plan);
   const int64_t places = attention_decode::places_of(blocks, false);
   plan->info.workspace_bytes =
@@ -208,18 +209,18 @@ void fill_params(const AttentionProblem& p, const Plan& plan, Params* params) {
   params->group = Divisor::of(static_cast<uint32_t>(group_of(p)));
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
   const int64_t blocks = plan.info.launches[0].grid[0];
-  const int64_t shares = blocks / (p.heads_kv * row_tiles(p));
+  const int64_t stream_k_blocks = blocks / (p.heads_kv * row_tiles(p));
   params->blocks = static_cast<int32_t>(blocks);
   params->part_units_log2 = entry.units_log2;
   params->box_rows = box_rows(p);
   params->query_heads = query_heads(p);
-  params->shares = static_cast<int32_t>(shares);
+  params->stream_k_blocks = static_cast<int32_t>(stream_k_blocks);
   params->cuts_by_tile = has_cuts_by_tile(p, blocks) ? 1 : 0;
-  params->by_shares = Divisor::of(static_cast<uint32_t>(shares));
+  params->by_stream_k_blocks = Divisor::of(static_cast<uint32_t>(stream_k_blocks));
   params->by_row_tiles = Divisor::of(static_cast<uint32_t>(row_tiles(p)));
   // With two row tiles the second reads keys while they are still in flight for the first.
   params->evict_first = row_tiles(p) <= 2 ? 1 : 0;
-  params->cuts = static_cast<int32_t>(cuts_of(p, blocks, shares));
+  params->cuts = static_cast<int32_t>(cuts_of(p, blocks, stream_k_blocks));
 }
 
 void fill_addresses(const AttentionProblem& p, void* workspace, Params* params) {

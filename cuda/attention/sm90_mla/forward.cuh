@@ -3,9 +3,9 @@
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask),  V in K
 //
-// A tile is 64 packed rows of one KV head of a sequence. Blocks take equal shares of the keys of
-// all sequences (share.cuh), and go from tile to tile. The keys of a block of 64 keys, 72 KiB, are
-// loaded once for both products. Two such blocks and the queries fill the shared memory. One
+// A tile is 64 packed rows of one KV head of a sequence. Blocks take equal ranges of the keys of
+// all sequences (stream_k.cuh), and go from tile to tile. The keys of a block of 64 keys, 72 KiB,
+// are loaded once for both products. Two such blocks and the queries fill the shared memory. One
 // warpgroup loads (producer.cuh), two compute (consumer.cuh). A tile within one thread block is
 // written; other tiles leave parts in the workspace, which the second kernel adds up (combine.cuh).
 #pragma once
@@ -45,14 +45,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::prefetch_tensor_map(&params.keys);
     if (params.query_heads != 0) ptx::prefetch_tensor_map(&params.queries);
     init_barriers<Traits>(state, params.query_heads != 0);
-    state.share = {};
+    state.range = {};
     state.longest = 0;
   }
   const BlockPlace block(params);
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
-  find_share(params, block, state);
-  if (state.share.begin == state.share.end) return;
+  find_range(params, block, state);
+  if (state.range.begin == state.range.end) return;
   const int group = warp_index() / (kThreadsPerGroup / kThreadsPerWarp);
   if (group == kConsumers) {
     ptx::give_registers_back<Traits::kProducerRegisters>();

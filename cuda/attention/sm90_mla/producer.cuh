@@ -1,6 +1,6 @@
 // The producer warpgroup. Its first warp loads blocks of keys by the copy engine. The second
 // describes segments for all others. The third loads queries in boxes; if they are no boxes, the
-// third and fourth load them row by row. The first three walk the block's share independently:
+// third and fourth load them row by row. The first three walk the block's range independently:
 // loads of the first keys are issued before their segment is announced.
 //
 // A block of keys is loaded in boxes of 64 columns and as many rows as are contiguous wherever in a
@@ -8,7 +8,7 @@
 // those behind the end, whose pages are not looked up.
 #pragma once
 
-#include "cuda/attention/sm90_mla/share.cuh"
+#include "cuda/attention/sm90_mla/stream_k.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
@@ -33,7 +33,7 @@ struct Uses {
   __device__ __forceinline__ void next(int buffer) { odd ^= 1u << buffer; }
 };
 
-inline constexpr int kWindowBarrier = 13;  // a named barrier of the warps that walk the share
+inline constexpr int kWindowBarrier = 13;  // a named barrier of the warps that walk the range
 
 // A coordinate outside every map.
 inline constexpr int kNowhere = 1 << 30;
@@ -226,13 +226,13 @@ struct Producer {
     }
   }
 
-  // Calls visit(known, sequence, part) for each part of the block's share. Each of the warps that
-  // walk the share calls it. With many sequences, one of these warps describes them in a common
+  // Calls visit(known, sequence, part) for each part of the block's range. Each of the warps that
+  // walk the range calls it. With many sequences, one of these warps describes them in a common
   // window.
   template <bool kDescribes, class Visit>
   __device__ __forceinline__ void for_each_part(const Visit& visit) {
     const int count = params.sequences.count;
-    Progress at(state.share);
+    Progress at(state.range);
     // With few sequences, the first window is ready already.
     int window = count <= kWindow ? 0 : at.sequence;
     int behind = count <= kThreads ? window + kWindow : at.sequence;
@@ -284,7 +284,7 @@ struct Producer {
   // The second warp calls it.
   __device__ __forceinline__ void tell_segments() {
     int number = 0;
-    const int last = state.share.last;
+    const int last = state.range.last;
     for_each_part<true>([&](const Described& known, int sequence, const KeyRange& part) {
       tell(number++, [&](Segment& segment) {
         describe_segment(params, block, last, known, sequence, part, segment);

@@ -1,6 +1,7 @@
 // Constants of the MLA kernel.
 #pragma once
 
+#include "cuda/attention/decode/stream_k.cuh"
 #include "cuda/attention/sm90_mla/params.h"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/tile/extents.h"
@@ -22,30 +23,20 @@ struct alignas(16) Segment {
   int32_t place;  // otherwise, the place of its part
 };
 
-// A block's record of a sequence.
-struct Described {
-  int32_t batch_q;
-  int32_t begin_q;
-  int32_t length_q;
-  int32_t batch_k;
-  int32_t begin_k;
-  int32_t length_k;
-  int32_t diagonal;
-  int32_t first;  // keys that some query sees
-  int32_t end;
+struct Described : attention_decode::DescribedSequence {
   int32_t units;  // blocks of keys; 0: it has no such row tile
 
   __device__ __forceinline__ int origin() const { return first / kBlockKeys * kBlockKeys; }
   __device__ __forceinline__ int64_t weight() const { return units == 0 ? 0 : kLead + units; }
 };
 
-// The range of a block's share, in units of a block of keys.
-struct Share {
+// The range of a block, in units of a block of keys.
+struct Range {
   int64_t begin;
   int64_t end;
   int64_t first_unit;  // of `sequence`
   int32_t sequence;
-  int32_t last;  // the share with the end of the sequence that continues after this share
+  int32_t last;  // the range with the end of the sequence that continues after this range
 };
 
 inline constexpr int kConsumers = 2;  // warpgroups
@@ -88,8 +79,8 @@ struct Traits {
   // Data about the sequence that a thread describes.
   struct Finding {
     uint32_t before[kThreads];  // units before it
-    int32_t nearest[kThreads];  // the share that begins nearest to it, if all are equal
-    uint32_t begins[kThreads];  // where a thread's share begins, with the maximum number of pieces
+    int32_t nearest[kThreads];  // the range that begins nearest to it, if all are equal
+    uint32_t begins[kThreads];  // where a thread's range begins, with the maximum number of pieces
   };
   // Data that consumers exchange.
   struct Told {
@@ -98,13 +89,13 @@ struct Traits {
   };
   struct State {
     Segment segments[kSegments];
-    Share share;
+    Range range;
     Described window[kWindow];
     int64_t warp_units[kWarps];
-    uint32_t longest;          // longest share, with the maximum number of pieces
+    uint32_t longest;          // longest range, with the maximum number of pieces
     uint64_t valid[kBuffers];  // one bit per key of a block
     union {
-      Finding finding;  // until shares are found
+      Finding finding;  // until ranges are found
       Told told;
     };
     uint32_t again[kRows / 32];  // one bit per row to recompute

@@ -1,21 +1,23 @@
-// A block's share of all keys, and the segments of tiles that it is made of.
+// A block's range of all keys (decode/stream_k.cuh), and the segments of tiles that it is made of.
 //
-// Row tile y of every sequence that has so many rows is shared by `shares` blocks, in units of
-// blocks of keys: block x of G has those from x W / G on, of W, or from near there on, where
-// sequences begin (find_aligned). Tiles of a sequence differ by nothing but their rows, so that
-// blocks of the same x read the same keys at about the same time, and the L2 has them once.
+// A unit is a block of keys. Row tile y of every sequence that has so many rows is the work of
+// `stream_k_blocks` blocks, each of which has an equal range, or one that begins near there with a
+// sequence (find_aligned). The row tiles of a sequence have the same keys, so blocks with the same
+// range of different row tiles read the same keys at about the same time, and the L2 reads them
+// once.
 #pragma once
 
 #include "cuda/attention/decode/rows.cuh"
+#include "cuda/attention/decode/stream_k.cuh"
 #include "cuda/attention/sm90_mla/traits.cuh"
 #include "cuda/ptx/prefetch.cuh"
-#include "cuda/tile/sequence.cuh"
 
 namespace flashmoe::sm90_mla {
 
 using reread::thread_index;
 
-// Of an unsigned index: fewer instructions, of which a block executes many but once.
+// Unsigned arithmetic takes fewer instructions: a block executes many of them only once, and waits
+// for each.
 __device__ __forceinline__ int lane_index() {
   return static_cast<int>(static_cast<uint32_t>(thread_index()) % kThreadsPerWarp);
 }
@@ -23,22 +25,22 @@ __device__ __forceinline__ int warp_index() {
   return __shfl_sync(kFullWarp, static_cast<uint32_t>(thread_index()) / kThreadsPerWarp, 0);
 }
 
-// Which row tile, of which KV head, a block is of, and which of the shares is its.
+// The row tile and the KV head that a block works on, and which of the ranges of their keys it has.
 struct BlockPlace {
-  int share;
+  int range;
   int row_tile;
   int head_kv;
-  int tile;    // row tiles of all KV heads, one behind the other
+  int tile;    // among the row tiles of all KV heads, one behind the other
   int number;  // of the block
 
   __device__ __forceinline__ explicit BlockPlace(const Params& params) {
     number = static_cast<int>(blockIdx.x);
-    tile = params.by_shares.quotient(number);
-    share = number - tile * params.shares;
+    tile = params.by_stream_k_blocks.quotient(number);
+    range = number - tile * params.stream_k_blocks;
     head_kv = params.by_row_tiles.quotient(tile);
     row_tile = tile - head_kv * params.by_row_tiles.number();
   }
-  // Where cut_tiles has the block's tile of a sequence.
+  // The place in cut_tiles of the block's tile of a sequence.
   __device__ __forceinline__ int cut_of(const Params& params, int sequence) const {
     return params.cuts_by_tile != 0 ? tile * params.sequences.count + sequence : number;
   }
@@ -47,20 +49,10 @@ struct BlockPlace {
 __device__ __forceinline__ Described describe(const Params& params, int row_tile,
                                               const SequenceRows& queries, const SequenceRows& keys,
                                               int diagonal) {
-  const Sequence sequence = {0, 0, queries.length, keys.length, diagonal};
   Described known;
-  known.batch_q = queries.batch;
-  known.begin_q = queries.begin;
-  known.length_q = queries.length;
-  known.batch_k = keys.batch;
-  known.begin_k = keys.begin;
-  known.length_k = keys.length;
-  known.diagonal = sequence.diagonal;
-  known.first = sequence.first_key(params.score, 0);
-  known.end = sequence.end_key(params.score, queries.length - 1);
-  if (known.first >= known.end) known.first = known.end = 0;
+  attention_decode::describe_rows(params.score, queries, keys, diagonal, known);
   const bool there = queries.length * params.group.number() > row_tile * kRows;
-  // At least one, since its rows are to be written.
+  // At least one unit, since the rows are to be written.
   known.units = there ? max(1, (known.end - known.origin() + kBlockKeys - 1) / kBlockKeys) : 0;
   return known;
 }
@@ -81,7 +73,7 @@ __device__ __forceinline__ Described describe_soon(const Params& params, int row
   int diagonal = 0;
   if (__builtin_expect(params.plain != 0, 1)) {
     const int used = sequences.seqused_k.data[index];
-    // The first page is asked for when the share is found.
+    // The first page is asked for when the range is found.
     if (sequences.paged != 0 && params.plain_k > 0) {
       ptx::prefetch_l2(sequences.keys.pages_of(index));
     }
@@ -95,90 +87,85 @@ __device__ __forceinline__ Described describe_soon(const Params& params, int row
   return describe(params, row_tile, queries, keys, diagonal);
 }
 
-// A block has so many units, at least: with fewer, parts take longer than what they save.
+// The fewest units that a block has: with fewer, parts take longer than what they save.
 inline constexpr int kLeastUnits = 2;
 
-// Where a share begins.
+// The place at which a range begins.
 struct Place {
   uint32_t unit;
   int sequence;  // the last that begins there or in front
-  int last;      // share that has its end
+  int last;      // range that has the sequence's end
 };
 
-// The sequence that share `number` is of, if each begins with the share that would begin nearest: a
-// long one has several to itself, and of short ones several are in one.
+// The sequence that range `number` belongs to, if each sequence begins with the range that would
+// begin nearest: a long sequence has several ranges to itself, and one range has several short
+// sequences.
 struct Owner {
-  int sequence;  // the last whose nearest share is no later
+  int sequence;  // the last whose nearest range is no later
   uint32_t begin;
   uint32_t units;
-  int first;  // of its shares
-  uint32_t shares;
+  int first;  // of its ranges
+  uint32_t ranges;
 
   template <class State>
   __device__ __forceinline__ Owner(const State& state, int count, uint32_t total, int blocks,
                                    int number) {
-    int low = 0;
-#pragma unroll 1
-    for (int high = count; high - low > 1;) {
-      const int middle = (low + high) / 2;
-      const bool later = state.finding.nearest[middle] > number;
-      low = later ? low : middle;
-      high = later ? middle : high;
-    }
-    const bool last = low + 1 == count;
-    sequence = low;
-    begin = state.finding.before[low];
-    units = (last ? total : state.finding.before[low + 1]) - begin;
-    first = state.finding.nearest[low];
-    shares = static_cast<uint32_t>((last ? blocks : state.finding.nearest[low + 1]) - first);
+    sequence = attention_decode::last_sequence(
+        count, [&](int index) { return state.finding.nearest[index] > number; });
+    const bool last = sequence + 1 == count;
+    begin = state.finding.before[sequence];
+    units = (last ? total : state.finding.before[sequence + 1]) - begin;
+    first = state.finding.nearest[sequence];
+    ranges = static_cast<uint32_t>((last ? blocks : state.finding.nearest[sequence + 1]) - first);
   }
-  // Where the share begins. None of several is shorter than it need be: a sequence is cut into no
-  // more pieces than of `longest` units, and shares that are left over have none of it.
+  // Says where the range begins. A sequence is cut into no more pieces than it has of `longest`
+  // units, so that no piece is shorter than need be. Ranges that are left over have none of it.
   __device__ __forceinline__ Place place(int number, uint32_t longest) const {
-    const uint32_t pieces = min(shares, (units + longest - 1) / longest);
+    const uint32_t pieces = min(ranges, (units + longest - 1) / longest);
     const uint32_t piece = min(static_cast<uint32_t>(number - first), pieces);
     return {begin + piece * units / pieces, sequence, first + static_cast<int>(pieces) - 1};
   }
 };
 
-// Shares that sequences begin with, where none is much longer than an equal one. A block then has
-// fewer parts of tiles, and fewer tiles: to end a tile and begin the next takes about as long as so
-// many blocks of keys, and so does the second kernel with what it reads. Ends with a barrier.
+// Finds a range that begins with a sequence, where no such range is much longer than an equal one.
+// A block then has fewer parts of tiles, and fewer tiles: to end a tile and begin the next takes
+// about as long as `excess` blocks of keys, and so does the second kernel with what it reads. Ends
+// with a barrier.
 //
-// A sequence has 2^23 units at most, so that these times shares are less than 2^32.
+// A sequence has 2^23 units at most, so that its units times ranges are less than 2^32.
 template <class State>
 __device__ __forceinline__ bool find_aligned(const Params& params, int number, uint32_t before,
                                              uint32_t total, int blocks, State& state) {
   const int count = params.sequences.count;
   const int thread = thread_index();
   // Rounded alike in all blocks, and never down from one sequence to the next.
-  const float shares_of_unit = static_cast<float>(blocks) / static_cast<float>(total);
+  const float ranges_of_unit = static_cast<float>(blocks) / static_cast<float>(total);
   state.finding.before[thread] = before;
   state.finding.nearest[thread] =
-      min(static_cast<int>(fmaf(static_cast<float>(before), shares_of_unit, 0.5f)), blocks);
+      min(static_cast<int>(fmaf(static_cast<float>(before), ranges_of_unit, 0.5f)), blocks);
   __syncthreads();
   const Owner owner(state, count, total, blocks, thread);
   uint32_t longest = 1;
-  // Twice: first with as many pieces as there can be. Not unrolled: a block begins with this, and
-  // instructions that are executed once are waited for.
+  // Runs twice: first with as many pieces as there can be. It is not unrolled, since a block begins
+  // with this, and waits for instructions that it executes once.
 #pragma unroll 1
   for (bool found = false;; found = true) {
     Place place = {total, count, 0};
     if (thread < blocks) place = owner.place(thread, longest);
-    // Sequences in front of the first that has a share are in it, too.
+    // The first range also has the sequences in front of the first that has a range.
     if (thread == 0) place.unit = 0;
     if (found) {
-      if (number < blocks && thread == number + 1) state.share.end = place.unit;
+      if (number < blocks && thread == number + 1) state.range.end = place.unit;
       if (number < blocks && thread == number) {
         int sequence = place.sequence;
         if (thread == 0) {
           sequence = 0;
           while (sequence + 1 < count && state.finding.before[sequence + 1] == 0) ++sequence;
         }
-        state.share.begin = place.unit;
-        state.share.first_unit = state.finding.before[sequence];
-        state.share.sequence = sequence;
-        state.share.last = place.last;
+        state.range.begin = place.unit;
+        state.range.first_unit = state.finding.before[sequence];
+        state.range.sequence = sequence;
+        state.range.last = place.last;
       }
       __syncthreads();
       return true;
@@ -191,7 +178,7 @@ __device__ __forceinline__ bool find_aligned(const Params& params, int number, u
     if (lane_index() == 0) atomicMax(&state.longest, of_warp);
     __syncthreads();
     longest = state.longest;
-    // By how much it is longer than an equal share, rounded down.
+    // The comparison takes as excess how much it is longer than an equal range, rounded down.
     const int rows = min(kRows, params.sequences.most_q * params.group.number());
     const uint32_t excess = 2 + static_cast<uint32_t>(rows) / 8;
     if (longest > excess && uint64_t{longest - excess} * static_cast<uint32_t>(blocks) > total) {
@@ -200,25 +187,28 @@ __device__ __forceinline__ bool find_aligned(const Params& params, int number, u
   }
 }
 
-// What a sequence, whose units are those from `first` to `behind`, says of an equal share: the
-// share begins in it, or it goes on behind the share.
+// Notes what a sequence, whose units are those from `first` to `behind`, says of an equal range:
+// the range begins in it, or it goes on behind the range.
 template <class State>
-__device__ __forceinline__ void begin_share(State& state, int64_t begin, int64_t end, int64_t total,
+__device__ __forceinline__ void begin_range(State& state, int64_t begin, int64_t end, int64_t total,
                                             int blocks, int64_t first, int64_t behind,
                                             int sequence) {
-  Share& share = state.share;
+  Range& range = state.range;
   if (first <= begin && begin < behind) {
-    share.begin = begin;
-    share.end = end;
-    share.first_unit = first;
-    share.sequence = sequence;
+    range.begin = begin;
+    range.end = end;
+    range.first_unit = first;
+    range.sequence = sequence;
   }
-  if (first < end && end < behind) share.last = static_cast<int>((behind * blocks - 1) / total);
+  if (first < end && end < behind) {
+    range.last = attention_decode::block_of_unit_before(behind, total, blocks);
+  }
 }
 
-// Of so few sequences that each thread describes one: all units are less than 2^32.
+// Finds the range where sequences are so few that each thread describes one, and all units are less
+// than 2^32.
 template <class State>
-__device__ __forceinline__ void find_share_of_few(const Params& params, const BlockPlace& block,
+__device__ __forceinline__ void find_range_of_few(const Params& params, const BlockPlace& block,
                                                   State& state) {
   const int thread = thread_index();
   const int warp = warp_index();
@@ -226,51 +216,46 @@ __device__ __forceinline__ void find_share_of_few(const Params& params, const Bl
   Described known = {};
   if (thread < params.sequences.count) {
     known = describe_soon(params, block.row_tile, thread);
-    // Of a sequence without rows no block says so.
-    if (known.units == 0 && block.share == 0 && params.cuts_by_tile != 0) {
+    // No block reports a sequence without rows.
+    if (known.units == 0 && block.range == 0 && params.cuts_by_tile != 0) {
       params.cut_tiles[block.cut_of(params, thread)].parts = 0;
     }
   }
   const bool at_once = params.sequences.count <= kWindow;
   if (at_once && thread < kWindow) state.window[thread] = known;
   const uint32_t mine = static_cast<uint32_t>(known.weight());
-  uint32_t upto = mine;  // this thread, in its warp
-#pragma unroll
-  for (int step = 1; step < kThreadsPerWarp; step *= 2) {
-    const uint32_t before = __shfl_up_sync(kFullWarp, upto, step);
-    if (lane >= step) upto += before;
-  }
+  const uint32_t upto = attention_decode::sum_up_to_lane(mine, lane);
   if (lane == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
   __syncthreads();
   const uint32_t of_warp = lane < kWarps ? static_cast<uint32_t>(state.warp_units[lane]) : 0;
   const uint32_t total = __reduce_add_sync(kFullWarp, of_warp);
   const uint32_t before = upto - mine + __reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0);
   const int blocks = static_cast<int>(
-      min((total + kLeastUnits - 1) / kLeastUnits, static_cast<uint32_t>(params.shares)));
+      min((total + kLeastUnits - 1) / kLeastUnits, static_cast<uint32_t>(params.stream_k_blocks)));
   const bool aligned = blocks < kThreads && total != 0 &&
-                       find_aligned(params, block.share, before, total, blocks, state);
+                       find_aligned(params, block.range, before, total, blocks, state);
   if (!aligned) {
-    if (block.share < blocks) {
-      const uint32_t number = static_cast<uint32_t>(block.share);
+    if (block.range < blocks) {
+      const uint32_t number = static_cast<uint32_t>(block.range);
       const uint32_t divisor = static_cast<uint32_t>(blocks);
       const uint32_t each = total / divisor;
       const uint32_t left = total - each * divisor;
       const uint32_t begin = each * number + left * number / divisor;
       const uint32_t end = each * (number + 1) + left * (number + 1) / divisor;
-      begin_share(state, begin, end, total, blocks, before, before + mine, thread);
+      begin_range(state, begin, end, total, blocks, before, before + mine, thread);
     }
     __syncthreads();
   }
   if (at_once) return;
-  // Those that the block begins with.
-  const int at = thread - state.share.sequence;
+  // The window holds the sequences that the block begins with.
+  const int at = thread - state.range.sequence;
   if (at >= 0 && at < kWindow) state.window[at] = known;
   __syncthreads();
 }
 
-// Of any number: shares are equal.
+// Finds the range among any number of sequences: ranges are equal.
 template <class State>
-__device__ __forceinline__ void find_share_of_many(const Params& params, const BlockPlace& block,
+__device__ __forceinline__ void find_range_of_many(const Params& params, const BlockPlace& block,
                                                    State& state) {
   const int thread = thread_index();
   const int warp = warp_index();
@@ -281,45 +266,35 @@ __device__ __forceinline__ void find_share_of_many(const Params& params, const B
   for (int s = first; s < end; ++s) {
     const int64_t units = describe(params, block.row_tile, s).weight();
     mine += units;
-    if (units == 0 && block.share == 0 && params.cuts_by_tile != 0) {
+    if (units == 0 && block.range == 0 && params.cuts_by_tile != 0) {
       params.cut_tiles[block.cut_of(params, s)].parts = 0;
     }
   }
-  int64_t upto = mine;
-#pragma unroll
-  for (int step = 1; step < kThreadsPerWarp; step *= 2) {
-    const int64_t before = __shfl_up_sync(kFullWarp, upto, step);
-    if (lane_index() >= step) upto += before;
-  }
+  const int64_t upto = attention_decode::sum_up_to_lane(mine, lane_index());
   if (lane_index() == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
   __syncthreads();
-  int64_t total = 0;
-  int64_t before = upto - mine;
-#pragma unroll 1
-  for (int w = 0; w < kWarps; ++w) {
-    const int64_t units = state.warp_units[w];
-    if (w < warp) before += units;
-    total += units;
-  }
-  const int blocks =
-      static_cast<int>(min((total + kLeastUnits - 1) / kLeastUnits, int64_t{params.shares}));
-  if (block.share < blocks) {
-    const int64_t begin = total * block.share / blocks;
-    const int64_t behind = total * (block.share + 1) / blocks;
+  const attention_decode::UnitSums sums(state.warp_units, kWarps, warp, upto - mine);
+  const int64_t total = sums.total;
+  int64_t before = sums.before;
+  const int blocks = static_cast<int>(
+      min((total + kLeastUnits - 1) / kLeastUnits, int64_t{params.stream_k_blocks}));
+  if (block.range < blocks) {
+    const int64_t begin = attention_decode::equal_begin(total, block.range, blocks);
+    const int64_t behind = attention_decode::equal_begin(total, block.range + 1, blocks);
     const bool has_begin = before <= begin && begin < before + mine;
     const bool has_end = before < behind && behind < before + mine;
     for (int s = first; (has_begin || has_end) && s < end; ++s) {
       const int64_t units = describe(params, block.row_tile, s).weight();
-      begin_share(state, begin, behind, total, blocks, before, before + units, s);
+      begin_range(state, begin, behind, total, blocks, before, before + units, s);
       before += units;
     }
   }
   __syncthreads();
 }
 
-// Finds the block's share, which is none yet; all threads. Ends with a barrier.
+// Finds the block's range, which is empty yet; all threads. Ends with a barrier.
 template <class State>
-__device__ __forceinline__ void find_share(const Params& params, const BlockPlace& block,
+__device__ __forceinline__ void find_range(const Params& params, const BlockPlace& block,
                                            State& shared) {
   // The address stays in a register: left to itself, ptxas makes it anew at each use.
   uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&shared));
@@ -327,23 +302,23 @@ __device__ __forceinline__ void find_share(const Params& params, const BlockPlac
   State& state = *static_cast<State*>(__cvta_shared_to_generic(address));
   if (thread_index() == 0 && params.cuts_by_tile == 0) params.cut_tiles[block.number].parts = 0;
   if (__builtin_expect(params.sequences.count <= kThreads, 1)) {
-    find_share_of_few(params, block, state);
+    find_range_of_few(params, block, state);
   } else {
-    find_share_of_many(params, block, state);
+    find_range_of_many(params, block, state);
   }
 }
 
-// Where a block is in its share, from its first sequence on.
+// A block's progress in its range, from its first sequence on.
 struct Progress {
   int sequence;
   int gone;      // units of the sequence that are not its own, in front
-  int64_t left;  // units of the share, those that are gone, too
+  int64_t left;  // units of the range, with those that are gone
 
-  __device__ __forceinline__ explicit Progress(const Share& share)
-      : sequence(share.sequence),
-        gone(static_cast<int>(share.begin - share.first_unit)),
-        left(share.end - share.first_unit) {}
-  // Blocks of keys that the share has of the sequence: none, if the end is not behind the first. A
+  __device__ __forceinline__ explicit Progress(const Range& range)
+      : sequence(range.sequence),
+        gone(static_cast<int>(range.begin - range.first_unit)),
+        left(range.end - range.first_unit) {}
+  // Blocks of keys that the range has of the sequence: none, if the end is not behind the first. A
   // cut in the lead is one in front of the keys.
   __device__ __forceinline__ KeyRange part(const Described& known) const {
     return {max(gone - kLead, 0),
@@ -357,31 +332,18 @@ struct Progress {
   }
 };
 
-// Describes such a part; one thread. Of a tile that others have parts of, too, the first block says
-// which.
+// Describes such a part; one thread. The first of several blocks that have parts of a tile tells
+// the second kernel of the tile.
 __device__ __forceinline__ void describe_segment(const Params& params, const BlockPlace& block,
-                                                 int last_share, const Described& known,
+                                                 int last_range, const Described& known,
                                                  int sequence, const KeyRange& part,
                                                  Segment& described) {
   const auto [first, end] = part;
   Segment segment;
   segment.exists = 1;
-  attention_decode::TileRows& tile = segment.tile;
-  tile.sequence = sequence;
-  tile.batch = known.batch_q;
-  tile.begin_q = known.begin_q;
-  tile.length_q = known.length_q;
-  tile.length_k = known.length_k;
-  tile.diagonal = known.diagonal;
-  tile.head_kv = block.head_kv;
-  tile.first_row = block.row_tile * kRows;
-  tile.rows = min(kRows, known.length_q * params.group.number() - tile.first_row);
-  const Sequence where = {0, 0, known.length_q, known.length_k, known.diagonal};
-  const int first_query = params.group.quotient(tile.first_row);
-  const int last_query = params.group.quotient(tile.first_row + tile.rows - 1);
-  segment.all_first = where.first_key(params.score, last_query);
-  segment.all_end = where.end_key(params.score, first_query);
-  tile.masked = known.first < segment.all_first || segment.all_end < known.end ? 1 : 0;
+  attention_decode::describe_tile(params, known, sequence, block.head_kv, block.row_tile * kRows,
+                                  kRows, segment);
+  segment.tile.masked = known.first < segment.all_first || segment.all_end < known.end ? 1 : 0;
   segment.key = known.origin() + first * kBlockKeys;
   segment.blocks = end - first;
   segment.whole = first == 0 && end == known.units ? 1 : 0;
@@ -395,8 +357,8 @@ __device__ __forceinline__ void describe_segment(const Params& params, const Blo
     return;
   }
   attention_decode::CutTile& cut = params.cut_tiles[block.cut_of(params, sequence)];
-  cut.tile = tile;
-  cut.parts = last_share - block.share + 1;
+  cut.tile = segment.tile;
+  cut.parts = last_range - block.range + 1;
   cut.first = number;
   cut.second = places + number;
 }

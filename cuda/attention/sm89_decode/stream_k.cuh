@@ -1,19 +1,16 @@
-// A block's share of all keys, and the segments of tiles that it is made of.
+// A block's range of all keys (decode/stream_k.cuh), and the segments of tiles that it is made of.
 //
-// What blocks share is counted in units: steps of kStepKeys keys, or chunks of a sequence. The
-// tiles of a sequence are one behind the other, heads first, and so are sequences. Block b of G has
-// the units from b W / G on, of W: each works that out from the lengths, by a sum over all
-// sequences. Where tiles are about as many as blocks, or a few of them a block, shares are of whole
-// tiles instead (whole_tiles.h).
+// A unit is a step of kStepKeys keys, or a chunk of a sequence. The tiles of a sequence lie one
+// behind the other, heads first, and so do sequences. Where tiles are about as many as blocks, or a
+// few of them a block, ranges are of whole tiles instead (whole_tiles.h).
 #pragma once
 
 #include <climits>
 #include <type_traits>
 
+#include "cuda/attention/decode/stream_k.cuh"
 #include "cuda/attention/sm89_decode/traits.cuh"
 #include "cuda/attention/sm89_decode/whole_tiles.h"
-#include "cuda/tile/sequence.cuh"
-#include "cuda/tile/thread.cuh"
 
 namespace flashmoe::sm89_decode {
 
@@ -27,28 +24,19 @@ __device__ __forceinline__ Described describe_by(const SequenceParams& sequences
   const SequenceRows queries = sequences.queries_of(index);
   const SequenceRows keys = sequences.keys_of(index);
   const int group = params.group.number();
-  const Sequence sequence = {0, 0, queries.length, keys.length,
-                             sequences.diagonal_of(index, queries.length, keys.length)};
+  const int diagonal = sequences.diagonal_of(index, queries.length, keys.length);
   Described known;
-  known.batch_q = queries.batch;
-  known.begin_q = queries.begin;
-  known.length_q = queries.length;
-  known.batch_k = keys.batch;
-  known.begin_k = keys.begin;
-  known.length_k = keys.length;
-  known.diagonal = sequence.diagonal;
   known.row_tiles = static_cast<int>(
       static_cast<uint32_t>(queries.length * group + Traits::kRows - 1) / Traits::kRows);
-  known.first = sequence.first_key(params.score, 0);
-  known.end = sequence.end_key(params.score, queries.length - 1);
-  if (known.first >= known.end) known.first = known.end = 0;
+  attention_decode::describe_rows(params.score, queries, keys, diagonal, known);
   if (params.split_keys > 0) {
     const int chunks = (keys.length - 1) / params.split_keys / kMostChunks + 1;
     known.unit_keys = chunks * params.split_keys;
     known.origin = known.first / known.unit_keys * known.unit_keys;
     known.units = (known.end - known.origin + known.unit_keys - 1) / known.unit_keys;
   } else {
-    // Without signs: with them the compiler makes one division by a variable of both.
+    // Unsigned numbers: of signed ones the compiler makes one division by a variable, for both
+    // branches.
     constexpr uint32_t kUnitKeys = Traits::kStepKeys;
     known.unit_keys = Traits::kStepKeys;
     known.origin = static_cast<int>(static_cast<uint32_t>(known.first) / kUnitKeys * kUnitKeys);
@@ -59,8 +47,8 @@ __device__ __forceinline__ Described describe_by(const SequenceParams& sequences
   return known;
 }
 
-// Where tables are plain, what they say is read at once, and code that asks for the others is not
-// there: most of a block's start runs once, at 6 to 11 clocks an instruction.
+// Plain tables are read at once, by code that asks for no others: most of a block's start runs
+// once, at 6 to 11 clocks an instruction.
 template <class Traits, bool kPlain>
 __device__ __forceinline__ Described describe(const Params& params, int index) {
   if constexpr (!kPlain) return describe_by<Traits>(params.sequences, params, index);
@@ -78,7 +66,7 @@ __device__ __forceinline__ Described describe(const Params& params, int index) {
   return known;
 }
 
-// Calls use(plain) with whether tables are, as a type.
+// Calls use(plain), which says as a type whether tables are plain.
 template <class Use>
 __device__ __forceinline__ void with_tables(const Params& params, const Use& use) {
   if (params.plain_tables != 0) {
@@ -88,8 +76,8 @@ __device__ __forceinline__ void with_tables(const Params& params, const Use& use
   }
 }
 
-// Units by which a tile counts for more than its keys. A cut among them is one in front of its
-// keys.
+// The lead of a tile: units that it counts for beside its keys. A cut in the lead is one in front
+// of the keys.
 template <class Traits>
 __device__ __forceinline__ int lead_of(const Params& params) {
   return params.split_keys > 0 ? 0 : Traits::kLeadSteps;
@@ -102,33 +90,25 @@ __device__ __forceinline__ int64_t units_of(const Params& params, const Describe
 
 // The last sequence with no more than so many units in front of it.
 __device__ __forceinline__ int sequence_of(const BlockState& state, int count, int64_t unit) {
-  int low = 0;
-  for (int high = count; high - low > 1;) {
-    const int middle = (low + high) / 2;
-    if (state.before[middle] <= unit) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return attention_decode::last_sequence(count,
+                                         [&](int index) { return state.before[index] > unit; });
 }
 
-// Units of all tiles, from the first of a block's share to the one behind its last.
-struct Share {
+// Units of all tiles, from the first of a block's range to the one behind its last.
+struct Range {
   int64_t begin;
   int64_t end;
 };
 
-// A block's share of whole tiles, where none of these is too long: then no tile has parts. Each
-// thread has described a sequence, if there is one for it. False, for all threads, if shares are to
-// be equal.
+// Finds a block's range of whole tiles, where none of these is too long: then no tile has parts.
+// Each thread has described a sequence, if there is one for it. False, for all threads, if ranges
+// are to be equal.
 template <class Traits>
-__device__ __forceinline__ bool find_whole_share(const Params& params, const Described& known,
+__device__ __forceinline__ bool find_whole_range(const Params& params, const Described& known,
                                                  int64_t before, int64_t total, int blocks,
-                                                 BlockState& state, Share& share) {
+                                                 BlockState& state, Range& range) {
   const int count = params.sequences.count;
-  // Of few tiles each is worth several blocks, and a share of one unit is not cut further.
+  // Few tiles are worth several blocks each, and a range of one unit is not cut further.
   if (blocks > kThreads || 2 * params.most_tiles < blocks || total <= blocks) return false;
   const int thread = thread_index();
   const int lead = lead_of<Traits>(params);
@@ -142,34 +122,34 @@ __device__ __forceinline__ bool find_whole_share(const Params& params, const Des
   if (__syncthreads_or(too_long)) return false;
   int64_t begin = total;
   if (thread < blocks) {
-    const int s = sequence_of(state, count, total * thread / blocks);
+    const int s = sequence_of(state, count, attention_decode::equal_begin(total, thread, blocks));
     begin = whole_begin(total, blocks, thread, state.before[s], state.tile_units[s]);
-    state.share_begin[thread] = begin;
+    state.range_begin[thread] = begin;
   }
   __syncthreads();
   if (thread < blocks) {
-    const int64_t end = thread + 1 < blocks ? state.share_begin[thread + 1] : total;
+    const int64_t end = thread + 1 < blocks ? state.range_begin[thread + 1] : total;
     too_long = end - begin > most;
   }
   if (__syncthreads_or(too_long)) return false;
   const int block = static_cast<int>(blockIdx.x);
-  share.begin = state.share_begin[block];
-  share.end = block + 1 < blocks ? state.share_begin[block + 1] : total;
+  range.begin = state.range_begin[block];
+  range.end = block + 1 < blocks ? state.range_begin[block + 1] : total;
   return true;
 }
 
 // Blocks among which keys are divided.
-__device__ __forceinline__ int sharing_blocks(const Params& params) {
+__device__ __forceinline__ int stream_k_blocks(const Params& params) {
   return params.division != nullptr ? min(params.division->decode_blocks, params.blocks)
                                     : params.blocks;
 }
 
-// The block that has a unit: the last that begins no later.
+// The block whose equal range has a unit.
 __device__ __forceinline__ int owner_of(const BlockState& state, int64_t unit) {
-  return static_cast<int>(((unit + 1) * state.blocks - 1) / state.total);
+  return attention_decode::block_of_unit_before(unit + 1, state.total, state.blocks);
 }
 
-// Describes the sequences from the cursor's on; a warp.
+// Describes the sequences from the cursor's on, by a warp.
 template <class Traits>
 __device__ __forceinline__ void describe_window(const Params& params, BlockState& state) {
   const int first = state.cursor.sequence;
@@ -184,9 +164,9 @@ __device__ __forceinline__ void describe_window(const Params& params, BlockState
   __syncwarp();
 }
 
-// Takes a segment from the front of what is left of the share: the share's first one, or the next.
-// The cursor is at a tile of the sequence that is `known`. Of the first all is in registers; later
-// ones are taken beside a step's keys, which leave none.
+// Takes a segment from the front of what is left of the range: the range's first one, or the next.
+// The cursor is at a tile of the sequence that is `known`. The first segment is found in registers;
+// later ones are taken beside a step's keys, which leave no registers.
 template <class Traits, bool kFirst>
 __device__ __forceinline__ void take_segment(const Params& params, const BlockState& state,
                                              const Described& known, Cursor& cursor,
@@ -206,7 +186,7 @@ __device__ __forceinline__ void take_segment(const Params& params, const BlockSt
   if (starts) {
     cursor.owner = block;
   } else if (kFirst) {
-    // An earlier one; which, matters for the places of chunks alone.
+    // An earlier block. Which one matters for the places of chunks alone.
     cursor.owner = chunks ? owner_of(state, cursor.end - cursor.left - cursor.unit) : INT_MAX;
   }
   const int of_tile = known.units - cursor.unit;  // units that are left of it
@@ -215,29 +195,15 @@ __device__ __forceinline__ void take_segment(const Params& params, const BlockSt
   const bool goes_on = of_block < of_tile;
 
   const int head_kv = known.row_tiles > 1 ? cursor.tile / known.row_tiles : cursor.tile;
-  const int group = params.group.number();
-  TileRows& tile = segment.tile;
-  tile.sequence = cursor.sequence;
-  tile.batch = known.batch_q;
-  tile.begin_q = known.begin_q;
-  tile.length_q = known.length_q;
-  tile.length_k = known.length_k;
-  tile.diagonal = known.diagonal;
-  tile.head_kv = head_kv;
-  tile.first_row = (cursor.tile - head_kv * known.row_tiles) * Traits::kRows;
-  tile.rows = min(Traits::kRows, known.length_q * group - tile.first_row);
-  const Sequence sequence = {0, 0, known.length_q, known.length_k, known.diagonal};
-  const int first_query = params.group.quotient(tile.first_row);
-  const int last_query = params.group.quotient(tile.first_row + tile.rows - 1);
-  segment.keys.first = sequence.first_key(params.score, first_query);
-  segment.all_first = sequence.first_key(params.score, last_query);
-  segment.all_end = sequence.end_key(params.score, first_query);
-  const int end = sequence.end_key(params.score, last_query);
-  tile.masked = segment.keys.first < segment.all_first || segment.all_end < end ? 1 : 0;
+  const KeyRange seen = attention_decode::describe_tile(
+      params, known, cursor.sequence, head_kv,
+      (cursor.tile - head_kv * known.row_tiles) * Traits::kRows, Traits::kRows, segment);
+  segment.keys.first = seen.first;
+  segment.tile.masked = seen.first < segment.all_first || segment.all_end < seen.end ? 1 : 0;
 
   segment.keys.key = known.origin + cursor.unit * known.unit_keys;
-  segment.keys.end = min(end, segment.keys.key + taken * known.unit_keys);
-  // Rounds of which no row sees a key; warps keep their places.
+  segment.keys.end = min(seen.end, segment.keys.key + taken * known.unit_keys);
+  // Skips rounds whose keys no row sees. Warps keep their places.
   const int ahead = segment.keys.first - segment.keys.key;
   if (ahead > 0) segment.keys.key += ahead / Traits::kRoundKeys * Traits::kRoundKeys;
 
@@ -255,7 +221,7 @@ __device__ __forceinline__ void take_segment(const Params& params, const BlockSt
   } else {
     segment.place = starts ? block : static_cast<int>(gridDim.x) + block;
   }
-  if (starts && goes_on) {  // the last tile of the share
+  if (starts && goes_on) {  // the last tile of the range
     cursor.cut_units = known.units;
     cursor.cut_last = cursor.end - cursor.left + known.units - 1;
   }
@@ -272,7 +238,7 @@ __device__ __forceinline__ void take_segment(const Params& params, const BlockSt
   segment.query_buffer = cursor.tiles % 2;
 }
 
-// Tells the second kernel of the tile that is cut behind the share.
+// Tells the second kernel of the tile that is cut behind the range.
 __device__ __forceinline__ void tell_cut_tile(const Params& params, const BlockState& state,
                                               const Cursor& cursor, const TileRows& tile) {
   const int block = static_cast<int>(blockIdx.x);
@@ -284,10 +250,11 @@ __device__ __forceinline__ void tell_cut_tile(const Params& params, const BlockS
   cut.second = chunks ? block * kMostChunks : static_cast<int>(gridDim.x) + block;
 }
 
-// Finds the block's share of so many, and leaves its first segment in slot 0: the thread does that
-// has described its sequence. False, for all threads, if there is none. Ends with a barrier.
+// Finds the range of the block, one of at most `most_blocks`, and leaves its first segment in slot
+// 0: the thread does that has described the segment's sequence. False, for all threads, if there is
+// none. Ends with a barrier.
 template <class Traits>
-__device__ __forceinline__ bool find_share(const Params& params, int most_blocks,
+__device__ __forceinline__ bool find_range(const Params& params, int most_blocks,
                                            BlockState& state) {
   const int thread = thread_index();
   const int warp = warp_index();
@@ -305,42 +272,32 @@ __device__ __forceinline__ bool find_share(const Params& params, int most_blocks
       mine += units_of<Traits>(params, known);
     }
   });
-  int64_t upto = mine;  // this thread, in its warp
-#pragma unroll
-  for (int step = 1; step < kThreadsPerWarp; step *= 2) {
-    const int64_t before = __shfl_up_sync(kFullWarp, upto, step);
-    if (lane >= step) upto += before;
-  }
+  const int64_t upto = attention_decode::sum_up_to_lane(mine, lane);
   if (lane == kThreadsPerWarp - 1) state.warp_units[warp] = upto;
   if (count <= kWindow && thread < count) state.window[thread] = known;
   if (thread == 0) {
     state.segments[0].exists = 0;
-    // Behind which the first one is.
+    // The first segment is behind this one.
     Segment& none = state.segments[kSegments - 1];
     none.exists = 0, none.keys.end = kNoKeys;
   }
   __syncthreads();
-  int64_t total = 0;
-  int64_t before = upto - mine;
   const int warps = min(kWarps, (count - 1) / kThreadsPerWarp + 1);  // that describe sequences
-#pragma unroll 1
-  for (int w = 0; w < warps; ++w) {
-    const int64_t units = state.warp_units[w];
-    if (w < warp) before += units;
-    total += units;
-  }
+  const attention_decode::UnitSums sums(state.warp_units, warps, warp, upto - mine);
+  const int64_t total = sums.total;
+  const int64_t before = sums.before;
   const int block = static_cast<int>(blockIdx.x);
   const int blocks = static_cast<int>(min(total, int64_t{most_blocks}));
   if (block >= blocks) return false;
-  Share share;
-  if (!find_whole_share<Traits>(params, known, before, total, blocks, state, share)) {
+  Range range;
+  if (!find_whole_range<Traits>(params, known, before, total, blocks, state, range)) {
     // Two lanes divide for all.
-    const int64_t begin = total * (block + (lane & 1)) / blocks;
-    share.begin = __shfl_sync(kFullWarp, begin, 0);
-    share.end = __shfl_sync(kFullWarp, begin, 1);
+    const int64_t begin = attention_decode::equal_begin(total, block + (lane & 1), blocks);
+    range.begin = __shfl_sync(kFullWarp, begin, 0);
+    range.end = __shfl_sync(kFullWarp, begin, 1);
   }
-  const bool has_begin = before <= share.begin && share.begin < before + mine;
-  int64_t behind = share.begin - before;  // of the sequence's first unit
+  const bool has_begin = before <= range.begin && range.begin < before + mine;
+  int64_t behind = range.begin - before;  // of the sequence's first unit
   int s = first;
   for (; each > 1 && has_begin; ++s) {
     known = describe<Traits, false>(params, s);
@@ -354,8 +311,8 @@ __device__ __forceinline__ bool find_share(const Params& params, int most_blocks
     const int lead = lead_of<Traits>(params);
     const int units = lead + known.units;
     Cursor cursor = {};
-    cursor.left = share.end - share.begin;
-    cursor.end = share.end;
+    cursor.left = range.end - range.begin;
+    cursor.end = range.end;
     cursor.sequence = s;
     cursor.tile = static_cast<int>(behind / units);
     cursor.unit = static_cast<int>(behind - int64_t{cursor.tile} * units) - lead;
@@ -369,7 +326,7 @@ __device__ __forceinline__ bool find_share(const Params& params, int most_blocks
   return state.segments[0].exists != 0;
 }
 
-// Leaves the next segment of the share in a slot, behind the one of the last; one warp.
+// Leaves the next segment of the range in a slot, behind the last one's; one warp.
 template <class Traits>
 __device__ __forceinline__ void next_segment(const Params& params, BlockState& state, int slot) {
   Segment& segment = state.segments[slot];
