@@ -124,6 +124,32 @@ def test_bits_of_chunks_depend_on_the_sequence_alone(
             assert torch.equal(mine, other), (i, b)
 
 
+@pytest.mark.parametrize("compiled", _kernels(), ids=lambda k: k.table_name.split("decode_")[1])
+def test_bits_of_chunks_beside_rows_without_a_page(compiled: kernels.Kernel) -> None:
+    """Only the rows whose keys are in no page are computed by the fallback, where a block has the
+    whole tile as where blocks have parts of it: so bits do not depend on the number of blocks."""
+    rows, length = int(compiled.tuning), 512  # one head of q for one of k: as many queries
+    there = rows - 2  # keys in pages, of which the first two queries see none
+    one = ragged.make([rows], [length], dtype=compiled.dtype, dim=compiled.dim,
+                      dim_v=compiled.dim_v, heads=(2, 2), seed=5)  # fmt: skip
+
+    def run(batch: Batch) -> ragged.Result:
+        call = ragged.paginate(batch, 1)
+        call.tables["page_table"][:, : length - there] = -1
+        return ragged.run(call, DEVICE, kernel=compiled.table_name, split_size=64,
+                          causal="bottom_right")  # fmt: skip
+
+    alone = run(one)  # a chunk is a block's
+    assert torch.isneginf(alone.lse[0][:, :, :2]).all()
+    assert torch.isfinite(alone.lse[0][:, :, 2:]).all()
+    assert not alone.out[0][:, :2].any()
+    for count in (20, 100):  # blocks have some chunks of a tile, or whole tiles
+        got = run(Batch(one.q * count, one.k * count, one.v * count))
+        for b in range(count):
+            for mine, other in zip(_bits(got, b), _bits(alone, 0), strict=True):
+                assert torch.equal(mine, other), (count, b)
+
+
 @pytest.mark.parametrize("split_size", [None, 512])
 def test_the_same_bits_on_every_run(split_size: int | None) -> None:
     batch = ragged.make([1] * 20, _lengths(3, 20, 6000), dtype="fp16", dim=64, heads=(16, 2))

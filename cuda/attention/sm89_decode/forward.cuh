@@ -215,8 +215,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::cp_async_wait<0>();
     __syncthreads();
     if (segment.exists != 0) {
-      const bool suspect = finish_segment<Traits>(params, segment, shared, chunks);
-      if (__syncthreads_or(suspect)) compute_rows_again<Traits>(params, segment);
+      const uint32_t suspects = finish_segment<Traits>(params, segment, shared, chunks);
+      if (__syncthreads_or(suspects != 0)) {
+        compute_rows_again<Traits>(params, segment, suspects, state);
+      }
     }
     if (next_one.exists == 0) return;
     slot = next;

@@ -31,13 +31,14 @@ __device__ __forceinline__ Sum add_warps(const few_rows::Shared<Traits>& shared,
 }
 
 // Adds up the warps' parts of a segment, and stores the sum where it belongs. All warps have stored
-// their parts. Returns whether some unit that was written is suspect.
+// their parts. Returns the rows in which this thread wrote something suspect, one bit each.
 template <class Traits>
-__device__ __forceinline__ bool finish_segment(const Params& params, const Segment& segment,
-                                               const few_rows::Shared<Traits>& shared,
-                                               const ChunkSum<Traits>& chunks) {
+__device__ __forceinline__ uint32_t finish_segment(const Params& params, const Segment& segment,
+                                                   const few_rows::Shared<Traits>& shared,
+                                                   const ChunkSum<Traits>& chunks) {
   const TileRows& tile = segment.tile;
-  bool suspect = false;
+  static_assert(Traits::kRows <= 32);
+  uint32_t suspects = 0;
   for (int i = thread_index(); i < tile.rows * Traits::kUnitsPerRow; i += kThreads) {
     const int row = i / Traits::kUnitsPerRow;
     const int unit = i % Traits::kUnitsPerRow;
@@ -63,18 +64,29 @@ __device__ __forceinline__ bool finish_segment(const Params& params, const Segme
         continue;
       }
     }
-    suspect |= write_unit<typename Traits::Element>(total, params, tile, row, unit);
+    const bool suspect = write_unit<typename Traits::Element>(total, params, tile, row, unit);
+    suspects |= static_cast<uint32_t>(suspect) << row;
   }
-  return suspect;
+  return suspects;
 }
 
+// Computes again the rows of a tile that some thread found suspect, one warp per row; all threads.
+// The other rows stay as they are: for tiles that several blocks have, the second kernel decides
+// row by row, too, and with split_keys bits must not depend on the number of blocks.
 template <class Traits>
-__device__ __forceinline__ void compute_rows_again(const Params& params, const Segment& segment) {
+__device__ __forceinline__ void compute_rows_again(const Params& params, const Segment& segment,
+                                                   uint32_t suspects, BlockState& state) {
+  if (suspects != 0) atomicOr(&state.suspect_rows, suspects);
+  __syncthreads();
+  const uint32_t rows = state.suspect_rows;
   const KeysOfRow<typename Traits::Element> keys = {
       params, segment.keys.pages, segment.keys.batch_k, segment.keys.begin_k, segment.tile.head_kv};
   for (int row = warp_index(); row < segment.tile.rows; row += kWarps) {
+    if ((rows >> row & 1) == 0) continue;
     compute_row_again<typename Traits::Element, Traits::kDimV>(params, segment.tile, keys, row);
   }
+  __syncthreads();
+  if (thread_index() == 0) state.suspect_rows = 0;
 }
 
 }  // namespace flashmoe::sm89_decode

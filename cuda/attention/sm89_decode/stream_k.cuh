@@ -277,6 +277,7 @@ __device__ __forceinline__ bool find_range(const Params& params, int most_blocks
   if (count <= kWindow && thread < count) state.window[thread] = known;
   if (thread == 0) {
     state.segments[0].exists = 0;
+    state.suspect_rows = 0;
     // The first segment is behind this one.
     Segment& none = state.segments[kSegments - 1];
     none.exists = 0, none.keys.end = kNoKeys;

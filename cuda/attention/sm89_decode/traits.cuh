@@ -70,8 +70,9 @@ inline constexpr int kSegments = 4;
 
 struct BlockState {
   Cursor cursor;
-  int64_t total;   // units of all blocks
-  int32_t blocks;  // blocks that have a range
+  int64_t total;          // units of all blocks
+  int32_t blocks;         // blocks that have a range
+  uint32_t suspect_rows;  // of a tile, one bit each; 0 unless they are being computed again
   int64_t warp_units[kWarps];
   // For ranges of whole tiles: units before each sequence, units per tile of it, and units before
   // each range.
