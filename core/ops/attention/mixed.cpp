@@ -1,10 +1,10 @@
 // The mixed family: batches of prompts beside decoding, divided among two other families. The
-// device tells sequences with few queries from the others; then each family computes its own, by a
-// table of lengths in which the other's have no queries.
+// device separates sequences with few queries from the others. Then each family computes its own,
+// with a table of lengths that gives the other's sequences no queries.
 //
-// What the parts are is said here, and who computes them is the order of the list
-// (core/ops/attention/families.h): the few go to the first of the more particular families, in
-// front of this one, that serves them, the others to the fastest of those behind it.
+// This file defines the parts; the order of the list (core/ops/attention/families.h) decides who
+// computes them. The few go to the first family in front of this one that serves them, the others
+// to the fastest family behind it.
 #include <algorithm>
 #include <climits>
 
@@ -19,16 +19,16 @@
 namespace flashmoe {
 namespace {
 
-// Of the few's launches the first, and what is behind the many's. Several are few queries that are
-// more than a tile of the few's kernel.
+// kFew is the first launch for the few, kFewBehind its launches behind those for the many. kSeveral
+// has sequences with few queries that exceed a tile of the few's kernel.
 enum Part { kFew, kMany, kFewBehind, kSeveral };
 
-// Microseconds of the first kernel, and of one that finds nothing to do.
+// Time of the first kernel, and of a kernel with nothing to do, in microseconds.
 constexpr double kLengthsTime = 2.0;
 constexpr double kNothing = 4.0;
 
-// Offsets in the workspace: behind the first table of lengths the others, how the parts divide the
-// device, and what the few need, and behind them the several. The many need no more.
+// Offsets in the workspace: after the first table of lengths come the other tables, the division of
+// the device, then the workspaces of the few and the several. The many need none.
 struct Places {
   int64_t few_q;
   int64_t several_q;
@@ -43,7 +43,7 @@ Places places_of(const AttentionProblem& p, const Plan& plan) {
   return {table, 2 * table, division, division + round_up(plan.division_bytes)};
 }
 
-// A part of the problem: of the sequences to which a table leaves their queries.
+// A part of the problem: the sequences that keep their queries in `lengths`.
 AttentionProblem part_of(const AttentionProblem& p, const void* lengths) {
   AttentionProblem part = p;
   part.kernel[0] = '\0';
@@ -51,7 +51,7 @@ AttentionProblem part_of(const AttentionProblem& p, const void* lengths) {
   return part;
 }
 
-// Those with many queries: what split_size promises, the kernels of tiles give anyway.
+// The part with many queries, without split_size: the kernels with tiles keep its promise anyway.
 AttentionProblem many_of(const AttentionProblem& p, const void* lengths) {
   AttentionProblem part = part_of(p, lengths);
   part.sequences.split_size = 0;
@@ -64,13 +64,12 @@ AttentionProblem few_of(const AttentionProblem& p, const void* lengths, int64_t 
   return part;
 }
 
-// Queries of a tile whose rows are those of all heads of a KV head.
+// Queries per tile when its rows hold all heads of a KV head.
 int64_t queries_of_tile(const AttentionProblem& p, const flashmoe_launch& launch) {
   return std::clamp<int64_t>(launch.tile_m * p.heads_kv / p.heads_q, 1, few_queries(p));
 }
 
-// How many sequences have how many rows of q, if some are as long as they may be, and the others
-// have one query.
+// Numbers of sequences and of their rows of q, if some have the most queries and the others one.
 struct Shares {
   int64_t many;
   int64_t many_rows;
@@ -101,7 +100,7 @@ flashmoe_status ask(const AttentionFamily& family, const AttentionProblem& part,
   return family.plan(part, plan, reason);
 }
 
-// A part's family, its plan, and the estimate by which it was chosen.
+// A part's family, its plan, and the estimate that decided the choice.
 struct PlannedPart {
   const AttentionFamily* family;
   Plan plan;
@@ -160,7 +159,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   if (problem.batch > INT_MAX) {
     return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s", "more than 2^31 - 1 sequences");
   }
-  // Plans do not depend on addresses, but on whether they are there.
+  // Plans depend only on whether addresses are null.
   const void* const there = &problem;
   const Shares shares = shares_of(problem);
   PlannedPart many = {};
@@ -168,9 +167,9 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(plan_many(problem, many_of(problem, there), shares, &many, reason));
   FLASHMOE_TRY(plan_few(few_of(problem, there, few_queries(problem)), shares, &few, reason));
   FLASHMOE_TRY(cuda_plan_lengths(problem, plan, reason));
-  // Both at a time, if both can: the few go first, to some of the multiprocessors. Most of these
-  // decode one query, which the bound does not tell: they have a kernel for it, if there is one,
-  // and those with more than a tile of it the other, behind all.
+  // Both run concurrently if both can: the few go first, to some of the multiprocessors. Most of
+  // them decode one query, which the bound does not tell. They get a kernel for that, if there is
+  // one; those with more queries than its tile get the other kernel, after all else.
   const bool beside = few.plan.division_bytes > 0 && many.plan.division_bytes > 0;
   PlannedPart several = {};
   if (beside) {
