@@ -190,8 +190,8 @@ def test_counts(report: Path) -> dict[str, int]:
 
 
 def failed_tests(report: Path) -> dict[str, str]:
-    """Tests of a JUnit report that did not pass, and the first line of why. Of many pytest's
-    last lines, which a step keeps, show some."""
+    """Tests of a JUnit report that did not pass, and the first line of the reason. If there are
+    many, pytest's last lines, which a step keeps, show only some."""
     if not report.exists():
         return {}
     failed: dict[str, str] = {}
@@ -312,7 +312,7 @@ def run_tests(evidence: Evidence, files: list[str], scratch: Path) -> None:
         if step:
             step["tests"] = test_counts(report)
             step["failed"] = failed_tests(report)
-            # Of single files there need not be one of each kind: pytest's 5 is "none collected".
+            # Single files need not contain tests of each kind: pytest's 5 is "none collected".
             if files and step["code"] == NO_TESTS and not step["tests"].get("tests"):
                 step["code"] = 0
 

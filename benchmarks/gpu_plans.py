@@ -29,9 +29,9 @@ from flashmoe_science.cli.suites import (
     suite_names,
 )
 
-# Of a family that is asked for by name.
+# Suites of a family that is asked for by name.
 BY_FAMILY = (("attention-forward", "sm89"), ("moe-training", "sm89"))
-# Of a forward and its backward together: each is in a suite of its own.
+# A forward and its backward together: each also has its own suite.
 _OF_BOTH = (TRAINING, MOE_TRAINING)
 
 

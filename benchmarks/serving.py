@@ -58,8 +58,8 @@ class Case:
         kind: "ragged", whose keys are packed as its queries are; "decode" or "mixed", whose keys
             are in pages.
         name: For people.
-        heads_q, heads_kv, dim: Of bf16 tensors.
-        queries, keys: Of each sequence.
+        heads_q, heads_kv, dim: Extents of the bf16 tensors.
+        queries, keys: Numbers per sequence.
         page: Rows of a page; None without pages.
     """
 

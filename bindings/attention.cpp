@@ -28,10 +28,10 @@ constexpr OperationWords kBackwardWords = {"attention backward", "all tensors of
                                            "dq, dk, dv and dsinks", "has no backward pass yet",
                                            false};
 
-// What torch's autograd and autocast are asked for: this function once more, in Python.
+// The Python function for calls that torch's autograd records or autocast casts.
 Kept torchs_flash_attention("flashmoe_science._autograd", "flash_attention");
 
-// Of the scores, in both directions.
+// The options of the scores, in both directions.
 template <class Params>
 constexpr Option<Params> layout_option() {
   return {"layout", [](nb::handle given, Params* p) { p->layout = parse_layout(given); }};
@@ -43,7 +43,7 @@ constexpr Option<Params> causal_option() {
 template <class Params>
 constexpr Option<Params> window_option() {
   return {"window", [](nb::handle given, Params* p) {
-            const bool causal = p->causal != FLASHMOE_CAUSAL_NONE;  // which is parsed before
+            const bool causal = p->causal != FLASHMOE_CAUSAL_NONE;  // parsed before
             const Window window = parse_window(given, causal);
             p->window = window.ends;
             p->window_left = window.left;
@@ -130,7 +130,7 @@ struct AttentionCall {
   }
 };
 
-// Whether torch.autocast takes tensors of this call: fp32 is what it is for.
+// Whether torch.autocast casts tensors of this call: it casts fp32.
 bool is_cast(const AttentionCall& call) {
   for (const TensorView* view : {&call.q, &call.k, &call.v}) {
     const flashmoe_dtype dtype = view->tensor().dtype;
@@ -241,7 +241,7 @@ struct AttentionBackwardCall {
 
   const TensorView& first() const { return q; }
 
-  // A gradient that is not there is made where it is wanted, unless it is to be added to.
+  // Makes a missing gradient if it is wanted, except with accumulate.
   template <class Make>
   void make_outputs(const nb::object& wanted, const Make& make) {
     if (!is_float(q.tensor().dtype) || params.accumulate != 0) return;

@@ -8,7 +8,7 @@
 namespace flashmoe {
 namespace {
 
-// May come without the GIL: only remembers what is raised afterwards.
+// May run without the GIL, so it only remembers the error, which is raised later.
 void remember_error(void* context, const char* kind, const char* message) {
   *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
 }
@@ -159,8 +159,8 @@ void DeviceWorkspace::allocate(const Caller& caller, size_t bytes, flashmoe_devi
                                void* stream, bool named) {
   if (bytes == 0) return;
   if (named && stream != caller.current_stream(device)) {
-    // What is free on the current stream may still be in use there, for which this one does not
-    // wait.
+    // Memory that is free on the current stream may still be in use there, and this stream does not
+    // wait for that.
     if (!caller.type_.is_torch) {
       raise_value_error(std::string("stream: this call needs workspace, which ") +
                         name_of_type(caller.first_) +

@@ -1,5 +1,5 @@
-// What a call asks of the framework that its tensors come from: views of them, new tensors beside
-// them, and the stream that is current there. For frameworks with the DLPack exchange API.
+// What a call needs from its tensors' framework: views of them, new tensors on their device, and
+// the current stream. For frameworks with the DLPack exchange API.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,40 +13,40 @@
 
 namespace flashmoe {
 
-// How messages speak of an operation.
+// Words for an operation in messages.
 struct OperationWords {
   const char* name;     // "attention"
   const char* tensors;  // "all tensors of a call"
   const char* outputs;  // what to pass where no output can be made: "out, and lse with return_lse"
   const char* gradients;  // what there is of gradients: "has no backward pass yet"
-  bool has_gradients;     // whether those of torch's tensors are recorded
+  bool has_gradients;     // whether torch's gradients are recorded
 };
 
 class Caller {
  public:
-  // `first` is the call's first tensor, of `type`, and called `name`.
+  // `first` is the call's first tensor, of type `type` and named `name`.
   Caller(const OperationWords& words, const TensorType& type, const char* name, nb::handle first);
 
-  // Views a tensor of the call. Raises a TypeError if it is of another framework than the first,
-  // and a ValueError if it has a tangent or the negative bit, is inside a transform of torch.func,
-  // is to be written to and may not be, or requires grad where gradients are recorded, unless this
-  // operation has gradients.
+  // Views a tensor of the call. Raises a TypeError if it belongs to another framework than the
+  // first. Raises a ValueError if it has a tangent or the negative bit, is inside a transform of
+  // torch.func, must be written to but may not be, or requires grad while gradients are recorded
+  // and this operation has none.
   void borrow(const char* name, nb::handle tensor, TensorView* view, Access access = Access::kRead);
-  // The same, and nothing of None.
+  // The same; None stays absent.
   void borrow_optional(const char* name, nb::handle tensor, TensorView* view,
                        Access access = Access::kRead);
 
-  // Whether gradients are to be recorded of a tensor that was viewed.
+  // Whether gradients of a viewed tensor must be recorded.
   bool is_recorded() const { return is_recorded_; }
 
-  // That the tensors viewed for writing have been written to.
+  // Reports that the tensors viewed for writing have been written to.
   void finish() const;
 
-  // A new contiguous tensor beside the first one, and its view.
+  // Makes a contiguous tensor on the first one's device, and views it.
   nb::object allocate(const char* name, flashmoe_device device, flashmoe_dtype dtype, int rank,
                       const int64_t* shape, TensorView* view);
-  // One of the shape and dtype of a tensor that was viewed as `of`, with that one's order in memory
-  // where its framework can make such.
+  // Makes one with the shape and dtype of a tensor viewed as `of`, and with its order in memory if
+  // the framework can.
   nb::object allocate_like(const char* name, nb::handle tensor, const TensorView& of,
                            TensorView* view);
 
@@ -62,18 +62,18 @@ class Caller {
  private:
   friend class DeviceWorkspace;
 
-  // Of one call: the gradients of a layer, and what it may overwrite.
+  // The most of one call: the gradients of a layer, and what it may overwrite.
   static constexpr size_t kMostOutputs = 9;
 
   const TensorType& same_framework(const char* name, nb::handle tensor) const;
   void record_gradients(const TensorType& type, const char* name, nb::handle tensor, Access access);
   void refuse_tangents(const char* name, nb::handle tensor);
-  // Memory of the exchange API's allocator, made on the framework's current stream.
+  // Memory from the exchange API's allocator, on the framework's current stream.
   dlpack::ManagedTensor* allocate_by_exchange(flashmoe_device device, flashmoe_dtype dtype,
                                               int rank, const int64_t* shape) const;
-  // Takes dtype and shape from an existing tensor where they are the same: torch is faster then.
+  // Takes dtype and shape from an existing tensor if they are equal, since torch is faster then.
   nb::object allocate_by_torch(flashmoe_dtype dtype, int rank, const int64_t* shape) const;
-  // Views what was made, and returns it.
+  // Views the new tensor and returns it.
   nb::object with_view(const char* name, nb::object made, TensorView* view);
 
   const OperationWords& words_;
@@ -84,14 +84,14 @@ class Caller {
   bool in_inference_mode_;  // of torch
   bool may_have_tangents_;
   bool is_recorded_ = false;
-  nb::object made_;                        // the first new tensor, if there is one
-  const TensorView* like_view_ = nullptr;  // of that one, else of the first tensor
+  nb::object made_;                        // the first new tensor, if any
+  const TensorView* like_view_ = nullptr;  // of made_, else of the first tensor
   size_t written_count_ = 0;
   nb::handle written_[kMostOutputs];
 };
 
-// Memory of a CUDA device for the work of one call on `stream`, which the caller named himself or
-// not. What is given back at the end of the scope may serve later work on that stream at once.
+// CUDA memory for the work of one call on `stream`, which the caller named or not. Memory returned
+// at the end of the scope may serve later work on that stream at once.
 class DeviceWorkspace {
  public:
   DeviceWorkspace() = default;
@@ -107,7 +107,7 @@ class DeviceWorkspace {
  private:
   void* data_ = nullptr;
   dlpack::ManagedTensor* managed_ = nullptr;
-  nb::object tensor_;  // in place of managed_ where the stream is not the current one
+  nb::object tensor_;  // replaces managed_ if the stream is not the current one
 };
 
 }  // namespace flashmoe

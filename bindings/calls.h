@@ -1,19 +1,19 @@
-// Operations of the C ABI as calls: tensors viewed, options parsed, parameters filled, and what the
-// ways that lead to them share.
+// Operations of the C ABI as calls: tensors viewed, options parsed, parameters filled. Holds the
+// code that all paths to them share.
 //
 // A call is a struct with `params` and a view of each tensor. Its kTensors and kOptions list its
-// tensors and its options, each once: from these lists come calls and plans by name, XLA's operands
-// and attributes, and what goes to other frameworks. Beside them it has:
-//   kName, kTarget                  for Python, and for XLA: a program that was compiled ahead asks
-//                                   for the version it knows
+// tensors and options once. Calls and plans by name, XLA's operands and attributes, and calls to
+// other frameworks all come from these lists. It also has:
+//   kName, kTarget                  for Python, and for XLA: a program compiled ahead asks for the
+//                                   version it knows
 //   kPlan, kWorkspaceSize, kRun     the C ABI's functions
 //   kNeedsWorkspace                 whether nearly every call on a GPU needs workspace
-//   first()                         the tensor that says where the call computes
-//   sequences                       attention's alone: perhaps, what its params point to beside
+//   first()                         the tensor whose device computes the call
+//   sequences                       attention only: optional, what its params point to besides
 //                                   tensors (bindings/sequences.h)
-//   make_outputs(options, make)     has make(name, view, dtype, rank, shape) make the outputs that
-//                                   are not there. Where the inputs do not tell their shapes, the
-//                                   library says what is wrong.
+//   make_outputs(options, make)     calls make(name, view, dtype, rank, shape) for absent outputs.
+//                                   If the inputs do not tell their shapes, the library reports
+//                                   what is wrong.
 // operation.h's points_nowhere names the fields of params that point to what no call has.
 #pragma once
 
@@ -45,13 +45,13 @@ inline bool is_fp64(flashmoe_dtype dtype) {
   return dtype.code == FLASHMOE_DTYPE_FLOAT && dtype.bits == 64 && dtype.lanes == 1;
 }
 
-// "float32" and so on, of what outputs are made of.
+// The name of an output's dtype, such as "float32".
 const char* name_of_dtype(flashmoe_dtype dtype);
 
-// Parses the dtype that Python names for a new output. Returns false for None.
+// Parses the dtype that Python gives for a new output. Returns false for None.
 bool parse_float_dtype(nb::handle given, flashmoe_dtype* dtype);
 
-// One tensor of a call: its name, in Python, in C and in messages, and where it goes.
+// One tensor of a call: its name in Python, in C and in messages, and its place.
 template <class Call>
 struct Field {
   const char* name;
@@ -60,7 +60,7 @@ struct Field {
   Access access;
 };
 
-// Does work(call, its sequences) where it can have some.
+// Calls work(call, its sequences) if the call can have sequences.
 template <class Call, class Work>
 auto with_sequences(Call* call, const Work& work, int) -> decltype(call->sequences, void()) {
   work(call, &call->sequences);
@@ -82,8 +82,8 @@ const typename Call::Params& ready(Call* call) {
 
 // ---- options ------------------------------------------------------------------------------------
 
-// An option as Python has it, which may fill several fields of Params. A kernel's name points into
-// the string that was given.
+// A Python option, which may fill several fields of Params. A kernel's name points into the given
+// string.
 template <class Params>
 struct Option {
   const char* name;
@@ -102,7 +102,7 @@ void parse_options(const Option<Params> (&options)[kCount], const nb::handle (&g
   for (size_t i = 0; i < kCount; ++i) options[i].parse(given[i], params);
 }
 
-// Options by name. Those that are absent have their defaults.
+// Options by name. Absent ones have their defaults.
 template <class Params, size_t kCount>
 void parse_options(const Option<Params> (&options)[kCount], const nb::dict& given, Params* params) {
   for (const Option<Params>& option : options) {
@@ -128,7 +128,7 @@ struct NamedHandle {
   nb::handle object;
 };
 
-// Tensors by name. Optional ones that are None are left out.
+// Tensors by name. Optional tensors that are None are left out.
 inline nb::dict named_tensors(std::initializer_list<NamedHandle> required,
                               std::initializer_list<NamedHandle> optional) {
   nb::dict named;
@@ -148,8 +148,8 @@ nb::dict named_options(const Option<Params> (&options)[kCount], const nb::handle
 
 // ---- running one operation ----------------------------------------------------------------------
 
-// The GIL is free while the library works: a launch can wait for the GPU's queue, and what empties
-// that queue may be a host callback in Python.
+// Releases the GIL while the library works: a launch can wait for the GPU's queue, and a host
+// callback in Python may be what empties it.
 template <class Call>
 flashmoe_status run(const Call& call, void* workspace, size_t bytes, void* stream) {
   nb::gil_scoped_release release;

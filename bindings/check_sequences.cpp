@@ -1,4 +1,4 @@
-// The check of the tables of sequences: calls from Python objects to the C ABI.
+// Checking the tables of sequences: calls from Python objects to the C ABI.
 //
 // Tensors whose type has the DLPack exchange API, all of one framework, take the fast path below;
 // everything else goes to flashmoe_science._check, which comes back through `call`
@@ -47,7 +47,8 @@ struct CheckSequencesCall {
   template <class Make>
   void make_outputs(const nb::dict&, const Make& make) {
     if (status.get() != nullptr || q.get() == nullptr || q.rank() < 1 || !sequences) return;
-    const TensorView& offsets = sequences->views[0];  // cu_seqlens_q, which count the sequences
+    const TensorView& offsets = sequences->views[0];  // cu_seqlens_q, which tell the number of
+                                                      // sequences
     const bool packed = offsets.get() != nullptr;
     if (packed && (offsets.rank() != 1 || offsets.extent(0) == 0)) return;
     const int64_t shape[] = {packed ? offsets.extent(0) - 1 : q.extent(0)};

@@ -1,4 +1,4 @@
-// The check of the tables of sequences as Python calls it.
+// The Python function that checks the tables of sequences.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -14,14 +14,14 @@ namespace flashmoe::dlpack {
 
 inline constexpr uint32_t kMajorVersion = 1;
 
-// A device type beside those of flashmoe_device_type: CUDA's managed memory.
+// A device type that flashmoe_device_type lacks: CUDA's managed memory.
 inline constexpr int32_t kCudaManaged = 13;
 
 // Flags of ManagedTensor.
 inline constexpr uint64_t kReadOnly = 1;
 inline constexpr uint64_t kIsCopied = 2;
 
-// Type codes beside those of flashmoe_dtype_code.
+// Type codes that flashmoe_dtype_code lacks.
 inline constexpr uint8_t kInt = 0;
 inline constexpr uint8_t kUInt = 1;
 
@@ -44,7 +44,7 @@ struct Version {
   uint32_t minor;
 };
 
-// DLManagedTensorVersioned: a tensor with the function that gives it back.
+// DLManagedTensorVersioned: a tensor with the function that frees it.
 struct ManagedTensor {
   Version version;
   void* context;
@@ -53,7 +53,7 @@ struct ManagedTensor {
   Tensor tensor;
 };
 
-// Calls the deleter of a tensor, if there are both.
+// Calls the deleter of a tensor, if both exist.
 inline void give_back(ManagedTensor* tensor) {
   if (tensor != nullptr && tensor->deleter != nullptr) tensor->deleter(tensor);
 }

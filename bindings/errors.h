@@ -28,10 +28,10 @@ inline void check(flashmoe_status status) {
 // "torch.Tensor": how messages name an object's type.
 std::string name_of_type(nb::handle object);
 
-// repr(object), cut when it is long. What it raises is no error of the call at hand.
+// repr(object), truncated if long. If repr raises, that is no error of the current call.
 std::string short_repr(nb::handle object);
 
-// A str as UTF-8, with escapes for surrogates, which have none.
+// A str as UTF-8. Surrogates, which UTF-8 cannot encode, are escaped.
 std::string utf8(nb::handle text);
 
 }  // namespace flashmoe

@@ -1,4 +1,4 @@
-// A C struct as Python sees it: its fields by name, for the package to make a dataclass of.
+// A C struct for Python: its fields by name, from which the package makes a dataclass.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -9,7 +9,7 @@
 namespace flashmoe {
 namespace {
 
-// The library's product with a router's weights takes multiples of this number of experts.
+// The library's product with a router's weights takes multiples of this many experts.
 constexpr int64_t kRouterMultiple = 8;
 
 void flatten(const char* name, TensorView* view) {
@@ -39,8 +39,8 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
                      nb::handle up_offset, nb::handle weight_on_input, nb::handle out,
                      nb::handle max_workspace_bytes, nb::handle recompute, nb::handle kernel,
                      nb::handle stream) {
-  parse_top_k(top_k);                              // before what the other half knows of tensors
-  parse_max_workspace_bytes(max_workspace_bytes);  // of the gradients, which others compute
+  parse_top_k(top_k);                              // before the other half's checks of tensors
+  parse_max_workspace_bytes(max_workspace_bytes);  // for the gradients, which other code computes
   parse_flag("recompute", recompute);              // likewise
   const nb::handle options[] = {
       top_k,      scoring, renormalize, num_groups, top_groups,      scale, gate,
@@ -72,7 +72,8 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   caller.borrow_optional("router_bias", router_bias, &call.router_bias);
   caller.borrow_optional("logits", logits, &call.logits);
   borrow_weights(caller, {w_gate_up, w_up, w_down, b_gate_up, b_up, b_down}, &call);
-  // What the library has no product for the tensors' own makes, whose tensors autocast would cast.
+  // The tensors' own library computes products that this one lacks; autocast would cast its
+  // tensors.
   const bool elsewhere =
       logits.is_none() && router.rank() == 2 && router.extent(0) % kRouterMultiple != 0;
   if (caller.is_recorded() ||
@@ -93,7 +94,7 @@ nb::object fused_moe(nb::handle tokens, nb::handle router_weights, nb::handle w_
   }
   if (call.logits.get() != nullptr) flatten("logits", &call.logits);
   caller.borrow_optional("selection_bias", selection_bias, &call.selection_bias);
-  // Behind the inputs: forward-mode differentiation, which refuses one of these, gives no memory.
+  // After the inputs: forward-mode differentiation, which refuses one of them, gives no memory.
   const flashmoe_dtype dtype = call.tokens.tensor().dtype;
   const int rank = call.tokens.rank();
   nb::object result = nb::borrow(out);

@@ -1,4 +1,4 @@
-// An object of a Python module, found once: finding it costs more than most of what is asked of it.
+// An object of a Python module, looked up once: the lookup costs more than most calls of it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,7 +7,8 @@ namespace flashmoe {
 
 namespace nb = nanobind;
 
-// Of static life. It holds a bare pointer: an object would outlive the interpreter at exit.
+// Has static lifetime. It holds a raw pointer, since an nb::object would outlive the interpreter at
+// exit.
 class Kept {
  public:
   // `name` may have dots. The module is imported at the first use.

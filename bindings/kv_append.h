@@ -1,4 +1,4 @@
-// Appending to a cache of keys and values as Python calls it.
+// The Python function that appends to a cache of keys and values.
 #pragma once
 
 #include <nanobind/nanobind.h>

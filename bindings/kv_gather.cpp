@@ -56,7 +56,7 @@ struct KvGatherCall {
 
   int seq_axis() const { return params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1; }
 
-  // The rows of results that the caller does not give.
+  // The rows of results that the caller does not pass.
   int64_t rows_of(nb::handle rows) const {
     constexpr char kAccepted[] =
         "is a number of 0 or more, or without cu_seqlens_k None for what the cache has room for";

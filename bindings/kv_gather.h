@@ -1,4 +1,4 @@
-// Gathering keys and values of a cache as Python calls it.
+// The Python function that gathers keys and values of a cache.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -50,8 +50,8 @@ nb::typed<nb::list, Fields> last_launches() {
   return nb::borrow<nb::typed<nb::list, Fields>>(described);
 }
 
-// Calls the Python function behind `user`. May come on any thread, with or without the GIL, and
-// also while the interpreter goes down, when there is nobody left to tell.
+// Calls the Python function behind `user`. May run on any thread, with or without the GIL, and even
+// during interpreter shutdown, when it does nothing.
 void forward_log_line(int32_t level, const char* line, void* user) {
   if (Py_IsInitialized() == 0) return;
   nb::gil_scoped_acquire acquire;
@@ -63,7 +63,7 @@ void forward_log_line(int32_t level, const char* line, void* user) {
   }
 }
 
-// What the C ABI then says of its value.
+// Returns an int32; the C ABI checks its value.
 int32_t parse_int32(const char* name, nb::handle integer, const char* accepted) {
   return static_cast<int32_t>(parse_integer(name, integer, INT32_MIN, INT32_MAX, accepted));
 }
@@ -82,7 +82,7 @@ void set_log(nb::handle given, nb::object callback) {
     raise_type_error("callback: got " + name_of_type(callback) +
                      ", accepted is a function of (level, line), or None");
   }
-  // Another thread may be about to call the one it replaces: a callback is never released.
+  // Another thread may be about to call the replaced callback, so callbacks are never released.
   PyObject* kept = callback.release().ptr();
   const flashmoe_status status = flashmoe_set_log(level, &forward_log_line, kept);
   if (status != FLASHMOE_OK) {

@@ -1,4 +1,4 @@
-// The merge of partial attention results: calls from Python objects to the C ABI.
+// Merging partial attention results: calls from Python objects to the C ABI.
 //
 // Tensors whose type has the DLPack exchange API, all of one framework, take the fast path below;
 // everything else goes to flashmoe_science._merge, which comes back through `call`

@@ -1,4 +1,4 @@
-// The merge of partial attention results as Python calls it.
+// The Python function that merges partial attention results.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -35,7 +35,7 @@ nb::object pack(const Routing& made) {
                                                   made.slots, made.lse));
 }
 
-// Views outputs that the caller gave.
+// Views the caller's outputs.
 void borrow(Caller& caller, const Routing& given, bool want_lse, RouteCall* call) {
   if (want_lse && given.lse.is_none()) {
     raise_value_error("out: its lse is None, accepted with return_lse is a tensor");
@@ -130,7 +130,7 @@ nb::object moe_forward(nb::handle x, nb::handle w_gate_up, nb::handle w_down, nb
                        nb::handle max_workspace_bytes, nb::handle recompute, nb::handle kernel,
                        nb::handle stream) {
   const bool want_pre_activation = parse_flag("return_pre_activation", return_pre_activation);
-  parse_max_workspace_bytes(max_workspace_bytes);  // of the gradients, which others compute
+  parse_max_workspace_bytes(max_workspace_bytes);  // for the gradients, which other code computes
   parse_flag("recompute", recompute);              // likewise
   const nb::handle options[] = {gate, activation, alpha, limit, up_offset, weight_on_input, kernel};
   const TensorType* type = tensor_type(x);

@@ -1,4 +1,4 @@
-// The mixture of experts as Python calls it.
+// The Python functions of the mixture of experts.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -6,7 +6,8 @@
 namespace flashmoe {
 namespace {
 
-// The sentence of top_k and the tokens, which the C ABI sees as extents of outputs only.
+// Checks top_k and the tokens with a sentence of their own, since the C ABI sees them only as
+// extents of outputs.
 void check_pairs(const char* name, int64_t tokens, int64_t top_k) {
   if (tokens <= kMaxPairs / top_k) return;
   raise_value_error(std::string(name) + ": got " + std::to_string(tokens) + " tokens with " +

@@ -25,7 +25,7 @@ inline constexpr int64_t kMaxPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
 int64_t parse_top_k(nb::handle top_k);
 uint64_t parse_max_workspace_bytes(nb::handle bytes);  // None: 0, for no bound
 
-// ---- options, of which calls make their lists ---------------------------------------------------
+// ---- options, for the lists of calls ------------------------------------------------------------
 
 template <class Params>
 constexpr Option<Params> top_k_option() {
@@ -116,11 +116,12 @@ struct RouteExtents {
   int64_t top_k;
 };
 
-// What logits say of a routing; false if the library must say what is wrong with them.
+// The extents of a routing from its logits; false if the library must report what is wrong with
+// them.
 bool extents_of_logits(const TensorView& logits, int64_t top_k, RouteExtents* extents);
 bool extents_of_ids(const TensorView& ids, int64_t experts, RouteExtents* extents);
 
-// Of logits, or of ids that are given: then renormalize and scale are its options.
+// Routes logits or given ids. With given ids, renormalize and scale are its options.
 struct RouteCall {
   using Params = flashmoe_moe_route_params;
   static constexpr char kName[] = "moe_route";
@@ -164,7 +165,7 @@ struct RouteCall {
 
   const TensorView& first() const { return logits.get() != nullptr ? logits : given_ids; }
 
-  // That outputs which the caller gave are for as many experts as he asks for: the C ABI takes
+  // Checks that the caller's outputs are for the requested number of experts, since the C ABI takes
   // these numbers from the outputs.
   void check_given_outputs(const RouteExtents& extents) const;
 
@@ -387,7 +388,7 @@ constexpr Option<Params> overwrite_pre_activation_option() {
           }};
 }
 
-// A gradient, and the tensor that it is of.
+// A gradient and its tensor.
 template <class Call>
 struct Gradient {
   const char* name;
@@ -395,8 +396,8 @@ struct Gradient {
   TensorView Call::* of;
 };
 
-// A gradient that is not there is made where it is wanted, of the shape and dtype of what it is of,
-// unless it is to be added to. `wanted`: a flag for each, in order; None is all.
+// Makes missing gradients that are wanted, with the shape and dtype of their tensors, except with
+// accumulate. `wanted`: a flag for each, in order; None is all.
 template <class Call, size_t kCount, class Make>
 void make_gradients(const Gradient<Call> (&gradients)[kCount], nb::handle wanted, Call* call,
                     const Make& make) {
@@ -527,8 +528,8 @@ struct ProductBackwardCall {
     return view.rank() >= 1 && view.rank() <= TensorView::kMaxRank;
   }
 
-  // What has no tensor that it is like is made where it is wanted, of dout's dtype: dx without x,
-  // dw without w, and dbias.
+  // Makes wanted gradients without a tensor to copy, in dout's dtype: dx without x, dw without w,
+  // and dbias.
   template <class Make>
   void make_outputs(nb::handle wanted, const Make& make) {
     make_gradients(kGradients, wanted, this, make);
@@ -632,22 +633,23 @@ struct Routing {
   static Routing parse(const char* name, nb::handle routing);
 };
 
-// As type(*values) of a NamedTuple, whose constructor is written in Python.
+// Like type(*values) of a NamedTuple, whose own constructor is Python code.
 nb::object named_tuple(Kept& type, const nb::tuple& values);
 
-// The function of flashmoe_science._moe of that name.
+// Calls the function of that name in flashmoe_science._moe.
 template <class... Arguments>
 nb::object dispatch(const char* name, const Arguments&... arguments) {
   return nb::module_::import_("flashmoe_science._moe").attr(name)(arguments...);
 }
 
-// The same of flashmoe_science._moe_autograd, which records the gradients of torch's tensors.
+// The same in flashmoe_science._moe_autograd, which records the gradients of torch's tensors.
 template <class... Arguments>
 nb::object record(const char* name, const Arguments&... arguments) {
   return nb::module_::import_("flashmoe_science._moe_autograd").attr(name)(arguments...);
 }
 
-// Whether torch.autocast takes tensors of a call, one of which is fp32: what is above casts them.
+// Whether torch.autocast casts tensors of a call, one of which is fp32. The functions above cast
+// them.
 inline bool is_cast(const TensorType& type, std::initializer_list<const TensorView*> views) {
   if (!type.is_torch) return false;
   for (const TensorView* view : views) {

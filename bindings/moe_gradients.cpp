@@ -1,5 +1,5 @@
-// The gradients of the mixture of experts: calls from Python objects to the C ABI, which go two
-// ways as those of moe.cpp do.
+// The gradients of the mixture of experts: calls from Python objects to the C ABI, on the same two
+// paths as in moe.cpp.
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -28,7 +28,7 @@ Access access_of(const BackwardCall& call, const Field<BackwardCall>& field) {
   return written ? Access::kWrite : field.access;
 }
 
-// The function of flashmoe_science._moe, for tensors without the exchange API.
+// Calls the function of flashmoe_science._moe, for tensors without the exchange API.
 template <class Call, size_t kTensors, size_t kOptions>
 nb::tuple dispatch_gradients(const nb::handle (&tensors)[kTensors],
                              const nb::handle (&options)[kOptions], nb::handle wanted,
@@ -48,8 +48,8 @@ nb::tuple dispatch_gradients(const nb::handle (&tensors)[kTensors],
   return nb::tuple(dispatch("differentiate", Call::kName, given, named, outputs, stream));
 }
 
-// The outputs of a call in the order of its list: those that are given, and new ones where they are
-// wanted and the library makes them; else None. `tensors` are those of the list, in its order.
+// The outputs of a call in the order of its list: given ones, new ones if wanted and made by the
+// library, else None. `tensors` are those of the list, in its order.
 template <class Call, size_t kTensors, size_t kOptions>
 nb::tuple differentiate(const nb::handle (&tensors)[kTensors],
                         const nb::handle (&options)[kOptions], nb::handle wanted,

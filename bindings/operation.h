@@ -1,5 +1,5 @@
-// Operations by name: on tensors of any kind in a dict, for plans, and as XLA's custom calls. What
-// they do is made of the lists of a call: see bindings/calls.h.
+// Operations by name: on tensors of any kind in a dict, for plans, and as XLA's custom calls. They
+// are built from the lists of a call: see bindings/calls.h.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -49,11 +49,11 @@ void define_operations(nb::module_& module);
 
 // ---- tensors ------------------------------------------------------------------------------------
 
-// A tensor, or a tuple (shape, dtype's code and bits, device's type and id, strides or None) of one
-// that need not exist.
+// Views a tensor, or a tuple (shape, dtype's code and bits, device's type and id, strides or None)
+// that describes one that need not exist.
 void view_argument(const char* name, nb::handle object, Access access, TensorView* view);
 
-// Whether keys and values of the call may have some.
+// Whether keys and values of the call may have scales.
 template <class Call>
 constexpr auto has_scales(Call* call, int) -> decltype(call->k_scale, bool()) {
   return true;
@@ -134,12 +134,12 @@ Fields plan_by_name(const nb::dict& tensors, const nb::dict& options) {
 
 // ---- options as one attribute of XLA's ----------------------------------------------------------
 //
-// The bytes of Params in hexadecimal, without tensors, and behind them the kernel's name. Params
-// only grow at their end, where zeros mean what their absence meant: so a program that was exported
-// by an older version of this one runs.
+// The bytes of Params in hexadecimal, without tensors, followed by the kernel's name. Params only
+// grow at their end, where zeros mean what their absence meant, so a program exported by an older
+// version runs.
 
 std::string to_hex(const void* bytes, size_t count);
-// How many bytes `text` begins with; 0 if they are more than `most`.
+// The number of bytes at the beginning of `text`; 0 if more than `most`.
 size_t from_hex(const std::string& text, void* bytes, size_t most);
 
 template <class Params>
@@ -163,7 +163,7 @@ std::string pack_options_by_name(const nb::dict& options) {
   return to_hex(&params, sizeof params) + " " + kernel;
 }
 
-// Fields that point to what no call of this version has. An attribute that says otherwise is
+// Whether the fields that no call of this version sets are null. An attribute with others is
 // foreign.
 inline bool points_nowhere(const flashmoe_attention_forward_params& p) {
   return p.q_scale == nullptr && p.sequences == nullptr;
@@ -190,7 +190,7 @@ inline bool points_nowhere(const flashmoe_moe_backward_params&) { return true; }
 inline bool points_nowhere(const flashmoe_grouped_product_backward_params&) { return true; }
 inline bool points_nowhere(const flashmoe_moe_route_backward_params&) { return true; }
 
-// `kernel` owns the name that params then point to; no tensor is set.
+// `kernel` owns the name that params point to afterwards; tensors are not set.
 template <class Call>
 bool unpack_options(const std::string& packed, typename Call::Params* params, std::string* kernel) {
   const size_t space = packed.find(' ');
@@ -208,24 +208,24 @@ bool unpack_options(const std::string& packed, typename Call::Params* params, st
 
 // ---- XLA's custom call --------------------------------------------------------------------------
 //
-// Which tensors a call has varies, so that attributes name them:
-//   inputs, outputs     the C ABI's names in order, a space behind each; attention's inputs may be
-//                       tables of sequences, too. "w.T " is an input whose last two axes are in
-//                       memory the other way round: row by row [..., columns, rows]
+// The tensors of a call vary, so attributes name them:
+//   inputs, outputs     the C ABI's names in order, each followed by a space; attention's inputs
+//                       may include tables of sequences. "w.T " is an input whose last two axes are
+//                       swapped in memory: row by row [..., columns, rows]
 //   options             see above
-//   bounds              of sequences (bindings/sequences.h), where there are some
-// Behind the C ABI's outputs there may be one more, "workspace". An output that is among the
-// inputs, too, is an array that the call writes to in place: XLA has put both into one buffer.
+//   bounds              of sequences (bindings/sequences.h), if any
+// After the C ABI's outputs there may be one more, "workspace". An output that is also an input is
+// an array that the call writes in place: XLA has put both into one buffer.
 
 namespace xla {
 
-// Where the sequences of a ragged, padded or paged batch are, as far as a frame says it.
+// The sequences of a ragged, padded or paged batch, as far as a frame describes them.
 struct PlacedSequences {
   flashmoe_attention_sequences params = flashmoe_attention_sequences_init();
   flashmoe_tensor tables[Sequences::kTableCount];
   bool any = false;
 
-  // Whether there is a table of this name, which is then set.
+  // Sets the table of this name; false if there is none.
   bool place(const std::string& name, const flashmoe_tensor& tensor) {
     for (size_t i = 0; i < Sequences::kTableCount; ++i) {
       if (name != Sequences::kTables[i].name) continue;
@@ -238,7 +238,7 @@ struct PlacedSequences {
   }
 };
 
-// Whether params can point to sequences, which they then do.
+// Points params to the sequences; false if they cannot.
 template <class Params>
 auto point_to(const flashmoe_attention_sequences* sequences, Params* params, int)
     -> decltype(params->sequences, bool()) {
@@ -250,18 +250,18 @@ bool point_to(const flashmoe_attention_sequences*, Params*, long) {
   return false;
 }
 
-// A tensor and, of one with its last two axes turned, its shape and strides.
+// A tensor and, if its last two axes are swapped, its shape and strides.
 struct Placed {
   flashmoe_tensor tensor;
   int64_t shape[TensorView::kMaxRank];
   int64_t strides[TensorView::kMaxRank];
 
-  // Turns a tensor that is row by row in memory; false where there are no two axes.
+  // Swaps the axes of a tensor that is row by row in memory; false if it has fewer than two.
   bool turn();
 };
 
-// Sets the tensors that `names` lists, of which there must be as many as values. An output that was
-// an input is where it was.
+// Sets the tensors that `names` lists; there must be as many as values. An output that is also an
+// input stays in place.
 template <class Call, size_t kCount>
 bool place(const Field<Call> (&fields)[kCount], Access access, const std::string& names,
            const Values& values, flashmoe_device device, Placed (&tensors)[kCount],
@@ -295,7 +295,7 @@ bool place(const Field<Call> (&fields)[kCount], Access access, const std::string
   return begin == names.size() && count == values.size;
 }
 
-// Whether every tensor that a call writes to is among its results.
+// Whether every tensor that a call writes is among its results.
 template <class Call>
 bool are_results(const std::string& outputs, const typename Call::Params& params) {
   const std::string names = " " + outputs;

@@ -36,7 +36,8 @@ float to_float(const char* name, nb::handle number, const char* accepted) {
   return static_cast<float>(value);
 }
 
-// None is the C ABI's 0, which as a number is refused. The library's own sentence would offer it.
+// None becomes the C ABI's 0. The number 0 itself is refused here, since the library's own sentence
+// would offer it.
 float parse_positive(const char* name, nb::handle number, const char* accepted) {
   if (number.is_none()) return 0.0f;
   const float rounded =
@@ -48,8 +49,8 @@ float parse_positive(const char* name, nb::handle number, const char* accepted) 
   return rounded;
 }
 
-// The int that an object stands for, or null where it turns out to stand for none, as a tensor of
-// several numbers does.
+// The int that an object stands for, or null if it stands for none, like a tensor of several
+// numbers.
 nb::object to_index(nb::handle object) {
   nb::object index = nb::steal(PyNumber_Index(object.ptr()));
   if (!index.is_valid()) {
@@ -80,7 +81,7 @@ int32_t parse_choice(const char* name, nb::handle chosen, const Choice (&choices
   refuse(name, chosen, accepted.c_str(), is_string(chosen));
 }
 
-// One end of a window: whether there is one, and how many keys it takes.
+// Parses one end of a window: whether it exists, and its number of keys.
 bool parse_window_end(nb::handle window, nb::handle end, int64_t* keys) {
   if (end.is_none()) return false;
   const bool may_be_integer = PyIndex_Check(end.ptr()) && !PyBool_Check(end.ptr());
@@ -200,7 +201,7 @@ const char* parse_kernel(nb::handle kernel) {
   if (!is_string(kernel)) refuse("kernel", kernel, kAccepted, false);
   Py_ssize_t length = 0;
   const char* text = PyUnicode_AsUTF8AndSize(kernel.ptr(), &length);
-  if (text == nullptr) PyErr_Clear();  // of surrogates
+  if (text == nullptr) PyErr_Clear();  // raised for surrogates
   if (text == nullptr || std::strlen(text) != static_cast<size_t>(length)) {
     refuse("kernel", kernel, kAccepted, true);
   }

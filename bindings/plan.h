@@ -1,4 +1,4 @@
-// Plans and launches as Python sees them.
+// Plans and launches for Python.
 #pragma once
 
 #include "bindings/fields.h"

@@ -13,7 +13,7 @@ bool Sequences::find(const nb::dict& tables, const nb::dict& bounds, nb::handle 
   for (size_t i = 0; i < kCount; ++i) {
     const bool is_table = i < kTableCount;
     const char* const name = is_table ? kTables[i].name : kBounds[i - kTableCount].name;
-    // The dicts own what is found.
+    // The dicts own the found objects.
     PyObject* const found = PyDict_GetItemString((is_table ? tables : bounds).ptr(), name);
     each[i] = found != nullptr ? found : Py_None;
     any = any || !each[i].is_none();

@@ -1,5 +1,5 @@
-// Where the sequences of a ragged, padded or paged batch are, from Python objects to the C ABI's
-// flashmoe_attention_sequences: what a call of attention has beside its own tensors and options.
+// Converts the sequences of a ragged, padded or paged batch from Python objects to the C ABI's
+// flashmoe_attention_sequences. An attention call has them besides its own tensors and options.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -66,14 +66,14 @@ struct Sequences {
       }
     }
   }
-  // The same by name: absent entries become None. Returns false if there is none.
+  // The same by name: absent entries become None. Returns false if all are absent.
   static bool find(const nb::dict& tables, const nb::dict& bounds, nb::handle (&each)[kCount]);
-  // The same of what flash_attention passes: None, or a tuple of all. Between tables and bounds it
-  // has the scales of keys and values, tensors of the call itself.
+  // The same for what flash_attention passes: None, or a tuple of all. Between tables and bounds
+  // the tuple has the scales of keys and values, which are tensors of the call itself.
   static bool find(nb::handle sequences, nb::handle (&each)[kCount], nb::handle (&scales)[kScales]);
 
-  // From the bounds as XLA's attribute has them, numbers in their order with a space behind each;
-  // false where it is something else.
+  // Reads the bounds from XLA's attribute: numbers in order, each followed by a space; false if it
+  // is malformed.
   static bool unpack_bounds(const std::string& packed, flashmoe_attention_sequences* params);
 
   const flashmoe_attention_sequences* ready() {
@@ -85,7 +85,7 @@ struct Sequences {
   void set_bound(const Bound& bound, nb::handle given);
 };
 
-// Borrows what flash_attention and its kin pass: None, or a tuple of everything.
+// Borrows what flash_attention and related functions pass: None, or a tuple of everything.
 inline void borrow_sequences(nb::handle given, Caller* caller, std::optional<Sequences>* sequences,
                              nb::handle (&scales)[Sequences::kScales]) {
   nb::handle each[Sequences::kCount];

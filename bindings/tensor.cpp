@@ -37,13 +37,13 @@ const dlpack::ExchangeApi* exchange_api(nb::handle type) {
   return api;
 }
 
-// The module, if somebody has imported it.
+// The module, if it has been imported.
 nb::object loaded_module(const char* name) {
   return nb::borrow(nb::module_::import_("sys").attr("modules")).attr("get")(name);
 }
 
-// That module, if somebody has imported it and `type` is one of its tensors, whose class has that
-// name; else no object.
+// That module, if it has been imported and `type` is its tensor class, which has that name; else no
+// object.
 nb::object module_of_tensors(const char* name, nb::handle type, const char* tensors = "Tensor") {
   const nb::object module = loaded_module(name);
   if (module.is_none()) return {};
@@ -79,7 +79,7 @@ flashmoe_device home_of(flashmoe_device device) {
   raise_value_error(std::string(name) + ": it is read-only, accepted is a writable tensor");
 }
 
-// What a producer says of its tensor that makes it none for us.
+// Refuses tensors whose producer says that we cannot use them.
 void check_managed(const char* name, const dlpack::ManagedTensor& managed, Access access) {
   if (managed.version.major != dlpack::kMajorVersion) {
     raise_type_error(std::string(name) + ": got a tensor of DLPack " +
@@ -104,7 +104,8 @@ nb::object capsule_of(nb::handle object, Access access) {
   }();
   const nb::object exporter = nb::steal(PyObject_GetAttr(object.ptr(), method));
   for (int attempt = 0; attempt < 2 && exporter.is_valid(); ++attempt) {
-    // What cannot be read-only may be refused without a version, and old producers know none.
+    // Memory that is never read-only may be refused without a version, and old producers know no
+    // versions.
     const bool versioned = (access == Access::kWrite) == (attempt == 0);
     nb::object capsule =
         nb::steal(PyObject_Call(exporter.ptr(), none, versioned ? version : nullptr));
@@ -118,13 +119,13 @@ nb::object capsule_of(nb::handle object, Access access) {
     PyErr_Clear();
   }
   if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0) {
-    nb::raise_python_error();  // such as KeyboardInterrupt: no answer of the producer
+    nb::raise_python_error();  // such as KeyboardInterrupt: not the producer's answer
   }
   PyErr_Clear();
   return {};
 }
 
-// Takes the producer's exception, if there is one.
+// Takes the producer's exception, if any.
 [[noreturn]] void refuse_without_view(const char* name, nb::handle object) {
   std::string reason = "it gives no reason";
   if (PyErr_Occurred() != nullptr) {
@@ -141,7 +142,7 @@ nb::object capsule_of(nb::handle object, Access access) {
 void* address_of_nothing(const int64_t* shape, int32_t rank, flashmoe_dtype dtype) {
   constexpr uintptr_t kAlignment = 4096;
   constexpr uintptr_t kEnd = uintptr_t{1} << 46;
-  constexpr uintptr_t kMost = kEnd >> 4;  // of one tensor
+  constexpr uintptr_t kMost = kEnd >> 4;  // bytes of one tensor
   thread_local uintptr_t next = kAlignment;
   uintptr_t bytes = dtype.bits >= 8 ? dtype.bits / 8 : 1;
   for (int axis = 0; axis < rank && axis < TensorView::kMaxRank; ++axis) {
@@ -170,7 +171,7 @@ const TensorType& type_of(nb::handle object) {
   return *last;
 }
 
-// An array of numpy.ma has a mask, which nothing here would see.
+// Refuses arrays of numpy.ma, whose mask would be ignored here.
 [[noreturn]] void refuse_mask(const char* name, nb::handle object) {
   raise_type_error(std::string(name) + ": got " + name_of_type(object) +
                    ", of which the mask would be ignored, accepted is an array without; pass " +
@@ -202,7 +203,7 @@ bool records_gradients(const TensorType& type) {
   return !type.is_grad_enabled.is_valid() || type.is_grad_enabled().ptr() != Py_False;
 }
 
-// Makes tensor_, as a producer has filled it, the view's own: shape and strides are copied.
+// Takes over tensor_ from a producer: copies shape and strides.
 void TensorView::take() {
   tensor_.device = home_of(tensor_.device);
   const int rank = tensor_.ndim < kMaxRank ? tensor_.ndim : kMaxRank;
@@ -233,7 +234,7 @@ void TensorView::borrow(const TensorType& type, const char* name, nb::handle obj
   }
   if (failed != 0) refuse_without_view(name, object);
   take();
-  // What torch puts in a tensor's place may have an address of nothing.
+  // torch's stand-ins for tensors may have a null address.
   if (type.is_torch && tensor_.data == nullptr && !is_empty()) refuse_without_view(name, object);
 }
 
@@ -245,8 +246,8 @@ bool TensorView::is_empty() const {
 }
 
 bool TensorView::borrow_array(const char* name, nb::handle given, Access access) {
-  // Taken here, since nb::ndarray looks neither at the version nor at all flags. It knows more than
-  // DLPack, which is what it is left with where there is no capsule.
+  // Takes the capsule here, since nb::ndarray checks neither the version nor all flags. Without a
+  // capsule nb::ndarray is used: it knows more protocols than DLPack.
   nb::object object =
       PyCapsule_CheckExact(given.ptr()) ? nb::borrow(given) : capsule_of(given, access);
   constexpr char kVersioned[] = "dltensor_versioned";
@@ -276,7 +277,7 @@ bool TensorView::borrow_array(const char* name, nb::handle given, Access access)
   return true;
 }
 
-// NumPy's DLPack and buffer protocol know neither bf16 nor fp8: there the same memory is seen as
+// NumPy's DLPack and buffer protocol know neither bf16 nor fp8, so the same memory is viewed as
 // integers.
 bool TensorView::borrow_foreign(const char* name, nb::handle object, Access access) {
   const nb::str dtype(nb::getattr(object, "dtype", nb::none()));
@@ -304,7 +305,7 @@ void TensorView::borrow(const char* name, nb::handle object, Access access) {
   };
   if (borrow_as(access)) return;
   if (access == Access::kWrite && borrow_as(Access::kRead)) refuse_to_write(name);
-  // What the producer raised has been passed over while other ways were tried.
+  // The producer's exception was ignored while other protocols were tried.
   if (nb::hasattr(object, "__dlpack__")) {
     const nb::object capsule = nb::steal(PyObject_CallMethod(object.ptr(), "__dlpack__", nullptr));
     if (!capsule.is_valid()) refuse_without_view(name, object);
@@ -353,7 +354,7 @@ bool TensorView::flatten_rows() {
   if (rank == 2) return true;
   if (rank < 1 || rank > kMaxRank) return false;
   int64_t rows = 1;
-  int64_t stride = shape_[rank - 1];  // from row to row
+  int64_t stride = shape_[rank - 1];  // between rows
   if (tensor_.strides == nullptr) {
     for (int axis = rank - 2; axis >= 0; --axis) rows *= shape_[axis];
   } else {

@@ -16,14 +16,15 @@ namespace flashmoe {
 
 namespace nb = nanobind;
 
-// What is known of a type. Kept for the life of the process, one per type that was ever passed.
+// Facts about a type. One is kept per type ever passed, for the life of the process.
 struct TensorType {
   nb::object type;
   bool is_masked;                  // an array of numpy.ma
   const dlpack::ExchangeApi* api;  // nullptr: it has none, and the rest is unset
   bool is_torch;
   bool has_requires_grad;
-  // Where a framework is known to have a grad mode: its name, and, but for torch, what tells it.
+  // For a framework with a known grad mode: its name and, except for torch, the function that reads
+  // the mode.
   const char* grad_framework;
   nb::object is_grad_enabled;
 };
@@ -31,14 +32,14 @@ struct TensorType {
 // nullptr when the type of `object` has no exchange API of major version 1.
 const TensorType* tensor_type(nb::handle object);
 
-// The tensor's requires_grad, False where its type has none.
+// The tensor's requires_grad; false if its type has none.
 bool requires_grad(const TensorType& type, nb::handle tensor);
 
 // Whether the framework records gradients now; true if that is unknown.
 bool records_gradients(const TensorType& type);
 
-// Raises a ValueError where torch has set the negative bit of a tensor of this dtype: what is in
-// memory then has the other sign.
+// Raises a ValueError if torch has set the negative bit of a tensor of this dtype: its memory then
+// holds the opposite sign.
 void refuse_negated(const TensorType& type, const char* name, nb::handle tensor,
                     flashmoe_dtype dtype);
 
@@ -57,37 +58,37 @@ class TensorView {
     if (managed_ != nullptr) give_back();
   }
 
-  // Through the exchange API of `type`, which is the type of `object` or shares its table. May be
-  // called again, for another object.
+  // Views through the exchange API of `type`, which is the type of `object` or shares its table.
+  // May be called again for another object.
   void borrow(const TensorType& type, const char* name, nb::handle object,
               Access access = Access::kRead);
 
-  // Through the exchange API where there is one, else through nb::ndarray. Raises a TypeError that
-  // begins with `name`, and a ValueError for what cannot be written to but should be. NumPy arrays
-  // of ml_dtypes.bfloat16 are taken as bf16.
+  // Views through the exchange API if there is one, else through nb::ndarray. Raises a TypeError
+  // that begins with `name`, or a ValueError if the object must be written to but cannot be. NumPy
+  // arrays of ml_dtypes.bfloat16 count as bf16.
   void borrow(const char* name, nb::handle object, Access access);
 
-  // A view of memory that no Python object owns, contiguous without `strides`. Without `data` it is
-  // of no memory at all: for plans, which read none.
+  // Views memory that no Python object owns; contiguous without `strides`. Without `data` it has no
+  // memory at all, for plans, which read none.
   void describe(const int64_t* shape, int32_t rank, flashmoe_dtype dtype, flashmoe_device device,
                 const int64_t* strides = nullptr, void* data = nullptr);
 
-  // The same memory as `other`, which owns it.
+  // Views the same memory as `other`, which owns it.
   void describe(const TensorView& other);
 
-  // Makes it a view of nothing, as it was at first.
+  // Resets to the initial view of nothing.
   void clear();
 
-  // Puts a view of described memory elsewhere.
+  // Moves a described view to another address.
   void place(void* data) { tensor_.data = data; }
 
   // Whether it has this shape, and is contiguous with the strides that torch gives a new tensor.
   bool is_packed(int32_t rank, const int64_t* shape) const;
 
-  // Makes the view one of two dimensions: all but the last become one. False if strides do not
+  // Makes the view two-dimensional: all dimensions but the last become one. False if strides do not
   // allow that; a single dimension becomes one row.
   bool flatten_rows();
-  // Puts an extent of 1 before the others. False if there is no room for it.
+  // Prepends an extent of 1. False if there is no room for it.
   bool add_leading_extent();
 
   const flashmoe_tensor& tensor() const { return tensor_; }

@@ -53,20 +53,19 @@ bool torch_casts(flashmoe_device device) {
 Tangent tangent_of(nb::handle tensor) {
   try {
     const nb::object pair = unpack_dual.get()(tensor);  // (primal, tangent)
-    // Outside of forward-mode differentiation the tensor itself, inside a view of it.
+    // Outside forward-mode differentiation unpack_dual returns the tensor itself, inside it a view.
     if (PyTuple_GetItem(pair.ptr(), 0) == tensor.ptr()) return Tangent::kOff;
     return PyTuple_GetItem(pair.ptr(), 1) == Py_None ? Tangent::kNone : Tangent::kPresent;
   } catch (nb::python_error& error) {
-    // Older versions unpack neither inference tensors nor, inside an operator, any: there are no
-    // tangents there.
+    // Older versions cannot unpack inference tensors or, inside an operator, any tensor: there are
+    // no tangents there.
     if (!error.matches(PyExc_RuntimeError)) throw;
     return Tangent::kNone;
   }
 }
 
 bool is_negated(nb::handle tensor, flashmoe_dtype dtype) {
-  // The bit comes with the imaginary part of a conjugate: there are no complex numbers of bf16 or
-  // of integers.
+  // The imaginary part of a conjugate has this bit, and bf16 and integers have no complex numbers.
   return dtype.code == FLASHMOE_DTYPE_FLOAT && is_true(is_neg.get()(tensor));
 }
 
@@ -75,7 +74,7 @@ bool refuses_writes(nb::handle tensor) {
 }
 
 void count_writes(const nb::handle* tensors, size_t count) {
-  if (count == 1) {  // for which torch takes less time than for a list of it
+  if (count == 1) {  // faster in torch than a list of one
     increment_version.get()(tensors[0]);
     return;
   }
@@ -87,12 +86,12 @@ void count_writes(const nb::handle* tensors, size_t count) {
 nb::object torch_empty(nb::handle like, const flashmoe_dtype* dtype, int rank,
                        const int64_t* shape) {
   int64_t strides[TensorView::kMaxRank];
-  uint64_t packed = 1;  // unsigned: it may wrap round where the shape is beyond all memory
+  uint64_t packed = 1;  // unsigned: it may wrap around for a shape beyond all memory
   for (int axis = rank - 1; axis >= 0; --axis) {
     strides[axis] = static_cast<int64_t>(packed);
     packed *= static_cast<uint64_t>(shape[axis] > 1 ? shape[axis] : 1);
   }
-  // Torch needs two thirds of the time if it is given strides.
+  // With strides torch takes two thirds of the time.
   const nb::handle make = new_empty_strided.get();
   const nb::object extents = tuple_of(shape, rank);
   const nb::object steps = tuple_of(strides, rank);

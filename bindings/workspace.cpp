@@ -6,7 +6,7 @@ namespace flashmoe {
 namespace {
 
 constexpr size_t kAlignment = 64;
-constexpr size_t kMostKept = size_t{64} << 20;  // of a thread, between calls
+constexpr size_t kMostKept = size_t{64} << 20;  // per thread, between calls
 
 struct Buffer {
   std::unique_ptr<void, decltype(&std::free)> data{nullptr, &std::free};
@@ -24,12 +24,12 @@ void* allocate(size_t bytes) {
   return rounded >= bytes ? std::aligned_alloc(kAlignment, rounded) : nullptr;
 }
 
-// nullptr without memory.
+// nullptr if memory runs out.
 void* use_buffer_of_this_thread(size_t bytes) {
   Buffer& buffer = of_this_thread();
   if (bytes > buffer.bytes) {
     buffer.bytes = 0;
-    buffer.data.reset();  // first, so that old and new never exist together
+    buffer.data.reset();  // first, so that old and new never coexist
     buffer.data.reset(allocate(bytes));
     if (buffer.data == nullptr) return nullptr;
     buffer.bytes = bytes;

@@ -1,6 +1,5 @@
-// Host workspace of CPU calls: one buffer a thread, which grows to the largest call it has seen,
-// and memory of its own for a call that needs very much, or that a log's callback makes during
-// another.
+// Host workspace of CPU calls. Each thread has one buffer, which grows to its largest call. A call
+// gets separate memory if it needs very much, or if a log's callback makes it during another call.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +19,8 @@ class HostWorkspace {
 
   // nullptr when the host is out of memory, or for 0 bytes.
   void* data() const { return data_; }
-  // What data() points to: `bytes`, or 0 without memory. The library then says how much it needed.
+  // The size of data(): `bytes`, or 0 if memory ran out. The library then reports how much it
+  // needed.
   size_t bytes() const { return data_ != nullptr ? bytes_ : 0; }
 
  private:
@@ -29,7 +29,7 @@ class HostWorkspace {
   bool owned_;
 };
 
-// An operation of the C ABI on tensors on the CPU, with the workspace it asks for.
+// Runs an operation of the C ABI on CPU tensors, with the workspace it asks for.
 template <class Params>
 flashmoe_status run_on_host(flashmoe_status (*workspace_size)(const Params*, size_t*),
                             flashmoe_status (*operation)(const Params*, void*, size_t, void*),

@@ -1,8 +1,8 @@
-// The part of XLA's foreign function interface (C API version 0.1) that one handler needs: what XLA
-// passes to a handler, and the functions of XLA's table that the handler calls back.
+// The part of XLA's foreign function interface (C API version 0.1) that a handler needs: what XLA
+// passes to it, and the functions of XLA's table that it calls.
 //
 // XLA runs handlers of version 0.1 in every later release of major version 0, whose structs only
-// grow at the end; a struct that XLA reads carries its size as written here. Layouts are the ABI:
+// grow at the end. A struct that XLA reads carries the size written here. Layouts are the ABI:
 // tests/python/test_xla_ffi_abi.py compares them with the headers that jaxlib ships.
 #pragma once
 
@@ -14,7 +14,8 @@ namespace flashmoe::xla {
 inline constexpr int kApiMajor = 0;
 inline constexpr int kApiMinor = 1;
 
-// Every struct of the interface begins with these two; no extension is used but the metadata query.
+// Every struct of the interface begins with these two. The only extension used is the metadata
+// query.
 struct Extension {
   size_t struct_size;
   int32_t type;
@@ -175,7 +176,7 @@ struct CallFrame {
   Attributes attributes;
 };
 
-// XLA asks what a handler is by calling it with this extension on an otherwise empty frame.
+// XLA queries a handler by calling it with this extension on an otherwise empty frame.
 struct Metadata {
   size_t struct_size;
   ApiVersion api_version;

@@ -1,4 +1,4 @@
-// One call of XLA's: what a handler reads from its frame, and how it answers. XLA owns every buffer
+// One call by XLA: what a handler reads from its frame, and how it answers. XLA owns every buffer
 // and, on CUDA, the stream and the workspace. Handlers run without the GIL.
 #pragma once
 
@@ -13,7 +13,8 @@
 namespace flashmoe::xla {
 
 inline constexpr size_t kWorkspaceAlignment = 256;
-inline constexpr size_t kAnyAlignment = 1;  // XLA refuses to be asked for what kernels need
+inline constexpr size_t kAnyAlignment = 1;  // XLA refuses requests for the alignment that kernels
+                                            // need
 
 Error* fail(const CallFrame& frame, ErrorCode code, const char* message);
 
@@ -23,16 +24,16 @@ Error* fail(const CallFrame& frame, flashmoe_status status);
 // Fails for a frame that Python did not make.
 Error* fail_foreign(const CallFrame& frame);
 
-// A buffer as the library takes it; of other element types one that it refuses.
+// A buffer as the library takes it. For other element types it is one that the library refuses.
 flashmoe_tensor view(const void* buffer, flashmoe_device device);
 
-// Whether all arguments are buffers, as all results are.
+// Whether all arguments are buffers, like all results.
 bool has_buffers_alone(const CallFrame& frame);
 
-// Value of an attribute, which the Python side always passes with this very type; false without.
+// Reads an attribute, which the Python side always passes with exactly this type; false if absent.
 bool read(const Attributes& attributes, const char* name, std::string* value);
 
-// The first address from this one on that a workspace may begin at.
+// Rounds an address up to where a workspace may begin.
 void* aligned(void* memory);
 
 // A result of the program that serves as workspace.
@@ -41,12 +42,12 @@ struct Workspace {
   size_t bytes;
 };
 
-// Removes the workspace, the last result, from the results and from their names. Without one it
-// does nothing.
+// Removes the workspace, the last result, from the results and their names. Does nothing without
+// one.
 Workspace take_workspace(std::string* outputs, Values* results);
 
-// Runs an operation of the C ABI on XLA's stream, in `given` or, where that is nothing, in what XLA
-// allocates for this call; on the CPU in host memory.
+// Runs an operation of the C ABI on XLA's stream. The workspace is `given`, else XLA's allocation
+// for this call; on the CPU it is host memory.
 template <class Params>
 Error* run(const CallFrame& frame, flashmoe_device device, const Workspace& given,
            flashmoe_status (*workspace_size)(const Params*, size_t*),
@@ -61,7 +62,7 @@ Error* run(const CallFrame& frame, flashmoe_device device, const Workspace& give
   if (given.data != nullptr) {
     const flashmoe_status status = operation(&params, given.data, given.bytes, stream.stream);
     if (status == FLASHMOE_OK) return nullptr;
-    // A program that was compiled for another GPU may have too little.
+    // A program compiled for another GPU may have too little workspace.
     if (status != FLASHMOE_ERROR_WORKSPACE_TOO_SMALL) return fail(frame, status);
   }
   size_t bytes = 0;
@@ -75,7 +76,7 @@ Error* run(const CallFrame& frame, flashmoe_device device, const Workspace& give
   void* const workspace = most > 0 ? aligned(memory.data) : nullptr;
   status = operation(&params, workspace, bytes, stream.stream);
   Error* const failure = status == FLASHMOE_OK ? nullptr : fail(frame, status);
-  if (most > 0) {  // in the order of the stream: after the launch that uses it
+  if (most > 0) {  // freed in stream order: after the launch that uses it
     FreeArguments release = {sizeof release, nullptr, frame.context, most, memory.data};
     if (Error* error = frame.api->free(&release)) {
       if (failure == nullptr) return error;
@@ -86,13 +87,13 @@ Error* run(const CallFrame& frame, flashmoe_device device, const Workspace& give
   return failure;
 }
 
-// Whether XLA asked for metadata; if so they are filled.
+// Fills the metadata if XLA asked for them, and returns whether it did.
 bool answer_metadata(const CallFrame& frame, uint32_t traits);
 
 // The CUDA device of a call.
 Error* device_of(const CallFrame& frame, flashmoe_device* device);
 
-// The handlers of an operation, which is a function of a frame and a device.
+// The handlers of an operation, a function of a frame and a device.
 template <Error* (*kOperation)(const CallFrame&, flashmoe_device)>
 Error* handle_on_cpu(CallFrame* frame) {
   if (answer_metadata(*frame, 0)) return nullptr;

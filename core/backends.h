@@ -1,5 +1,5 @@
-// What a backend gives to the core. core/ sees these declarations and nothing else of a backend;
-// each is defined once, in cpu/ or cuda/.
+// The interface of the backends. core/ sees nothing else of a backend; each declaration is defined
+// once, in cpu/ or cuda/.
 #pragma once
 
 #include "core/ops/attention/append_problem.h"
@@ -25,7 +25,7 @@ using MoeRouteBackwardFamily = Family<MoeRouteBackwardProblem>;
 using MoeBackwardFamily = Family<MoeBackwardProblem>;
 using GroupedProductBackwardFamily = Family<GroupedProductBackwardProblem>;
 
-// What the `kernel` of a call may name, whichever the operation.
+// The family names that the `kernel` of a call may have, in any operation.
 inline constexpr char kFamilyNames[] =
 #if !FLASHMOE_WITH_CUDA
     "cpu";
@@ -78,21 +78,21 @@ extern const GroupedProductFamily kSm90GroupedProduct;
 extern const MoeBackwardFamily kSm90MoeBackward;
 extern const GroupedProductBackwardFamily kSm90GroupedProductBackward;
 #endif
-// The two offsets {0, 2^31 - 1} in a device's memory, which give a product of one expert all rows.
+// The two offsets {0, 2^31 - 1} in device memory. They give a product of one expert all rows.
 flashmoe_status cuda_all_rows(int32_t device_id, const int32_t** offsets);
 // Tells sequences with few queries from the others. It writes tables of lengths on the device,
-// [batch] int32 each; each table gives the other kinds of sequences no queries. Where both kinds
-// are computed beside each other, it also divides the multiprocessors among them. The first
-// function appends the launch to a plan.
+// [batch] int32 each; each table gives the other kinds of sequences no queries. If both kinds run
+// concurrently, it also divides the multiprocessors among them. The first function appends the
+// launch to a plan.
 struct LengthTables {
-  int64_t few;      // queries of those with few, at most
-  int64_t several;  // of a kind between them and those with many; not less
+  int64_t few;      // the most queries of a sequence with few
+  int64_t several;  // the most queries of the kind between few and many; not less
   void* many_q;
   void* few_q;
-  void* several_q;    // nullptr: there are none
-  void* division;     // nullptr: nothing is divided
-  int32_t many_rows;  // of a tile of those with many queries
-  int32_t few_rows;   // of the others: of all heads of a KV head
+  void* several_q;    // nullptr: none
+  void* division;     // nullptr: no division
+  int32_t many_rows;  // rows per tile for sequences with many queries
+  int32_t few_rows;   // rows per tile for the others: of all heads of a KV head
 };
 flashmoe_status cuda_plan_lengths(const AttentionProblem& problem, Plan* plan,
                                   const Reason& reason);

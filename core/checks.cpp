@@ -104,7 +104,7 @@ flashmoe_status check_view(const char* name, const flashmoe_tensor* tensor, int 
   }
   int64_t packed = 1;
   for (int axis = rank - 1; axis >= 0; --axis) {
-    // No element, no step: backends may then add any index to a null pointer.
+    // An empty tensor has strides of 0: backends may then add any index to a null pointer.
     view->strides[axis] = empty ? 0 : tensor->strides != nullptr ? tensor->strides[axis] : packed;
     packed *= view->shape[axis];
   }
@@ -179,7 +179,7 @@ flashmoe_status check_no_overlap(const char* name, const View& view, int rank) {
     }
   }
   // Sufficient for every view that slicing, transposing and reshaping can make.
-  int64_t reach = 0;  // of the axes with smaller strides; fits, check_view has seen to it
+  int64_t reach = 0;  // of the axes with smaller strides; check_view made sure that it fits
   for (int i = 0; i < used; ++i) {
     const int64_t stride = std::llabs(view.strides[order[i]]);
     if (stride <= reach) {
@@ -246,7 +246,7 @@ flashmoe_status refuse_dtype(const char* name, flashmoe_dtype got, const char* a
   }
   static const char* const kCodes[] = {"int",    "uint",    "float", "opaque",
                                        "bfloat", "complex", "bool"};
-  // DLPack's other kinds of floats, whose codes say their bits.
+  // DLPack's other float types, whose codes imply their bits.
   static const char* const kNarrow[] = {"float8_e3m4",     "float8_e4m3",     "float8_e4m3b11fnuz",
                                         "float8_e4m3fn",   "float8_e4m3fnuz", "float8_e5m2",
                                         "float8_e5m2fnuz", "float8_e8m0fnu",  "float6_e2m3fn",

@@ -39,10 +39,10 @@ flashmoe_status check_last_stride(const char* name, const View& view, int rank);
 // No two index tuples of an output reach the same element.
 flashmoe_status check_no_overlap(const char* name, const View& view, int rank);
 
-// Whether an output is this input: element by element the same memory. Either may be nullptr.
+// Whether an output is this input, element by element in the same memory. Either may be nullptr.
 bool is_in_place(const flashmoe_tensor* input, const flashmoe_tensor* output);
 
-// Params without a prior partial that the results are written over.
+// Returns params without a prior partial that the results overwrite.
 template <class Params>
 Params prior_apart(const Params& params) {
   Params apart = params;
@@ -51,7 +51,7 @@ Params prior_apart(const Params& params) {
   return apart;
 }
 
-// Data begins on a multiple of `bytes`, if there is any.
+// The data, if any, begins on a multiple of `bytes`.
 flashmoe_status check_alignment(const char* name, const View& view, size_t bytes);
 
 // Row-major without gaps.
@@ -67,7 +67,7 @@ flashmoe_status check_dtype(const char* name, const flashmoe_tensor& tensor, Dty
 // CPU also fp32 and fp64.
 flashmoe_status check_first_dtype(const char* name, const flashmoe_tensor& tensor,
                                   flashmoe_device device, Dtype* dtype);
-// fp16, bf16 or fp32, on the CPU also fp64.
+// fp16, bf16 or fp32; on the CPU also fp64.
 flashmoe_status check_float_dtype(const char* name, const flashmoe_tensor& tensor,
                                   flashmoe_device device, Dtype* dtype);
 flashmoe_status check_same_dtype(const char* name, const flashmoe_tensor& tensor, const char* of,
@@ -87,20 +87,20 @@ flashmoe_status check_mask_dtype(const char* name, const flashmoe_tensor& tensor
 // int32, or with `is_64` also int64.
 flashmoe_status check_index_dtype(const char* name, const flashmoe_tensor& tensor, bool* is_64);
 
-// The device that a tensor is computed on. Pinned host memory is the CPU's, and a model of GPUs is
-// a CUDA device of its own (core/gpu_model.h).
+// The device that computes on a tensor. Pinned host memory belongs to the CPU, and a GPU model is a
+// CUDA device of its own (core/gpu_model.h).
 flashmoe_status check_device(const char* name, const flashmoe_tensor& tensor,
                              flashmoe_device* device);
 flashmoe_status check_device(const char* name, flashmoe_device given, flashmoe_device* device);
 flashmoe_status check_same_device(const char* name, const flashmoe_tensor& tensor, const char* of,
                                   flashmoe_device want);
 
-// `query` is the function that tells how much is needed.
+// `query` names the function that returns the size.
 flashmoe_status check_workspace(uint64_t needed, const void* workspace, size_t workspace_size,
                                 size_t alignment, const char* query);
 
-// Reads the caller's parameters. Callers built with an older header give fewer fields, `oldest`
-// bytes or more: the others are 0.
+// Reads the caller's parameters. Callers built with an older header give fewer fields, but at least
+// `oldest` bytes; the rest is 0.
 template <typename Params>
 flashmoe_status read_params(const char* name, const Params* given, size_t oldest, Params* params) {
   if (given == nullptr) {

@@ -1,5 +1,4 @@
-// Which kernel family computes a problem: of those that can, the one whose plan takes the least
-// time.
+// Chooses the kernel family of a problem: the one whose plan takes the least time.
 #pragma once
 
 #include <algorithm>
@@ -18,21 +17,21 @@ inline constexpr size_t kMostFamilies = 16;  // of one operation
 inline constexpr size_t kRejectedBytes = 512;
 static_assert(sizeof flashmoe_plan::rejected == kRejectedBytes);
 
-// The family, or the kernel, that a call must be served by.
+// The family or kernel that must serve a call.
 struct Wanted {
   const char* name;  // nullptr: any
   const char* by;    // what asks for it: "kernel" or "FLASHMOE_ARCH"
 };
 
-// Copies the caller's `kernel`, which may be nullptr. What does not fit is no kernel's name, cut or
-// not.
+// Copies the caller's `kernel`, which may be nullptr. A name that does not fit is no kernel's,
+// truncated or not.
 void copy_kernel_name(const char* kernel, KernelName* name);
 
-// Whether `wanted` is a family's name or, with a prefix, the full name of a kernel of it: the
-// prefix, the family's name, and what follows an underscore.
+// Whether `wanted` is a family's name or, with a prefix, a full kernel name of that family: the
+// prefix, the family's name, an underscore and a rest.
 bool names_family(const char* wanted, const char* family, const char* prefix);
 
-// Calls visit(word, its length) for each of `words`, which are apart by spaces.
+// Calls visit(word, its length) for each of `words`, which spaces separate.
 template <class Visit>
 void for_each_word(const char* words, const Visit& visit) {
   for (const char* word = words; *word != '\0';) {
@@ -49,18 +48,18 @@ bool is_word(const char* name, const char* words);
 // Whether any operation of this build has a family of that name.
 bool is_family_name(const char* name);
 
-// FLASHMOE_ARCH names the GPU family that serves calls which name none; read once. nullptr: unset.
+// FLASHMOE_ARCH names the GPU family for calls that name none; read once. nullptr: unset.
 const char* family_from_environment();
 
-// A family that computes elsewhere than on `device` refuses.
+// Refuses a family that does not compute on `device`.
 flashmoe_status check_family_device(int32_t device_type, flashmoe_device device,
                                     const Reason& reason);
 
 // One line of a plan's `rejected`.
 void append_rejection(char (&rejected)[kRejectedBytes], const char* family, const char* reason);
 
-// What a call that gave `kernel` (may be "") wants. An operation leaves the environment's wish
-// aside if it has no such family and another operation has.
+// What a call with this `kernel` (may be "") wants. An operation ignores the environment's family
+// if only other operations have it.
 template <class Problem, size_t kCount>
 Wanted wanted_of(const Family<Problem>* const (&families)[kCount], const char* kernel,
                  flashmoe_device device) {
@@ -76,7 +75,7 @@ Wanted wanted_of(const Family<Problem>* const (&families)[kCount], const char* k
   return {name, "FLASHMOE_ARCH"};
 }
 
-// The plans of one problem by the families of its operation.
+// The plans of one problem, one per family of its operation.
 template <class Problem>
 class Choice {
  public:
@@ -88,15 +87,15 @@ class Choice {
     static_assert(kCount <= kMostFamilies);
   }
 
-  // The family that takes the least time, and its plan; the first among equals. Without a word,
-  // unless there is none: nobody reads why a family comes second.
+  // Finds the family that takes the least time, and its plan; the first wins ties. Writes no
+  // reasons unless no family serves: nobody reads why a family comes second.
   flashmoe_status choose(const Family<Problem>** chosen, Plan* plan) {
     *chosen = nullptr;
     blamed_ = nullptr;
     Plan candidate;
     for (size_t i = 0; i < count_; ++i) {
       if (!may_serve(*families_[i])) continue;
-      // The first that serves is planned in place, as all are where there is one.
+      // Families are planned in place until one serves; later ones go to `candidate`.
       Plan* const into = *chosen == nullptr ? plan : &candidate;
       const flashmoe_status status = ask(*families_[i], into, Reason());
       if (status != FLASHMOE_OK) {
@@ -111,8 +110,8 @@ class Choice {
     return *chosen != nullptr ? FLASHMOE_OK : explain_failure();
   }
 
-  // The same choice. Also says in plan->info.rejected why it is not another, which takes longer
-  // than a launch may.
+  // Makes the same choice and writes to plan->info.rejected why not another. This takes too long
+  // for a launch.
   flashmoe_status choose_and_explain(const Family<Problem>** chosen, Plan* plan) {
     FLASHMOE_TRY(choose(chosen, plan));
     char (&rejected)[kRejectedBytes] = plan->info.rejected;
@@ -138,14 +137,14 @@ class Choice {
       return true;
     }
     if (!names_family(wanted_.name, family.name, prefix_)) return false;
-    // Of families whose names begin alike, the kernel is of the one with the longest.
+    // If family names share a prefix, the kernel belongs to the longest matching name.
     return std::none_of(families_, families_ + count_, [&](const Family<Problem>* other) {
       return std::strlen(other->name) > std::strlen(family.name) &&
              names_family(wanted_.name, other->name, prefix_);
     });
   }
 
-  // Families see no other word.
+  // Whether the call itself gave the name: families see no other.
   bool calls_own_word() const { return std::strcmp(problem_.kernel, wanted_.name) == 0; }
 
   flashmoe_status ask(const Family<Problem>& family, Plan* plan, const Reason& reason) const {
@@ -161,7 +160,8 @@ class Choice {
                          wanted_.name);
   }
 
-  // Of a plan's launches the kernel that a call can name: others prepare or combine for it.
+  // The one kernel of a plan that a call can name. The others prepare for it or combine its
+  // results.
   const char* main_kernel(const flashmoe_plan& plan, const char* family) const {
     for (int32_t i = 0; i < plan.launch_count; ++i) {
       if (names_family(plan.launches[i].kernel, family, prefix_)) return plan.launches[i].kernel;
@@ -169,9 +169,9 @@ class Choice {
     return plan.launches[0].kernel;
   }
 
-  // Who says why no family serves the problem: the last of a device's families is the least
-  // particular, and what it cannot serve, none can. But what went wrong in one is not for another
-  // to hide, whose bits would differ.
+  // Picks the family that explains why none serves the problem: the last one of the device, which
+  // is the most general. A failure (not a refusal) of one family must not be hidden by another,
+  // whose bits would differ.
   void blame(const Family<Problem>& family, flashmoe_status status) {
     if (status == FLASHMOE_ERROR_CUDA || blamed_ == nullptr ||
         family.device_type == problem_.device.device_type) {
@@ -180,7 +180,8 @@ class Choice {
     }
   }
 
-  // Why no family serves the problem. What went wrong may not go wrong again.
+  // Says why no family serves the problem. A failure may not happen again when it is asked for its
+  // reason.
   flashmoe_status explain_failure() const {
     if (blamed_ == nullptr) return fail_unknown();
     Plan plan;

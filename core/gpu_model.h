@@ -1,5 +1,5 @@
-// Models of GPUs, for which plans are made without a device: to everything behind the checks a
-// model is the CUDA device of an id that no device has.
+// Models of GPUs, for plans without a device. Behind the checks, a model is a CUDA device with an
+// id that no device has.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ inline bool is_gpu_model(int32_t cuda_id) {
   return cuda_id >= kFirstGpuModel && cuda_id < kFirstGpuModel + kGpuModels;
 }
 
-// As a caller knows it.
+// The device as the caller named it.
 inline flashmoe_device given_device(flashmoe_device device) {
   if (device.device_type != FLASHMOE_DEVICE_CUDA || !is_gpu_model(device.device_id)) return device;
   return {FLASHMOE_DEVICE_GPU_MODEL, device.device_id - kFirstGpuModel};

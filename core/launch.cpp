@@ -25,7 +25,7 @@ void record_launch(const LaunchRecord& record) {
   if (list == nullptr) return;
   if (list->begun) list->count = 0;
   list->begun = false;
-  // Of a repeated launch the first record is kept.
+  // A repeated launch keeps its first record.
   const bool is_repeated = record.read != nullptr && record.info.repeats > 1;
   if (is_repeated && record.index < list->count) return;
   if (list->count < FLASHMOE_MAX_LAUNCHES) list->records[list->count++] = record;

@@ -23,7 +23,7 @@ constexpr size_t kMaxLine = 2048;
 struct Sink {
   std::mutex mutex;
   std::FILE* file = nullptr;  // opened at the first line
-  pid_t process = 0;          // whose id is in the file's name; 0: there is none in it
+  pid_t process = 0;          // the id in the file's name; 0: the name has none
   flashmoe_log_callback callback = nullptr;
   void* user = nullptr;
 };
@@ -32,15 +32,15 @@ static_assert(std::is_trivially_destructible_v<Sink>);
 
 Sink sink;
 
-// A child that is forked while another thread logs would find the mutex locked for ever, and half a
-// line in the file's buffer. Registered when the library is loaded: a fork may come while the first
-// line is written.
+// A child forked while another thread logs would find the mutex locked for ever, and half a line in
+// the file's buffer. The handlers are registered when the library loads, since a fork may come
+// while the first line is written.
 [[maybe_unused]] const int kForkHandlers = pthread_atfork(
     [] { sink.mutex.lock(); }, [] { sink.mutex.unlock(); }, [] { sink.mutex.unlock(); });
 
 std::atomic<int32_t> current_level{kUnread};
 
-// Sets *process to the id that the file's name has, if any.
+// Sets *process to the id in the file's name, if any.
 std::FILE* open_log_file(pid_t* process) {
   const char* pattern = std::getenv("FLASHMOE_LOG_FILE");
   if (pattern == nullptr || *pattern == '\0') return stderr;
@@ -65,7 +65,7 @@ std::FILE* open_log_file(pid_t* process) {
   return file;
 }
 
-// Call it with the sink locked. A forked child may have another file than its parent.
+// The caller holds the sink's lock. A forked child may log to another file than its parent.
 std::FILE* file_of_this_process() {
   if (sink.process != 0 && sink.process != getpid()) {
     std::fclose(sink.file);
@@ -76,8 +76,8 @@ std::FILE* file_of_this_process() {
   return sink.file;
 }
 
-// Reads the environment, at the first call that could log. Of threads that come here together one
-// says what is wrong with it.
+// Reads the environment at the first call that could log. If several threads come here together,
+// one of them reports what is wrong with it.
 int32_t read_level() {
   const char* text = std::getenv("FLASHMOE_LOG_LEVEL");
   int32_t level = FLASHMOE_LOG_OFF;
@@ -102,7 +102,7 @@ int32_t level_now() {
   return level != kUnread ? level : read_level();
 }
 
-// A character of UTF-8: its number of bytes, 0 if it is none, and whether all of them are there.
+// A UTF-8 character: its number of bytes (0 if invalid), and whether all of them are present.
 struct Character {
   size_t bytes;
   bool whole;
@@ -114,8 +114,7 @@ Character first_character(const unsigned char* text) {
   if (lead < 0x80) return {1, true};
   if (lead < 0xc2 || lead > 0xf4) return {0, false};
   const size_t length = lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
-  // The second byte's range leaves out longer forms of what is short, surrogates, and what is
-  // beyond Unicode.
+  // The second byte's range excludes overlong forms, surrogates and code points beyond Unicode.
   unsigned char low = lead == 0xe0 ? 0xa0 : lead == 0xf0 ? 0x90 : 0x80;
   unsigned char high = lead == 0xed ? 0x9f : lead == 0xf4 ? 0x8f : 0xbf;
   for (size_t i = 1; i < length; ++i) {
@@ -166,7 +165,7 @@ void log_line(int32_t level, const char* format, ...) {
       std::fflush(file);
     }
   }
-  // Outside the lock, so that a callback may itself call the library.
+  // Called outside the lock, so that a callback may call the library.
   if (callback != nullptr) callback(level, line, user);
 }
 

@@ -8,9 +8,9 @@ namespace flashmoe {
 
 bool log_enabled(int32_t level);
 
-// Makes one line of UTF-8 of a sentence that has a caller's text in it, such as a kernel's name:
-// blanks control characters, drops a character that was cut in two, and puts '?' for bytes that are
-// none.
+// Makes one line of UTF-8 from a sentence that contains a caller's text, such as a kernel's name.
+// Blanks control characters, drops a character that was cut in two, and replaces invalid bytes by
+// '?'.
 void make_readable(char* text);
 
 [[gnu::format(printf, 2, 3)]] void log_line(int32_t level, const char* format, ...);

@@ -4,18 +4,17 @@
 // An operation is a struct of static members:
 //   Params, Problem                 the C ABI's argument and what validation makes of it
 //   kName, kParams, kSizeFunction   names for plans, messages and the log
-//   kOldestParams                   bytes of the first Params that there was
-//   kTensors, kFirstOutput          every tensor of Params, those that are written last
-//   kFamilies                       every kernel family; of each device the least particular last
-//   kGpuAlignment                   bytes that a workspace on a GPU begins on a multiple of
-//   kKernelPrefix                   of full names of kernels that a call may ask for, or nullptr
+//   kOldestParams                   bytes of the oldest Params
+//   kTensors, kFirstOutput          every tensor of Params, outputs last
+//   kFamilies                       every kernel family; the most general of each device last
+//   kGpuAlignment                   alignment of a GPU workspace, bytes
+//   kKernelPrefix                   prefix of full kernel names that a call may name, or nullptr
 //   make_problem(params, &problem)  every check, once, into zeros
 //   flops(problem), is_empty(problem)
 //   print(params, problem, text, size)  the call, for the log
-//   first_written(params)           only where an input may be written: in place of kFirstOutput
-//   params_apart(params)            only where an output may be an input: the call without that
-//   input
-// A problem has `device`, and `kernel`: what the caller asks for, "" for none.
+//   first_written(params)           only if an input may be written; replaces kFirstOutput
+//   params_apart(params)            only if an output may be an input: the call without that input
+// A problem has `device` and `kernel`: what the caller asks for, "" for none.
 #pragma once
 
 #include <array>
@@ -37,7 +36,7 @@
 
 namespace flashmoe {
 
-// One tensor of an operation: of Params, or of a struct that Params point to.
+// One tensor of an operation: a member of Params, or of a struct that Params point to.
 template <class Params>
 struct TensorMember {
   const char* name;
@@ -69,9 +68,8 @@ flashmoe_status make_plan(const typename Operation::Problem& problem, bool expla
   return FLASHMOE_OK;
 }
 
-// Does work(family, plan) with the plan of a problem, kept from an earlier call where it may be. A
-// log's callback may itself call the library, and so put another plan in a kept one's place: with a
-// log none is kept.
+// Calls work(family, plan) with the plan of a problem, kept from an earlier call if possible. While
+// a log is on, no plan is kept: its callback may call the library and so replace a kept plan.
 template <class Operation, class Work>
 flashmoe_status with_plan(const typename Operation::Problem& problem, const Work& work) {
   using Problem = typename Operation::Problem;
@@ -150,7 +148,7 @@ flashmoe_status workspace_size_of(const typename Operation::Params* given, size_
   });
 }
 
-// Plans are made for models of GPUs, and nothing is launched on one.
+// Refuses to launch on a model of GPUs, which only has plans.
 template <class Operation>
 flashmoe_status check_runs_here(const typename Operation::Params& params, flashmoe_device device) {
   if (!is_on_cuda(device) || !is_gpu_model(device.device_id)) return FLASHMOE_OK;
@@ -174,8 +172,8 @@ const typename Operation::Params& params_apart(const typename Operation::Params&
   return params;
 }
 
-// Checks the memory of a call before its launches: the workspace is there, and no output overlaps
-// memory that the call uses otherwise.
+// Checks the memory of a call before its launches: the workspace exists, and no output overlaps
+// other memory of the call.
 template <class Operation>
 flashmoe_status check_memory(const typename Operation::Params& params, flashmoe_device device,
                              uint64_t needed, const void* workspace, size_t workspace_size) {

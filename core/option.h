@@ -1,5 +1,5 @@
-// The options of an operation, each said once: its name, type, range and default. From the list
-// come the checks of its range and its part of the log's line.
+// The options of an operation, each declared once: name, type, range and default. The list gives
+// the check of the range and the option's part of the log line.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace flashmoe {
 template <class Params>
 struct Option {
   enum Kind {
-    kChoice,    // int32_t: 0 to count - 1, which have words
+    kChoice,    // int32_t: 0 to count - 1, each with a word
     kFlag,      // int32_t: 0 or 1
     kPositive,  // float: finite and positive, or 0 for a default
     kFinite,    // float
@@ -29,9 +29,9 @@ struct Option {
   int32_t Params::* integer;
   float Params::* number;
   uint32_t Params::* bits;
-  const char* const* words;  // of a choice
+  const char* const* words;  // for a choice
   int32_t count;
-  const char* zero;  // what 0 means, of a positive number
+  const char* zero;  // for a positive number: what 0 means
   uint64_t Params::* bytes = nullptr;
 
   template <size_t kCount>
@@ -97,7 +97,7 @@ struct Option {
     return FLASHMOE_OK;
   }
 
-  // " name=value"; nothing of what is reserved.
+  // " name=value"; reserved fields print nothing.
   int print(const Params& params, char* text, size_t size) const {
     switch (kind) {
       case kChoice: return std::snprintf(text, size, " %s=%s", name, words[params.*integer]);

@@ -8,13 +8,13 @@
 namespace flashmoe {
 namespace {
 
-// A region as runs of bytes: the `level` axes with the smallest steps lie within a run, gaps and
-// all, and each of the others steps from run to run.
+// A region as runs of bytes: the `level` axes with the smallest steps lie within a run, including
+// gaps; the other axes step from run to run.
 struct Runs {
   uint64_t bytes = 0;
-  int count = 0;  // of axes with a step
+  int count = 0;  // number of axes with a step
   uint64_t steps[kMaxRank] = {};
-  uint64_t reaches[kMaxRank] = {};  // of an axis from its first to its last
+  uint64_t reaches[kMaxRank] = {};  // per axis: from its first to its last
 
   explicit Runs(const Memory& memory) {
     const flashmoe_tensor* tensor = memory.tensor;
@@ -45,7 +45,7 @@ struct Runs {
   }
 
   uint64_t run_bytes(int level) const { return std::accumulate(reaches, reaches + level, bytes); }
-  // What all steps from run to run are multiples of; 0: there is one run.
+  // The common divisor of all steps between runs; 0: there is one run.
   uint64_t period(int level) const {
     uint64_t period = 0;
     for (int axis = level; axis < count; ++axis) period = std::gcd(period, steps[axis]);
@@ -53,8 +53,7 @@ struct Runs {
   }
 };
 
-// Whether no run of one meets a run of the other, by their places within a period that both repeat
-// in.
+// Whether no run of one meets a run of the other, judged by their places within a common period.
 bool lie_between(const Memory& a, const Memory& b) {
   const Runs of_a(a);
   const Runs of_b(b);
@@ -78,7 +77,7 @@ Reach Reach::of(const flashmoe_tensor* tensor) {
   int64_t low = 0;
   int64_t high = 0;
   int64_t packed = 1;
-  // The strides of an empty tensor may be any.
+  // An empty tensor may have any strides.
   if (std::find(tensor->shape, tensor->shape + tensor->ndim, 0) != tensor->shape + tensor->ndim) {
     return {0, 0};
   }
@@ -90,7 +89,7 @@ Reach Reach::of(const flashmoe_tensor* tensor) {
     }
     packed *= extent;
   }
-  // With 8 bytes an element these can be 2^63 bytes.
+  // With 8 bytes per element these can be 2^63 bytes.
   return {(0 - static_cast<uint64_t>(low)) * element_bytes,
           (static_cast<uint64_t>(high) + 1) * element_bytes};
 }

@@ -1,6 +1,6 @@
-// That what a call writes, its outputs and its workspace, overlaps nothing else of the call: one
-// rule for every operation, of every launch. Plans need no memory, and may be asked for at any
-// addresses.
+// Checks that what a call writes, its outputs and its workspace, overlaps nothing else of the call.
+// The rule is the same for every operation and holds for every launch. Plans need no memory and
+// accept any addresses.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace flashmoe {
 
-// How many bytes a tensor reaches to below its first element, and from there on up; 0 and 0 of one
-// that is empty or absent.
+// How many bytes a tensor reaches below its first element, and from there up; 0 and 0 if it is
+// empty or absent.
 struct Reach {
   uint64_t below;
   uint64_t above;
@@ -21,7 +21,7 @@ struct Reach {
   static Reach of(const flashmoe_tensor* tensor);
 };
 
-// Addresses [begin, end), gaps within a tensor among them; {0, 0} of nothing, which meets no other.
+// Addresses [begin, end), including gaps within a tensor. {0, 0} is empty and meets no other.
 struct Region {
   uintptr_t begin;
   uintptr_t end;
@@ -40,13 +40,13 @@ struct Region {
   // Whether the strides leave the address space; such a region meets no other.
   bool is_outside() const { return begin > end; }
 
-  // Without a branch: of many pairs few meet.
+  // Without a branch, since few of many pairs meet.
   bool meets(const Region& other) const {
     return static_cast<int>(begin < other.end) & static_cast<int>(other.begin < end);
   }
 };
 
-// One tensor of a call, or with nullptr its workspace.
+// One tensor of a call, or its workspace (nullptr).
 struct Memory {
   const char* name;
   const flashmoe_tensor* tensor;
@@ -54,13 +54,13 @@ struct Memory {
 };
 
 // Fails if one is outside the address space, or memory[first_written] or one behind it shares a
-// byte with one before it. Tensors whose regions meet may still lie in one another's gaps: slices
-// of one array, along any axis, are told apart; of stranger layouts that only interleave some are
+// byte with one before it. Tensors whose regions meet may still lie in one another's gaps. Slices
+// of one array, along any axis, are told apart; some stranger layouts, which only interleave, are
 // refused.
 flashmoe_status check_written_memory(const Memory* memory, size_t count, size_t first_written);
 
-// Which of Operation::kTensors is the first that a call writes: kFirstOutput, unless the operation
-// says which may be written before it.
+// The index in Operation::kTensors of the first tensor that a call writes: kFirstOutput, unless the
+// operation names an earlier one.
 template <class Operation>
 auto first_written(const typename Operation::Params& params, int)
     -> decltype(Operation::first_written(params)) {

@@ -7,7 +7,7 @@
 namespace flashmoe {
 namespace {
 
-// The header in front of the memory that was asked for.
+// The header in front of the requested memory.
 struct alignas(kThreadAlignment) Block {
   Block* next;  // of the same thread
   void** slot;
@@ -22,8 +22,8 @@ void free_blocks(void* first) {
   }
 }
 
-// A key's destructor, unlike that of a thread_local object, is called again for what a destructor
-// that runs later has allocated.
+// A key's destructor, unlike a thread_local object's, is called again if a later destructor
+// allocates.
 struct Key {
   pthread_key_t key = {};
   bool made = pthread_key_create(&key, &free_blocks) == 0;
@@ -34,8 +34,7 @@ const Key& blocks_of_thread() {
   return key;
 }
 
-// When the library is loaded: a fork that comes while another thread makes the key would leave it
-// half made.
+// Made when the library loads: a fork while another thread makes the key would leave it half made.
 [[maybe_unused]] const bool kMade = blocks_of_thread().made;
 
 }  // namespace

@@ -1,6 +1,6 @@
-// What threads keep apart, in memory that each asks for when it first needs it. Thread-local
-// storage would be part of every thread of the process: of those with small stacks too, on which it
-// lies, and of which none could be started with it.
+// Data that each thread keeps for itself, in memory that it allocates on first use. Thread-local
+// storage would lie on the stack of every thread of the process, and threads with small stacks
+// could not start.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace flashmoe {
 
-// Memory that is freed when the thread ends, and *slot, thread-local, is set to nullptr with it; or
-// nullptr. What runs later in that thread's end may ask again.
+// Memory that is freed when the thread ends, or nullptr. *slot, thread-local, is then set to
+// nullptr. Code that runs later while the thread ends may allocate again.
 void* allocate_for_thread(size_t bytes, void** slot);
 
 // kThreadAlignment suffices for the parameters of every kernel.
@@ -20,7 +20,7 @@ inline constexpr size_t kThreadAlignment = 128;
 template <class T>
 class PerThread {
  public:
-  // Made at the first call, as by T(); nullptr if there is no memory for it.
+  // Makes a T() at the first call; nullptr if there is no memory for it.
   static T* get() {
     if (slot() == nullptr) {
       void* const memory = allocate_for_thread(sizeof(T), &slot());
@@ -29,7 +29,7 @@ class PerThread {
     return static_cast<T*>(slot());
   }
 
-  // nullptr before the first get() of the thread.
+  // nullptr before the thread's first get().
   static T* existing() { return static_cast<T*>(slot()); }
 
  private:

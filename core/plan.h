@@ -14,17 +14,17 @@
 
 namespace flashmoe {
 
-// Workspaces of the CPU, of which every thread has a part of its own. The number of threads may
-// change between a query and the call that it was for, so what a query told stays enough: a call
-// uses as many threads as its workspace has room for. Zeros: a call cannot make do with less than
-// was planned.
+// The CPU workspace, in which every thread has its own part. The number of threads may change
+// between a query and its call. The queried size stays enough, since a call uses as many threads as
+// its workspace has room for. Zeros: a call needs all that was planned.
 struct ThreadRoom {
-  uint64_t least;  // bytes for a call by one thread; no query tells less, by any number of threads
+  uint64_t least;       // bytes for a call by one thread; no query returns less, for any number of
+                        // threads
   uint64_t per_thread;  // for each further thread
 };
 
-// What a family prepares once for every call of a plan, such as a kernel's parameters but for
-// addresses. It lies beside a plan that is kept, and is the family's own.
+// What a family prepares once for every call of a plan, such as a kernel's parameters except
+// addresses. It lies next to a kept plan and belongs to the family.
 struct PlanDetail {
   static constexpr size_t kBytes = 8192;
 
@@ -32,17 +32,17 @@ struct PlanDetail {
   alignas(128) unsigned char bytes[kBytes];
 };
 
-// Launches of a plan that are another family's, planned by it for a part of the problem.
+// Launches of a plan that another family planned, for a part of the problem.
 struct PlanPart {
   const void* family;  // of the same operation
   int32_t first;       // launch
   int32_t count;
 };
 
-// What a call of a family's `launch` is told where another family's kernel runs beside its own.
+// What a family's `launch` is told if another family's kernel runs concurrently.
 struct Beside {
-  void* division;  // in the workspace: who has which multiprocessors; nullptr: it runs alone
-  int32_t first;   // launches of the plan that the call is for
+  void* division;  // in the workspace: the multiprocessors of each; nullptr: it runs alone
+  int32_t first;   // the plan's launches [first, end) are for this call
   int32_t end;     // 0: all
 };
 
@@ -51,12 +51,12 @@ struct Plan {
   static constexpr int kMaxParts = 4;
 
   flashmoe_plan info;
-  PlanPart parts[kMaxParts];                   // of a family that divides calls among others
+  PlanPart parts[kMaxParts];                   // for a family that divides calls among others
   const void* entries[FLASHMOE_MAX_LAUNCHES];  // the backend's kernel of each launch
   ThreadRoom room;                             // CPU
   PlanDetail* detail;                          // nullptr: this plan is not kept
-  int64_t chunk[2];  // of a family that computes in chunks: its extents of one
-  // Of a family whose kernels can run beside another's: bytes of the division. Else 0.
+  int64_t chunk[2];  // for a family that computes in chunks: extents of a chunk For a family whose
+                     // kernels can run beside another's: bytes of the division; else 0.
   int64_t division_bytes;
   Beside beside;  // of a call
 
@@ -83,7 +83,7 @@ struct Plan {
     }
   }
 
-  // Appends the launches of a part to a plan, as its family made them.
+  // Appends the launches of a part to a plan, as its family planned them.
   void copy_part(int index, Plan* plan) const {
     const PlanPart& part = parts[index];
     for (int32_t i = part.first; i < part.first + part.count; ++i) {
@@ -94,7 +94,7 @@ struct Plan {
 
   void set_isa(const char* isa) { std::snprintf(info.isa, sizeof info.isa, "%s", isa); }
 
-  // Has the CPU make do with a workspace that is smaller than planned, if one thread can.
+  // Fits the CPU's threads to a workspace smaller than planned, if it has room for one.
   void fit_threads(uint64_t workspace_bytes) {
     if (room.least == 0 || workspace_bytes < room.least ||
         workspace_bytes >= info.workspace_bytes) {
@@ -110,7 +110,7 @@ struct Plan {
   }
 };
 
-// A family's preparations for a plan. They lie beside the plan if that is kept, else here.
+// A family's preparations for a plan. They lie next to a kept plan, else here.
 template <class T>
 class Prepared {
  public:
@@ -134,22 +134,22 @@ class Prepared {
   T local_;
 };
 
-// A kernel family of one operation. `plan` fills a zeroed plan, with an estimate of its time: core
-// takes the family with the smallest. A family refuses only what it cannot compute, by
-// reason.refuse(status, sentence), and without touching the last error. On a GPU a plan depends on
-// nothing but the device and what is in the problem beside addresses, so that it can be kept for
-// the next such call (core/plan_cache.h). `launch` may prepare what is kept with the plan.
+// A kernel family of one operation. `plan` fills a zeroed plan, including an estimate of its time;
+// core takes the family with the smallest. A family refuses only what it cannot compute, with
+// reason.refuse(status, sentence), and does not touch the last error. On a GPU a plan depends only
+// on the device and on the problem without its addresses, so that it can be kept for the next such
+// call (core/plan_cache.h). `launch` may prepare what is kept with the plan.
 //
-// A family may have schedules of its kernels, among which its plan chooses. A call may ask for one
-// by name: the plan sees it in the problem's `kernel`.
+// A family may have several schedules, among which its plan chooses. A call may name one: the plan
+// sees it in the problem's `kernel`.
 template <class Problem>
 struct Family {
   const char* name;
-  int32_t device_type;  // flashmoe_device_type it computes on; `plan` sees no other
+  int32_t device_type;  // the flashmoe_device_type it computes on; `plan` sees no other
   flashmoe_status (*plan)(const Problem& problem, Plan* plan, const Reason& reason);
   flashmoe_status (*launch)(const Problem& problem, const Plan& plan, void* workspace,
                             void* stream);
-  const char* schedules = "";  // their names, apart by spaces
+  const char* schedules = "";  // their names, separated by spaces
 };
 
 }  // namespace flashmoe

@@ -1,10 +1,10 @@
-// Plans that a thread made before. Programs repeat few shapes, and asking every family for a plan
-// costs the host more than a launch.
+// Plans that a thread made before. Programs repeat few shapes, and planning with every family costs
+// the host more than a launch.
 //
-// The key of a plan is the validated problem itself, every byte of it, with its addresses reduced
-// to whether they are there: no field can be forgotten, and an address that is forgotten is
-// compared, and so finds too little and never too much. Of a problem this asks:
-//   visit_addresses(problem, visit)    visit(pointer) of each address in it
+// The key of a plan is every byte of the validated problem, with its addresses reduced to whether
+// they are null. So no field can be forgotten. A forgotten address is compared, which finds too few
+// plans but never a wrong one. A problem provides: visit_addresses(problem, visit) calls
+// visit(pointer) for each address in it
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@
 
 namespace flashmoe {
 
-// A problem whose bytes are compared begins as zeros, gaps between its fields among them.
+// A problem whose bytes are compared begins as zeros, including the gaps between its fields.
 template <class Problem>
 void clear(Problem* problem) {
   static_assert(std::is_trivially_copyable_v<Problem>);
@@ -34,8 +34,7 @@ class PlanCache {
     PlanDetail detail;
   };
 
-  // nullptr if this thread keeps no plan of such a problem. Valid until the thread's next call of
-  // add().
+  // nullptr if this thread keeps no plan of such a problem. Valid until the thread's next add().
   static Slot* find(const Problem& problem) {
     PlanCache* const cache = PerThread<PlanCache>::existing();
     if (cache == nullptr) return nullptr;
@@ -83,7 +82,7 @@ class PlanCache {
 
   unsigned count_;   // slots in use, the first ones
   unsigned next_;    // the slot to use next
-  unsigned newest_;  // the slot that was found or added last
+  unsigned newest_;  // the slot last found or added
   Slot slots_[kSlots];
 };
 

@@ -16,7 +16,7 @@ struct LastError {
   char sentence[kMaxSentence];
 };
 
-thread_local bool sentence_lost = false;  // of the last error, for want of memory
+thread_local bool sentence_lost = false;  // the last error's, because memory ran out
 
 void keep(const char (&sentence)[kMaxSentence]) {
   LastError* const last = PerThread<LastError>::get();
@@ -27,7 +27,7 @@ void keep(const char (&sentence)[kMaxSentence]) {
 }  // namespace
 
 flashmoe_status fail(flashmoe_status status, const char* format, ...) {
-  // The arguments may point into the last sentence itself: format apart, then copy.
+  // The arguments may point into the last sentence: format to a copy first.
   char sentence[kMaxSentence];
   va_list arguments;
   va_start(arguments, format);
@@ -35,12 +35,13 @@ flashmoe_status fail(flashmoe_status status, const char* format, ...) {
   va_end(arguments);
   make_readable(sentence);
   keep(sentence);
-  // A caller may launch without workspace, as most calls need none, and then with what one needs.
+  // A caller may launch without workspace, since most calls need none, and then again with what is
+  // needed.
   const bool asks = status == FLASHMOE_ERROR_WORKSPACE_TOO_SMALL;
   const int32_t level = asks ? FLASHMOE_LOG_DEBUG : FLASHMOE_LOG_ERROR;
   if (log_enabled(level)) {
     log_line(level, "%s: %s", flashmoe_status_name(status), sentence);
-    keep(sentence);  // a log's callback may itself call the library, and fail
+    keep(sentence);  // a log's callback may call the library and fail
   }
   return status;
 }

@@ -14,11 +14,11 @@
 namespace flashmoe {
 
 // Records the sentence (printf format), logs it, and returns `status`, so that a failing check is
-// one line: `return fail(FLASHMOE_ERROR_..., "q: ...")`. Without memory for the sentence, at a
-// thread's first failure, that is what flashmoe_last_error() says.
+// one line: `return fail(FLASHMOE_ERROR_..., "q: ...")`. If there is no memory for the sentence at
+// a thread's first failure, flashmoe_last_error() says so.
 [[gnu::format(printf, 2, 3)]] flashmoe_status fail(flashmoe_status status, const char* format, ...);
 
-// Takes the sentence that says why something cannot be done. It formats nothing if nobody will read
+// Takes the sentence that says why something cannot be done. Formats nothing if nobody will read
 // it.
 class Reason {
  public:
@@ -27,7 +27,7 @@ class Reason {
   template <size_t kSize>
   explicit Reason(char (&text)[kSize]) : text_(text), size_(kSize) {}
 
-  // Writes the sentence (printf format), cut to what fits, and returns `status`.
+  // Writes the sentence (printf format), truncated to fit, and returns `status`.
   [[gnu::format(printf, 3, 4)]] flashmoe_status refuse(flashmoe_status status, const char* format,
                                                        ...) const;
 

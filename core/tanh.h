@@ -1,8 +1,8 @@
-// tanh(x) = x P(x^2) / Q(x^2) for |x| <= kClamp, beyond which it rounds to +-1: least maximum
-// relative error (2.1e-8) among quotients of these degrees; in fp32, with the rounding of the
-// evaluation, below 4e-7. Relative, because a large softcap multiplies small values. All
-// coefficients are positive, so nothing cancels. Shared by the backends, one constant each: device
-// code cannot index a host array.
+// tanh(x) = x P(x^2) / Q(x^2) for |x| <= kClamp; beyond that it rounds to +-1. The fit minimises
+// the maximum relative error (2.1e-8) among quotients of these degrees; in fp32, with rounding, the
+// error stays below 4e-7. The error is relative because a large softcap multiplies small values.
+// All coefficients are positive, so nothing cancels. The backends share these; each is its own
+// constant, because device code cannot index a host array.
 #pragma once
 
 namespace flashmoe::tanh_fit {

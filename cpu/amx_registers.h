@@ -1,5 +1,5 @@
-// The tile registers of AMX: eight whole tiles, of 16 rows of 64 bytes, while this lives. What the
-// thread had in tiles is lost.
+// The tile registers of AMX: eight whole tiles of 16 rows of 64 bytes, for the lifetime of this
+// object. It discards what the thread had in tiles.
 class TileRegisters {
  public:
   TileRegisters() {

@@ -1,18 +1,18 @@
-// Products of bf16 pairs in the tile registers of AMX, of what is packed in words of two elements.
-// A tile is 16 rows of 64 bytes. tdpbf16ps multiplies 16 rows of 16 words by 16 columns of as many
-// words, [word][column], into 16 x 16 sums in fp32. Denormal inputs and sums count as 0.
+// Products of bf16 pairs in the tile registers of AMX. Operands are packed in words of two
+// elements. A tile is 16 rows of 64 bytes. tdpbf16ps multiplies 16 rows of 16 words by 16 columns
+// of as many words, [word][column], into 16 x 16 sums in fp32. Denormal inputs and sums count as 0.
 //
 // Two tiles of rows by two of columns are multiplied at a time. Every sum runs in the order of
-// depth, whatever is beside it.
+// depth, whatever other rows and columns there are.
 //
 // Included after cpu/products.h and cpu/amx_registers.h.
 
 constexpr int kTileEdge = 16;                          // rows, columns and words of a tile
 constexpr int64_t kTileWords = kTileEdge * kTileEdge;  // as many sums
-constexpr int64_t kTileDepth = 2 * kTileEdge;          // elements that a step multiplies
+constexpr int64_t kTileDepth = 2 * kTileEdge;          // elements of depth per step
 
-// Tiles of words: from row to row of a tile, to the tile of the next rows or columns, and of the
-// next step of depth. In words.
+// Tiles of words. Distances in words: between rows of a tile, to the tile of the next rows or
+// columns, and to the next step of depth.
 struct TileOperand {
   const float* first;
   int64_t row;
@@ -20,17 +20,17 @@ struct TileOperand {
   int64_t step;
 };
 
-// Packed tile by tile: of each step those that are multiplied together.
+// Packed tile by tile: each step's tiles that are multiplied together lie side by side.
 FLASHMOE_INLINE TileOperand packed_tiles(const float* first, int64_t together) {
   return {first, kTileEdge, kTileWords, together * kTileWords};
 }
 
 struct TileSums {
   float* first;
-  int64_t row;  // from row to row; tiles of columns lie side by side
+  int64_t row;  // between rows; tiles of columns lie side by side
 };
 
-// sums = or, to add, += the product over `steps` steps of depth, of kRows by kColumns tiles.
+// sums = (or +=, to add) the product of kRows by kColumns tiles over `steps` steps of depth.
 template <int kRows, int kColumns>
 FLASHMOE_NOINLINE void multiply_tiles(TileOperand a, TileOperand b, int64_t steps, bool add,
                                       TileSums sums) {

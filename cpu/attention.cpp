@@ -2,8 +2,8 @@
 //
 // A tile is up to tile_q rows of one (batch, KV head); one thread computes it from the first key it
 // sees to the last, so the bits of a row depend neither on the number of threads nor on tile_q
-// (rows meet keys in steps of tile_k counted from key 0). Threads take tiles from a shared
-// counter, under a causal mask the longest first. All scratch is the caller's workspace.
+// (rows meet keys in steps of tile_k counted from key 0). Threads take tiles from a shared counter;
+// under a causal mask the longest come first. All scratch is the caller's workspace.
 #include <algorithm>
 #include <atomic>
 
@@ -73,7 +73,7 @@ flashmoe_status plan(const AttentionProblem& p, Plan* plan, const Reason& reason
       tiles < most_threads ? static_cast<int32_t>(tiles < 1 ? 1 : tiles) : most_threads;
   cpu::add_attention_launch(p, kernel, tiles, threads, tile_q, plan);
   // The core promises 16-byte alignment; the kernels want whole cache lines. A single thread has
-  // the largest tiles, and may have to make do with a workspace for several.
+  // the largest tiles, and may get a workspace planned for several.
   const uint64_t per_thread = tile_scratch_bytes(p, kernel, tile_q);
   const uint64_t of_one = tile_scratch_bytes(p, kernel, choose_tile_q(p, kernel, 1));
   plan->info.workspace_bytes =

@@ -1,5 +1,5 @@
-// The bf16 attention kernels, forward and backward, compiled for AMX: in tiles, but forward of few
-// rows by FMAs of what is widened to fp32.
+// The bf16 attention kernels, forward and backward, compiled for AMX. They use tiles, except that
+// forward of few rows widens to fp32 and uses FMAs.
 #include <immintrin.h>
 
 #include "cpu/attention_backward_kernel.h"
@@ -15,7 +15,7 @@ namespace avx512 {
 }  // namespace avx512
 
 struct Simd : avx512::Simd {
-  static constexpr int kGroupRows = 32;  // of two tiles
+  static constexpr int kGroupRows = 32;  // two tiles
 };
 
 // Each is built on those above it.

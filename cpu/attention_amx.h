@@ -1,32 +1,32 @@
-// Attention of one tile of query rows in the tile registers of AMX, in bf16. As
-// cpu/attention_tile.h, but that rows go through 32 at a time, and both products are by
-// multiply_tiles (cpu/amx_tiles.h):
+// Attention of one tile of query rows in the tile registers of AMX, in bf16. Like
+// cpu/attention_tile.h, except that rows go through 32 at a time and multiply_tiles
+// (cpu/amx_tiles.h) computes both products:
 //
 //   scores    rows of Q, packed once [group][step of depth][2][16][16 words], by K, packed per step
 //             [panel of 32 keys][step of depth][2][16 words][16 keys]
 //   output    weights, which lie where the scores were, by V, packed per step
 //             [panel of 32 columns][32 keys][2][16 words][16 columns]
 //
-// What is packed ends in zeros up to whole tiles.
+// Packed operands are padded with zeros to whole tiles.
 //
-// A row does not get what a key that it does not see holds in V: its weight is 0, and a NaN or an
-// infinity is packed as 0. What V holds there is added to the rows that see the key, one by one.
+// A key that a row does not see has weight 0, and a NaN or infinity of V is packed as 0, so it does
+// not reach that row. Rows that see such a key get its NaN or infinity added one by one.
 //
 // Softmax takes more time than products, so the maxima of 16 rows are found together. The
-// difference of a score and the maximum is scaled to an exponent of 2. Where the difference itself
-// may be beyond fp32, the row is weighed as in the other kernels.
+// difference between a score and the maximum is scaled to an exponent of 2. If that difference may
+// exceed fp32, the row is weighed as in the other kernels.
 //
 // Included after cpu/amx_tiles.h, cpu/attention_rows.h and cpu/attention_pack.h.
 
-constexpr int kAmxTileRows = 512;  // most rows of a tile: they share one packing of K and V
+constexpr int kAmxTileRows = 512;  // the most rows of a tile; they share one packing of K and V
 static_assert(kGroupRows == 2 * kTileEdge && kPanel == 2 * kTileEdge && kLanes == kTileEdge);
 static_assert(kMaxTileK / 2 % kPanel == 0);
 
-// Words of a row of `dim` elements up to whole tiles.
+// Words of a row of `dim` elements, rounded up to whole tiles.
 FLASHMOE_INLINE int64_t tile_words(int64_t dim) { return round_up(dim, kTileDepth) / 2; }
 
-// Rows `begin` (a multiple of kPanel) to `end`, [32 rows][step of depth][2][16][16]: as they lie,
-// or word by word, [word][row].
+// Packs rows `begin` (a multiple of kPanel) to `end` as [32 rows][step of depth][2][16][16]: in
+// their order, or transposed as [word][row].
 template <bool kTransposed, typename RowAt>
 FLASHMOE_INLINE void pack_depth_tiles(const RowAt& row_at, int64_t begin, int64_t end, int64_t dim,
                                       float* to) {
@@ -50,14 +50,14 @@ FLASHMOE_INLINE void pack_depth_tiles(const RowAt& row_at, int64_t begin, int64_
   }
 }
 
-// Where the rows of a step of 32 lie, packed across: from panel to panel of 32 columns
-// `panel_size` words.
+// The address of a step of 32 rows, packed across. Panels of 32 columns are `panel_size` words
+// apart.
 FLASHMOE_INLINE float* across_tiles(float* packed, int64_t panel_size, int64_t panel, int64_t row) {
   return packed + panel * panel_size + row / kTileDepth * 2 * kTileWords;
 }
 
-// Rows `begin` (a multiple of 32) to `end`, [panel of 32 columns][32 rows][2][16 words][16
-// columns]: words are of two rows. Whether all that was packed is finite.
+// Packs rows `begin` (a multiple of 32) to `end` as [panel of 32 columns][32 rows][2][16 words][16
+// columns]; a word holds two rows. Returns whether all packed numbers are finite.
 template <typename RowAt>
 FLASHMOE_INLINE bool pack_across_tiles(const RowAt& row_at, int64_t begin, int64_t end, int64_t dim,
                                        int64_t panel_size, float* to) {
@@ -80,8 +80,8 @@ FLASHMOE_INLINE bool pack_across_tiles(const RowAt& row_at, int64_t begin, int64
   return check.finite();
 }
 
-// Of what pack_across_tiles packed: sets what is a NaN or an infinity to 0, and says of each row
-// whether it held one.
+// Sets every NaN and infinity that pack_across_tiles packed to 0, and reports per row whether it
+// held one.
 FLASHMOE_NOINLINE void drop_infinite(int64_t begin, int64_t end, int64_t dim, int64_t panel_size,
                                      float* packed, bool* infinite) {
   for (int64_t i = begin; i < round_up(end, 2); ++i) infinite[i] = false;
@@ -103,8 +103,8 @@ FLASHMOE_NOINLINE void drop_infinite(int64_t begin, int64_t end, int64_t dim, in
   }
 }
 
-// 2^x: a polynomial in what is above the whole number below x, times a power of two. Least maximum
-// relative error, 8.3e-8, of polynomials of degree 5 that are 1 at 0.
+// 2^x: a polynomial in x - floor(x), times a power of two. The polynomial has the least maximum
+// relative error, 8.3e-8, among those of degree 5 that are 1 at 0.
 FLASHMOE_INLINE Vector exp2_of(Vector x) {
   constexpr float kCoefficients[] = {0x1.62e4bap-1f, 0x1.ebdb56p-3f, 0x1.c91ce8p-5f, 0x1.27784ep-7f,
                                      0x1.e97516p-10f};
@@ -126,7 +126,7 @@ struct AmxScratch {
   RowScores scores;
   StepRows step_rows;
   float* highest;  // [kGroupRows][kLanes], maxima of a step's scores
-  float* row_max;  // [kGroupRows], what scores are compared to; infinite: by weigh_scores
+  float* row_max;  // [kGroupRows], the base of the scores; infinite: weigh_scores weighs the row
   bool* infinite;  // [kMaxTileK], whether V holds a NaN or an infinity
 
   AmxScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_q)
@@ -171,9 +171,9 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
   }
 
  private:
-  static constexpr int kNanOrInfinity = 0x99;  // of the classes of vfpclassps
+  static constexpr int kNanOrInfinity = 0x99;  // classes of vfpclassps
 
-  int64_t values_size() const { return tile_k_ / 2 * kPanel; }  // of a panel
+  int64_t values_size() const { return tile_k_ / 2 * kPanel; }  // words of a panel
 
   void pack_values(int64_t key, int64_t begin, int64_t keys) {
     has_infinite_ = !pack_across_tiles([&](int64_t i) { return value_row(key, i); }, begin, keys,
@@ -207,7 +207,7 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
     if (has_infinite_) add_infinite_values(first, rows, key, seen);
   }
 
-  // Turns scores into weights, as weigh_row does.
+  // Turns scores into weights, like weigh_row.
   void weigh_rows(int64_t first, int64_t rows, int64_t key, KeyRange seen, KeyRange whole) {
     int64_t ends[kGroupRows];
     for (int64_t r = 0; r < round_up(rows, kLanes); ++r) {
@@ -231,7 +231,7 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
     }
   }
 
-  // Of the rows r to r + 15 of the group.
+  // Updates the maxima of rows r to r + 15 of the group.
   void update_row_max(int64_t first, int64_t r) {
     Vector here[kLanes];
 #pragma GCC unroll 16
@@ -245,10 +245,10 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
     float* const row_max = state_.row_max + first + r;
     const Vector before = Simd::load(row_max);
     const Vector maximum = Simd::max(here[0], before);
-    // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
+    // For rows whose scores are all -inf so far: exp(-inf - 0) is 0, but exp(-inf - -inf) is NaN.
     const Vector lowest = Simd::broadcast(-kInfinity);
     const Vector most = Simd::zero_where_at_most(maximum, lowest, maximum);
-    // From such a maximum no finite score is infinitely far.
+    // No finite score is infinitely far from such a maximum.
     constexpr float kGreatest = 0x1p100f;
     const bool scales = exponent_scale_ < kInfinity;
     const __mmask16 far =
@@ -256,7 +256,7 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
     Simd::store(s_.row_max + r, _mm512_mask_mov_ps(most, far, Simd::broadcast(kInfinity)));
     Simd::store(scores_.rescale + r, exp2_of(Simd::multiply(Simd::subtract(before, most),
                                                             Simd::broadcast(exponent_scale_))));
-    // weigh_scores has this yet to do.
+    // weigh_scores still has to update this maximum.
     Simd::store(row_max, _mm512_mask_mov_ps(maximum, far, before));
   }
 
@@ -317,15 +317,15 @@ class AmxTileComputer : AttentionRows<Bf16PairProduct> {
     }
   }
 
-  const float exponent_scale_;  // exponents of 2 are this times scores
+  const float exponent_scale_;  // exponent of 2 = this * score
   const AmxScratch s_;
   bool has_infinite_ = false;
 };
 
-// Tiles are so fast that a call of less than this, twice, is over before a helper is awake.
+// Tiles are so fast that a call of less than twice this ends before a helper wakes.
 constexpr double kAmxFlopsPerThread = 1e7;
 
-// Of fewer rows, K and V are read where they lie.
+// With fewer rows, K and V are read in place.
 constexpr int64_t kFewestAmxRows = 16;
 
 inline bool amx_has_few_rows(const AttentionProblem& p) {

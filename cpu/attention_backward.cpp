@@ -1,7 +1,7 @@
 // Attention backward on the CPU: plan and launch.
 //
 // Threads take pieces of work from a shared counter (attention_backward_tiles.h). dsinks are sums
-// over a head's rows: each is one more piece, behind those of the tiles.
+// over a head's rows: each is one more piece, after those of the tiles.
 #include <atomic>
 #include <cstdio>
 
@@ -44,7 +44,7 @@ const AttentionBackwardKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
   }
 }
 
-// Query heads whose dsinks are wanted.
+// Number of query heads whose dsinks are wanted.
 int64_t sinks_of(const AttentionBackwardProblem& p) {
   return p.dsinks.data != nullptr ? p.heads_q : 0;
 }
@@ -53,7 +53,7 @@ int64_t pieces_of(const AttentionBackwardProblem& p, const BackwardCut& cut) {
   return cut.pieces_in_all + sinks_of(p);
 }
 
-// The part of the workspace that threads share; what is behind is cut into their scratch.
+// The part of the workspace that threads share. The rest is divided into their scratch.
 BackwardSums sums_of(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
                      const BackwardCut& cut) {
   return {p, kernel, cut.blocks_in_all, cut.key_tiles_in_all};
@@ -79,7 +79,7 @@ int32_t choose_threads(const AttentionBackwardProblem& p, const AttentionBackwar
   return most < 1 ? 1 : static_cast<int32_t>(most);
 }
 
-// Fills the launch of `pieces` pieces of work, but for its workspace; returns its threads.
+// Fills the launch of `pieces` pieces of work, except its workspace; returns its threads.
 int32_t add_launch(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
                    int64_t pieces, double most_threads, Plan* plan) {
   const int32_t threads = choose_threads(p, kernel, most_threads);

@@ -1,33 +1,32 @@
 // Attention backward of a block of rows and a tile of keys in the tile registers of AMX, in bf16.
-// As cpu/attention_backward_step.h, but that rows and keys go by 32 at a time, and that all
-// products are by multiply_tiles (cpu/amx_tiles.h). Its operands are rows that lie along the depth
-// of a product and columns in words of two elements of depth:
+// Like cpu/attention_backward_step.h, except that rows and keys go 32 at a time and multiply_tiles
+// (cpu/amx_tiles.h) computes all products. Its operands are rows along the depth of a product, and
+// columns in words of two elements of depth:
 //
 //   scores, dweights   rows of Q and dOut            by K and V, transposed as they are packed
 //   dV^T, dK^T         columns of dOut and Q         by weights and dscores in words of two rows
 //   dQ                 dscores in words of two keys  by K in words of two keys
 //
-// Weights and dscores are written as these words. dV and dK are summed turned round, so that
-// neither weights nor dscores are, and turned back when they are written.
+// Weights and dscores are written as these words. dV and dK are summed transposed, so that weights
+// and dscores need no transposition, and transposed back when written.
 //
-// A pair that does not see one another has a weight and a dscore of 0, and a NaN or an infinity of
-// Q, K or dOut is 0 in the last three products. What it adds to the pairs that see one another is
-// added one by one.
+// A masked pair of a query and a key has a weight and a dscore of 0. In the last three products a
+// NaN or infinity of Q, K or dOut counts as 0; what it adds to visible pairs is added one by one.
 //
 // Included after cpu/attention_amx.h and cpu/attention_backward_rows.h.
 
-constexpr int kAmxBackwardRows = 128;  // of a block
+constexpr int kAmxBackwardRows = 128;  // rows of a block
 constexpr int kMostAmxBackwardKeys = 256;
 static_assert(kMostAmxBackwardKeys <= kMaxTileK);
 static_assert(kMaxGradientHeadDim * kPanel <= kGroupRows * kScoreStride);
 
 FLASHMOE_INLINE int64_t amx_backward_keys(const AttentionProblem& p) {
-  constexpr int64_t kMostDims = 384;  // of a key in K and V together, for a full tile
+  constexpr int64_t kMostDims = 384;  // dims of a key in K and V together, for a full tile
   return p.dim + p.dim_v <= kMostDims ? kMostAmxBackwardKeys : kMostAmxBackwardKeys / 2;
 }
 
-// The scratch of one thread. Where nothing else is said, tiles of 16 x 16 words as the packing
-// functions make them.
+// The scratch of one thread. Unless noted, tiles of 16 x 16 words as the packing functions make
+// them.
 struct AmxBackwardScratch {
   struct Infinite {
     bool in_k;
@@ -39,25 +38,25 @@ struct AmxBackwardScratch {
   };
 
   Infinite* infinite;
-  // Of the tile of keys.
+  // The tile of keys:
   float* k_columns;  // transposed
   float* v_columns;
   float* k_rows;  // across
   float* dk;      // [keys / 32][dim up to whole panels][32]
   float* dv;
-  // Of the block of rows.
-  float* q_rows;  // as they lie
+  // The block of rows:
+  float* q_rows;  // in row order
   float* dout_rows;
   float* q_columns;  // across, each tile transposed
   float* dout_columns;
-  float* scores;        // [32][kScoreStride], of a group of rows
+  float* scores;        // [32][kScoreStride], for a group of rows
   float* dweights;      // the same
-  float* weights;       // across, of the columns that are keys
+  float* weights;       // across; columns are keys
   float* dscores;       // the same
-  float* dscores_keys;  // as they lie
+  float* dscores_keys;  // in row order
   float* lse;           // [rows]
   float* delta;         // [rows]
-  float* dq;            // as the sums of a block: [groups][dim panels][32][32]
+  float* dq;            // sums of a block: [groups][dim panels][32][32]
 
   AmxBackwardScratch(ScratchCursor& scratch, const AttentionProblem& p)
       : infinite(reinterpret_cast<Infinite*>(scratch.take(sizeof(Infinite) / sizeof(float) + 1))) {
@@ -167,7 +166,7 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
     }
   }
 
-  // `sums` are of dk, then of dv.
+  // `sums` holds dk, then dv.
   void end_keys(float* sums, bool first, bool last) {
     const int64_t keys = round_up(step_.keys, kPanel);
     const int64_t of_dk = keys * dim_panels_ * kPanel;
@@ -182,7 +181,7 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
   }
 
  private:
-  static constexpr int64_t kRowsSize = kAmxBackwardRows / 2 * kPanel;  // of a panel, across
+  static constexpr int64_t kRowsSize = kAmxBackwardRows / 2 * kPanel;  // words of a panel, across
 
   static void clear(float* to, int64_t count) {
     for (int64_t i = 0; i < count; i += kLanes) Simd::store(to + i, Simd::zero());
@@ -220,7 +219,7 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
     for (int64_t row = 0; row < rows_; ++row) s_.delta[row] = delta_of(row, dout(row));
   }
 
-  // Whether some are infinite.
+  // Returns whether some are infinite.
   template <typename RowAt>
   bool pack_columns(const RowAt& row_at, int64_t dim, int64_t panels, float* to, bool* infinite) {
     const bool finite = pack_across_tiles(row_at, 0, rows_, dim, kRowsSize, to);
@@ -243,7 +242,7 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
     for (int i = 0; i < kLanes; ++i) Simd::store(tile + i * kTileEdge, block[i]);
   }
 
-  // Scores and dweights of a group of rows.
+  // Computes scores and dweights of a group of rows.
   void score(int64_t group) const {
     const KeyRange tiles = tiles_of(group);
     const auto multiply = [&](const float* rows, const float* columns, int64_t dim, float* to) {
@@ -259,8 +258,8 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
     if (needs_dscores()) multiply(s_.dout_rows, s_.v_columns, b_.dim_v, s_.dweights);
   }
 
-  // Weights and dscores of the rows r and r + 1 of a group, of all keys that the group is
-  // multiplied by: 0 for those that a row does not see.
+  // Computes weights and dscores of rows r and r + 1 of a group, for all keys that the group is
+  // multiplied by; 0 for keys that a row does not see.
   void weigh(int64_t group, int64_t r) const {
     const bool plain = b_.softcap == 0.0f && !has_pairs();
     plain ? weigh<true>(group, r) : weigh<false>(group, r);
@@ -276,7 +275,7 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
       seen[i] =
           row + i < rows_ ? visible(row + i, step_.first_key, {0, step_.keys}) : KeyRange{0, 0};
       if (kPlain || !has_pairs()) continue;
-      // Whole vectors are read, of which the parts that the row does not see are dropped.
+      // Whole vectors are read; parts that the row does not see are dropped.
       clear(bias[i], kScoreStride);
       if (seen[i].begin >= seen[i].end) continue;
       load_pairs<Bf16>(row + i, step_.first_key + seen[i].begin, step_.first_key + seen[i].end,
@@ -318,14 +317,15 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
     }
   }
 
-  // Of row r of a group.
+  // Weights and dscores of kLanes keys from `key` on and row r of a group.
   template <bool kPlain>
   FLASHMOE_INLINE Pair pair_at(int64_t r, int64_t key, float lse, float delta,
                                const float* bias) const {
     const Vector score = Simd::load(s_.scores + r * kScoreStride + key);
     const float* const dweight = s_.dweights + r * kScoreStride + key;
     if (!kPlain) return pair_of(score, dweight, -0.5f * lse, delta, bias + key);
-    // The logit is rounded as the lse of a row is: of a key that has all of the weight it is 1.
+    // The logit is rounded like the lse of a row, so that a key with all of the weight has weight
+    // 1.
     const Vector logit = Simd::rounded(Simd::multiply(score, Simd::broadcast(b_.scale)));
     const Vector above = Simd::subtract(logit, Simd::broadcast(lse));
     const Vector weight = exp2_of(Simd::multiply(above, Simd::broadcast(kLog2E)));
@@ -334,11 +334,11 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
             Simd::multiply(weight, Simd::subtract(Simd::load(dweight), Simd::broadcast(delta)))};
   }
 
-  // 32 numbers in bf16, as they come.
+  // Packs 32 numbers in bf16, in order.
   FLASHMOE_INLINE static Vector words_of_keys(Vector low, Vector high) {
     return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high, low));
   }
-  // The same in turn.
+  // Packs two rows in bf16, their numbers alternating.
   FLASHMOE_INLINE static Vector words_of_rows(Vector first, Vector second) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i in_turn = _mm512_or_si512(
@@ -347,13 +347,13 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
         _mm512_permutexvar_epi16(in_turn, _mm512_castps_si512(words_of_keys(first, second))));
   }
 
-  // Of 32 keys.
+  // The dscores of 32 keys.
   float* dscores_of(int64_t group, int64_t key) const {
     return s_.dscores_keys + group * keys_size_ + key / kTileDepth * 2 * kTileWords;
   }
 
-  // sums += columns of the rows by what pairs of them and keys have, in groups of rows that see
-  // some of a panel of keys.
+  // sums += columns of the rows times the pairs' numbers, in groups of rows that see some of a
+  // panel of keys.
   void add_to_keys(const float* columns, const float* pairs, int64_t dim, float* sums) const {
     const int64_t panels = (dim + kPanel - 1) / kPanel;
     for (int64_t key = seen_.begin / kPanel * kPanel; key < seen_.end; key += kPanel) {
@@ -375,7 +375,7 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
     }
   }
 
-  // What the numbers that are infinite add, of `rows`, which `infinite` names.
+  // Adds the contribution of the rows that `infinite` marks, whose numbers were packed as 0.
   FLASHMOE_NOINLINE void add_infinite_rows(const RowsView<const void>& rows, const bool* infinite,
                                            const float* pairs, int64_t dim, float* sums) const {
     const int64_t panels = (dim + kPanel - 1) / kPanel;
@@ -422,7 +422,7 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
   static float number_of(Bf16 x) { return Simd::sum_of(Simd::load_first(&x, 1)); }
   static bool is_finite(float x) { return x - x == 0.0f; }
 
-  // A panel of keys at a time is turned back, to [dim panels][32 keys][32].
+  // Transposes back one panel of keys at a time, to [dim panels][32 keys][32].
   void write_keys(const RowsView<void>& to, int64_t dim, float factor, int64_t panels,
                   const float* sums) const {
     for (int64_t first = 0; first < step_.keys; first += kPanel) {
@@ -448,7 +448,7 @@ class AmxBackwardStep : BackwardRows<Bf16PairProduct> {
     }
   }
 
-  const int64_t keys_size_;  // of a panel, across
+  const int64_t keys_size_;  // words of a panel, across
   const int64_t groups_;
   const AmxBackwardScratch s_;
 };

@@ -1,6 +1,6 @@
-// What every way to compute attention backward shares, for any instruction set: a block of rows and
-// the keys of a tile that it sees, weights and dscores of pairs, how gradients are written, and
-// those of sinks.
+// Code shared by all ways to compute attention backward, for any instruction set: a block of rows
+// and the keys of a tile that it sees, weights and dscores of pairs, writing gradients, and
+// gradients of sinks.
 //
 // Included after cpu/attention_rows.h.
 
@@ -16,8 +16,8 @@ float dot_of_row(const Element* a, const Element* b, int64_t dim) {
   return Simd::sum_of(sum);
 }
 
-// Adds what a thread has summed to `shared`, which the first to come stores and of which the last
-// one has the whole in `own`. `shared` may be nullptr for one that is both.
+// Adds a thread's sums to `shared`. The first thread stores them; the last one gets the total in
+// `own`. `shared` may be nullptr for a thread that is both.
 inline void add_to_shared(float* own, float* shared, int64_t count, bool first, bool last) {
   if (first && last) return;
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -66,8 +66,8 @@ class BackwardRows : protected TileRows {
     Vector dscore;
   };
 
-  // Of kLanes keys and a row that has this lse, halved and negative, and this delta. A bias is read
-  // where there is one or a mask, a dweight where dscores are needed.
+  // Weights and dscores of kLanes keys and a row with this delta and this lse, halved and negated.
+  // The bias is read if there is a bias or a mask, a dweight if dscores are needed.
   FLASHMOE_INLINE Pair pair_of(Vector score, const float* dweight, float half_lse, float delta,
                                const float* bias) const {
     Vector slope = Simd::broadcast(1.0f);  // of the softcap
@@ -77,8 +77,9 @@ class BackwardRows : protected TileRows {
       slope = Simd::subtract(slope, Simd::multiply(score, score));
       logit_scale = b_.softcap;
     }
-    // Halves, because the difference of two finite logits may be infinite. The product is rounded
-    // as the lse of a row is: of a key that has all of the weight it is 1, however large the logit.
+    // Uses halves, because the difference of two finite logits may be infinite. The product is
+    // rounded like the lse of a row, so that a key with all of the weight has weight 1, however
+    // large the logit.
     const bool biased = this->has_pairs();
     const Vector added = biased ? Simd::load(bias) : Simd::zero();
     const Vector half =
@@ -97,14 +98,14 @@ class BackwardRows : protected TileRows {
     return {weight, dscore};
   }
 
-  // As AttentionRows::cap.
+  // Like AttentionRows::cap.
   Vector capped(Vector score) const {
     const Vector inverse =
         Simd::broadcast(1.0f / (b_.softcap > kLeastSoftcap ? b_.softcap : kLeastSoftcap));
     return tanh_of(Simd::multiply(Simd::multiply(score, Simd::broadcast(b_.scale)), inverse));
   }
 
-  // x of the keys from `key` on that are in `keys`, else 0.
+  // x for the keys from `key` on that are in `keys`, else 0.
   static Vector only(KeyRange keys, int64_t key, Vector x) {
     if (key + kLanes > keys.end) x = Simd::first_or(x, keys.end - key, Simd::zero());
     if (key < keys.begin) x = Simd::first_or(Simd::zero(), keys.begin - key, x);
@@ -137,10 +138,10 @@ class BackwardRows : protected TileRows {
   const int64_t dim_panels_;
   const int64_t dim_v_panels_;
   const int64_t rows_;
-  const KeyRange seen_;  // that some row of the block sees
+  const KeyRange seen_;  // the keys that some row of the block sees
 };
 
-// `to` becomes x, or that is added to it.
+// Stores x to `to`, or adds it.
 template <typename T>
 void write_number(T* to, float x, bool accumulate) {
   Vector number = Simd::broadcast(x);
@@ -148,7 +149,7 @@ void write_number(T* to, float x, bool accumulate) {
   Simd::store_first(to, number, 1);
 }
 
-// Of the keys [first, end), with a bias or a mask.
+// For the keys [first, end), with a bias or a mask.
 template <typename Element>
 bool sees_some_key(const AttentionProblem& p, int64_t batch, int64_t head, int64_t query,
                    int64_t first, int64_t end) {

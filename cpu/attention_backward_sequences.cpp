@@ -1,13 +1,13 @@
-// Lengths are read once, by the thread that calls, into a list in the workspace. The pieces of a
-// sequence are taken as those of a dense batch are (attention_backward_tiles.h), and sequences by
-// the work of one piece, the most first: a long one does not begin when the others have ended.
+// The calling thread reads the lengths once into a list in the workspace. The pieces of a sequence
+// are taken as in a dense batch (attention_backward_tiles.h). Sequences are taken by the work of
+// one piece, the most first, so that a long one does not start when the others have ended.
 //
 // Sums of dq, dk and dv have room for as many rows and keys as the tensors have. Offsets that go
-// back and forth may name more, since sequences then share rows: only then are there several
-// rounds, each of as many sequences as there is room for.
+// back and forth may name more, since sequences then share rows. Only then are there several
+// rounds, each with as many sequences as fit.
 //
-// What a sequence leaves of its room is set to 0 before all else: with such offsets it may be
-// another's.
+// The part of its room that a sequence leaves unused is set to 0 first, since with such offsets it
+// may belong to another.
 #include "cpu/attention_backward_sequences.h"
 
 #include <algorithm>
@@ -25,9 +25,9 @@ namespace {
 struct Sequence {
   SequenceRows rows;
   int64_t batch;
-  int64_t end_piece;       // of all pieces of its round, behind this sequence's last
-  int64_t first_block;     // of all that sum dq in its round
-  int64_t first_key_tile;  // of all that sum dk and dv in its round
+  int64_t end_piece;       // of all pieces of its round, after this sequence's last
+  int64_t first_block;     // among all blocks that sum dq in its round
+  int64_t first_key_tile;  // among all tiles that sum dk and dv in its round
   double piece_work;
 };
 
@@ -37,14 +37,14 @@ AttentionBackwardProblem problem_of(const AttentionBackwardProblem& p, const Seq
   return own;
 }
 
-// How many sums there may be at a time, of blocks of rows and of tiles of keys.
+// The most sums at a time, for blocks of rows and for tiles of keys.
 struct Room {
   int64_t blocks = 0;
   int64_t key_tiles = 0;
 };
 
-// Of all sequences and KV heads, where a sequence has at most `most` units of `unit` rows. With
-// `offsets` the tensor's rows are shared out among them, and each may begin a unit that it does not
+// Counts units over all sequences and KV heads. A sequence has at most `most` units of `unit` rows.
+// With `offsets` the sequences divide the tensor's rows, and each may begin a unit that it does not
 // fill. False: too many to be numbered.
 bool count_units(const AttentionBackwardProblem& p, int64_t most, const Numbers& offsets,
                  int64_t rows, int64_t unit, int64_t* units) {
@@ -66,7 +66,7 @@ bool count_room(const AttentionBackwardProblem& p, const AttentionBackwardKernel
                    cut.block_rows, &room->blocks)) {
     return false;
   }
-  // A shorter one of few tiles may be cut into parts where the longest is not.
+  // A shorter sequence with few tiles may be cut into parts even if the longest is not.
   const bool keys = p.dk.data != nullptr || p.dv.data != nullptr;
   const int64_t tiles = std::min(cut.tiles, BackwardCut::most_tiles_with_parts(p.heads_kv));
   if (!keys || cut.blocks < 2 * kLeastBlocksOfPart || tiles == 0) return true;
@@ -84,7 +84,7 @@ struct Shared {
   uint64_t bytes() const { return list + sums.bytes(); }
 };
 
-// ---- what no sequence has ---------------------------------------------------------------------
+// ---- rows of no sequence ----------------------------------------------------------------------
 
 void zero(const RowsView<void>& to, int64_t batch, Range rows, int64_t heads, int64_t dim) {
   if (to.data == nullptr || rows.count == 0) return;
@@ -112,7 +112,7 @@ void zero_keys(const AttentionBackwardProblem& p, int64_t batch, int64_t begin, 
   zero(p.dv, batch, {begin, end - begin}, p.heads_kv, p.dim_v);
 }
 
-// Of the rows and keys that there is room for in sequence b those that it has not. Of one without
+// Zeroes the rows and keys in the room of sequence b that it does not use. In a sequence without
 // queries no key has a gradient.
 void zero_around(const AttentionBackwardProblem& p, int64_t b) {
   const SequenceTables& tables = p.sequences;
@@ -127,7 +127,8 @@ void zero_around(const AttentionBackwardProblem& p, int64_t b) {
   zero_keys(p, batch_k, keys.end(), room_k.end());
 }
 
-// Before the first offset and behind the last: between them every row is in some room.
+// Zeroes the rows before the first offset and after the last: between them every row is in some
+// room.
 void zero_ends(const AttentionBackwardProblem& p) {
   const SequenceTables& tables = p.sequences;
   const auto outside = [&](const Numbers& offsets, int64_t rows, const auto& zero_rows) {
@@ -159,8 +160,8 @@ void work_on_zeros(void* context, int32_t) {
 
 // ---- rounds -----------------------------------------------------------------------------------
 
-// Fills the list with the sequences that have queries, in the order of their work; returns the end
-// of it, and the work of all.
+// Fills the list with the sequences that have queries, in the order of their work. Returns its end
+// and the total work.
 Sequence* read_sequences(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
                          Sequence* list, double* all_work) {
   Sequence* end = list;
@@ -172,7 +173,7 @@ Sequence* read_sequences(const AttentionBackwardProblem& p, const AttentionBackw
     if (sequence.rows.queries.count == 0) continue;
     const AttentionBackwardProblem own = problem_of(p, sequence.rows);
     const BackwardCut cut(own, kernel);
-    if (cut.pieces_in_all == 0) return list;  // dsinks alone are wanted
+    if (cut.pieces_in_all == 0) return list;  // only dsinks are wanted
     const double work = attention_backward_flops(own);
     sequence.piece_work = work / static_cast<double>(cut.pieces_in_all);
     *all_work += work;
@@ -190,7 +191,7 @@ struct Round {
   const Sequence* begin;
   const Sequence* end;
   int64_t pieces;
-  int64_t sinks;  // more pieces, behind these
+  int64_t sinks;  // more pieces, after these
   SumsInTurn dq;
   SumsInTurn keys;
   unsigned char* scratch;
@@ -209,7 +210,7 @@ void work_on_sequence(const Round& round, int64_t index, void* scratch) {
   work_on_piece(tiles, index - (sequence.end_piece - cut.pieces_in_all), scratch);
 }
 
-// Over the sequences in their order, so that equal lengths have the bits of a dense batch.
+// Sums over the sequences in order, so that equal lengths have the bits of a dense batch.
 void write_dsink(const Round& round, int64_t head) {
   double sum = 0.0;
   for (int64_t b = 0; b < round.problem.batch; ++b) {
@@ -234,8 +235,8 @@ void work(void* context, int32_t worker) {
   }
 }
 
-// Takes sequences from `begin` on while their sums fit in `room`; sets their places, and returns
-// the end of them.
+// Takes sequences from `begin` on while their sums fit in `room`, sets their places, and returns
+// their end.
 Sequence* take_round(const AttentionBackwardProblem& p, const AttentionBackwardKernel& kernel,
                      const Room& room, Sequence* begin, Sequence* end, int64_t* pieces) {
   Room taken;
@@ -273,7 +274,7 @@ flashmoe_status backward_sequences_bytes(const AttentionBackwardProblem& p,
 void launch_backward_sequences(const AttentionBackwardProblem& p,
                                const AttentionBackwardKernel& kernel, int32_t threads,
                                unsigned char* workspace) {
-  Room room;  // that plan() has found to be enough
+  Room room;  // plan() found it to be enough
   count_room(p, kernel, &room);
   const Shared shared(p, kernel, room);
   if (!p.accumulate) {

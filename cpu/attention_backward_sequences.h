@@ -1,7 +1,7 @@
 // Attention backward of ragged and padded batches on the CPU: flashmoe_attention_sequences.
 //
-// Once the lengths are read each sequence is a dense problem of one batch (sequence_rows.h), and
-// has the bits of the dense call. Rows and keys that no sequence has get gradients of 0.
+// Once the lengths are read, each sequence is a dense problem with batch 1 (sequence_rows.h) and
+// has the bits of the dense call. Rows and keys of no sequence get gradients of 0.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace flashmoe::cpu {
 
-// Bytes of the workspace that threads share, in whole cache lines. Behind it each has its scratch.
+// Bytes of the workspace that threads share, in whole cache lines. Each thread's scratch follows.
 flashmoe_status backward_sequences_bytes(const AttentionBackwardProblem& problem,
                                          const AttentionBackwardKernel& kernel, uint64_t* bytes,
                                          const Reason& reason);

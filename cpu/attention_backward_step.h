@@ -4,30 +4,29 @@
 //   weights = exp(logits - lse),  dscores = weights (dweights - delta)
 //   dV += weights^T dOut,  dK += dscores^T Q,  dQ += dscores K
 //
-// with delta = sum of dOut Out over a row, less dlse; of logits under a softcap dscores has the
-// factor 1 - tanh^2. dK and dQ get the factor `scale` when they are written.
+// with delta = (sum of dOut Out over a row) - dlse. Under a softcap, dscores has the factor 1 -
+// tanh^2. dK and dQ get the factor `scale` when they are written.
 //
 // All five are the register-blocked product of cpu/products.h. K and V are packed once per tile of
-// keys: transposed for the first two, K also across for dQ. Q and dOut are packed once per block:
-// transposed for the first two, across for dV and dK. Weights and dscores, which are made in place
-// of scores and dweights, are read as they lie, down a column for dV and dK and along a row for dQ.
-// Scores are those of the forward to the last bit, sums run in the same order.
+// keys: transposed for the first two products, K also across for dQ. Q and dOut are packed once per
+// block: transposed for the first two, across for dV and dK. Weights and dscores replace scores and
+// dweights and are read in place, down a column for dV and dK and along a row for dQ. Scores have
+// the bits of the forward: sums run in the same order.
 //
-// Where a row does not see a key, its weight and dscore are 0, which is as good as leaving the pair
-// out unless Q, K or dOut hold a NaN or an infinity: then what they are multiplied by is added pair
-// by pair.
+// If a row does not see a key, its weight and dscore are 0. That equals leaving the pair out unless
+// Q, K or dOut hold a NaN or infinity: then their products are added pair by pair.
 //
 // Included after cpu/attention_tile.h and cpu/attention_backward_rows.h.
 
-constexpr int kBackwardRows = 96;                        // of a block
-constexpr int kMostBackwardKeys = 192;                   // of a tile
+constexpr int kBackwardRows = 96;                        // rows of a block
+constexpr int kMostBackwardKeys = 192;                   // keys of a tile
 constexpr int kPairStride = kMostBackwardKeys + kLanes;  // rows do not share cache sets
 static_assert(kBackwardRows % kGroupRows == 0);
 static_assert(kMostBackwardKeys / 2 % kPanel == 0 && kMostBackwardKeys / 2 % kGroupRows == 0);
 
-// What is packed of a tile of keys, and its sums, fit in a level-2 cache beside a block of rows.
+// The packed keys of a tile and their sums fit in a level-2 cache next to a block of rows.
 FLASHMOE_INLINE int64_t backward_keys(const AttentionProblem& p, int pack) {
-  constexpr int64_t kMostWords = 256;  // of a key in K and V together, for a full tile
+  constexpr int64_t kMostWords = 256;  // words of a key in K and V together, for a full tile
   return (p.dim + p.dim_v) / pack <= kMostWords ? kMostBackwardKeys : kMostBackwardKeys / 2;
 }
 
@@ -40,14 +39,14 @@ struct BackwardScratch {
   };
 
   Finite* finite;
-  // Of the tile of keys.
-  float* k_columns;  // [keys / kPanel][words][kPanel], and one vector behind
+  // The tile of keys:
+  float* k_columns;  // [keys / kPanel][words][kPanel] and one vector
   float* v_columns;  // the same
   float* k_rows;     // [dim panels][keys / pack][kPanel]
   float* dk;         // [keys / kGroupRows][dim panels][kGroupRows][kPanel]
   float* dv;         // [keys / kGroupRows][dim_v panels][kGroupRows][kPanel]
-  // Of the block of rows.
-  float* q_columns;     // [rows / kGroupRows][words][kGroupRows], and one vector behind
+  // The block of rows:
+  float* q_columns;     // [rows / kGroupRows][words][kGroupRows] and one vector
   float* dout_columns;  // the same
   float* q_rows;        // [dim panels][rows / pack][kPanel]
   float* dout_rows;     // [dim_v panels][rows / pack][kPanel]
@@ -56,7 +55,7 @@ struct BackwardScratch {
   float* dscores_keys;  // [rows][kPairStride]: dscores in words of kPack keys
   float* half_lse;      // [rows], negative
   float* delta;         // [rows]
-  float* dq;            // as the sums of a block
+  float* dq;            // sums of a block
 
   BackwardScratch(ScratchCursor& scratch, const AttentionProblem& p, int pack)
       : finite(reinterpret_cast<Finite*>(scratch.take(kLanes))) {
@@ -81,7 +80,7 @@ struct BackwardScratch {
   }
 };
 
-// `to`, which has rows of kToStride, becomes the product of one panel, or it is added.
+// Stores the product of one panel to `to`, whose rows have kToStride numbers, or adds it.
 template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride, int kToStride>
 FLASHMOE_NOINLINE void multiply_panel_into(const float* a, const float* b, int64_t steps,
                                            int64_t run, bool add, float* to) {
@@ -98,7 +97,7 @@ FLASHMOE_NOINLINE void multiply_panel_into(const float* a, const float* b, int64
       later);
 }
 
-// Of `rows` rows and `columns` columns that are there.
+// For `rows` rows and `columns` columns.
 template <typename Product, int kRowStride, int kStepStride, int kToStride>
 FLASHMOE_INLINE void multiply_group_into(const float* a, const float* b, int64_t rows,
                                          int64_t columns, int64_t steps, int64_t run, bool add,
@@ -188,7 +187,7 @@ class BackwardStep : BackwardRows<Product> {
     }
   }
 
-  // `sums` are of dk, then of dv.
+  // `sums` holds dk, then dv.
   void end_keys(float* sums, bool first, bool last) {
     const int64_t keys = round_up(step_.keys, kGroupRows);
     const int64_t of_dk = keys * dim_panels_ * kPanel;
@@ -223,7 +222,7 @@ class BackwardStep : BackwardRows<Product> {
     return !this->has_pairs() && this->first_key(rows_ - 1) <= step_.first_key &&
            this->end_key(0) >= step_.first_key + step_.keys;
   }
-  // Whether pairs that do not see one another may be multiplied too, by their 0.
+  // Whether masked pairs may be multiplied too, by their 0.
   bool multiplies_all(bool finite) const { return finite || sees_all(); }
 
   void pack_rows() {
@@ -252,7 +251,7 @@ class BackwardStep : BackwardRows<Product> {
     for (int64_t row = 0; row < rows_; ++row) s_.delta[row] = this->delta_of(row, dout(row));
   }
 
-  // Scores and dweights of a group of rows.
+  // Computes scores and dweights of a group of rows.
   void score(int64_t first) {
     const int64_t rows = smaller(kGroupRows, rows_ - first);
     const KeyRange seen = this->seen_by(first, rows);
@@ -271,10 +270,10 @@ class BackwardStep : BackwardRows<Product> {
     }
   }
 
-  // Weights and dscores of kPack rows, of all keys that the block may be multiplied by: 0 for those
-  // that a row does not see.
+  // Computes weights and dscores of kPack rows, for all keys that the block may be multiplied by; 0
+  // for keys that a row does not see.
   FLASHMOE_NOINLINE void weigh(int64_t row) {
-    constexpr int64_t kWhole = kGroupRows;  // keys go by in groups for dV and dK
+    constexpr int64_t kWhole = kGroupRows;  // keys come in groups for dV and dK
     const int64_t begin = seen_.begin / kWhole * kWhole / kLanes * kLanes;
     const int64_t end = round_up(seen_.end, kWhole);
     KeyRange visible[kPack];
@@ -284,7 +283,7 @@ class BackwardStep : BackwardRows<Product> {
     }
     float bias[kPack][kPairStride];
     for (int i = 0; i < kPack && this->has_pairs(); ++i) {
-      // Whole vectors are read, of which the parts that the row does not see are dropped.
+      // Whole vectors are read; parts that the row does not see are dropped.
       clear(bias[i], kPairStride);
       if (visible[i].begin >= visible[i].end) continue;
       this->template load_pairs<Element>(row + i, step_.first_key + visible[i].begin,
@@ -331,7 +330,7 @@ class BackwardStep : BackwardRows<Product> {
     constexpr int64_t kPanelSize = kBackwardRows / kPack * kPanel;
     constexpr int kMostGroups = kMostBackwardKeys / kGroupRows;
     const int64_t begin = seen_.begin / kGroupRows * kGroupRows;
-    KeyRange words[kMostGroups];  // of rows that see some of a group of keys
+    KeyRange words[kMostGroups];  // of the rows that see some of a group of keys
     words_of_rows(begin, words);
     for (int64_t panel = 0; panel < panels; ++panel) {
       for (int64_t key = begin; key < seen_.end; key += kGroupRows) {
@@ -347,8 +346,8 @@ class BackwardStep : BackwardRows<Product> {
   }
 
   void words_of_rows(int64_t begin, KeyRange* words) const {
-    int64_t first = 0;  // the first row that sees a key of the group, or sees only keys behind
-    int64_t end = 0;    // the first row that sees none but keys behind the group
+    int64_t first = 0;  // the first row that sees a key of the group, or only later keys
+    int64_t end = 0;    // the first row that sees only keys after the group
     for (int64_t key = begin; key < seen_.end; key += kGroupRows) {
       const int64_t absolute = step_.first_key + key;
       while (first < rows_ && this->end_key(first) <= absolute) ++first;
@@ -357,7 +356,7 @@ class BackwardStep : BackwardRows<Product> {
     }
   }
 
-  // The same of one row and the keys that it sees.
+  // The same for one row and the keys that it sees.
   void add_row_to_keys(int64_t row, const float* pairs, const float* values, int64_t panels,
                        float* sums) {
     constexpr int64_t kPanelSize = kBackwardRows / kPack * kPanel;
@@ -378,7 +377,7 @@ class BackwardStep : BackwardRows<Product> {
     }
   }
 
-  // Of words of kPack rows or keys the part of one of them.
+  // Extracts one row's or key's part from words of kPack.
   static Vector of_pair(int64_t which, Vector words) {
     return which % kPack == 0 ? Product::keep_first_of_pair(words)
                               : Product::keep_second_of_pair(words);
@@ -397,7 +396,7 @@ class BackwardStep : BackwardRows<Product> {
     }
   }
 
-  // Of the keys that the row sees. `sums` are its group's.
+  // For the keys that the row sees. `sums` belongs to its group.
   void add_dq_of_row(int64_t row, float* sums) {
     const int64_t panel_size = tile_k_ / kPack * kPanel;
     const KeyRange keys = this->visible(row, step_.first_key, {0, step_.keys});

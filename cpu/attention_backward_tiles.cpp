@@ -11,8 +11,8 @@ namespace {
 
 #include "cpu/attention_visible.h"
 
-// The tiles that contribute to a block of rows, from the first to the last. Neither decreases with
-// the block. Of a block that sees no key it is one tile, which writes its zeros.
+// The first and last tile that contribute to a block of rows. Neither decreases with the block. A
+// block that sees no key has one tile, which writes its zeros.
 struct TilesOfBlock {
   int64_t first;
   int64_t last;
@@ -28,7 +28,7 @@ struct TilesOfBlock {
   }
 };
 
-// Until the tiles before this one have added their part.
+// Waits until the tiles before this one have added their part.
 void wait_for_turn(const Turn& turn, int32_t before) {
   constexpr int kSpins = 1 << 10;
   for (int i = 0; turn.load(std::memory_order_acquire) != before; ++i) {
@@ -36,8 +36,8 @@ void wait_for_turn(const Turn& turn, int32_t before) {
   }
 }
 
-// `add(sum, first, last)`, when the `place` pieces have added that come before it. No sum is needed
-// for a piece that is alone.
+// Calls `add(sum, first, last)` once the `place` earlier pieces have added. A piece that is alone
+// needs no sum.
 template <typename Add>
 void add_in_turn(const SumsInTurn& all, int64_t index, int64_t place, int64_t places,
                  const Add& add) {
@@ -48,7 +48,7 @@ void add_in_turn(const SumsInTurn& all, int64_t index, int64_t place, int64_t pl
   turn.store(static_cast<int32_t>(place + 1), std::memory_order_release);
 }
 
-// The blocks of rows that a tile contributes to. Of a tile that contributes to none it is the first
+// The blocks of rows that a tile contributes to. A tile that contributes to none has the first
 // block, whose part writes its zeros.
 struct BlocksOfTile {
   int64_t begin = 0;

@@ -1,8 +1,8 @@
-// The attention kernels of one instruction set: what computes a tile, and its table entry.
+// The attention kernels of one instruction set: the code for a tile, and its table entry.
 //
 // Included last.
 
-// Of the problem, not of a tile of it: a row's bits do not depend on how rows are dealt out.
+// Asks the problem, not a tile: a row's bits do not depend on how rows are distributed.
 template <typename Product>
 bool has_few_rows(const AttentionProblem& p) {
   return p.seq_q * (p.heads_q / p.heads_kv) <= FewRowsComputer<Product>::kMostRows;

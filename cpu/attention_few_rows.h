@@ -1,31 +1,31 @@
-// Attention of few query rows, as in decoding, for any instruction set: K and V are read once,
-// where they lie, and nothing but the rows is packed; of keys in pages, blocks of V that no page
-// holds in one piece are gathered. What bounds it is memory.
+// Attention of few query rows, as in decoding, for any instruction set. K and V are read once, in
+// place, and only the rows are packed. With keys in pages, blocks of V that cross pages are
+// gathered. The kernel is memory-bound.
 //
-// By steps as in cpu/attention_tile.h. A step's scores are dot products (cpu/dot_rows.h). Its
-// values are added up in blocks of kBlockKeys keys that are in registers together, column by
-// column, even and odd words apart; what a step adds up to joins the output when the step is done:
-// no sum is long.
+// Steps are those of cpu/attention_tile.h. A step's scores are dot products (cpu/dot_rows.h). Its
+// values are summed in blocks of kBlockKeys keys that are in registers together, column by column,
+// even and odd words separately. A step's sum joins the output when the step ends, so no sum is
+// long.
 //
-// Blocks are counted from the step's first key, and a key that a row does not see adds an exact 0:
-// a row's bits do not depend on which rows are beside it.
+// Blocks count from the step's first key, and a key that a row does not see adds an exact 0, so a
+// row's bits do not depend on the other rows.
 //
 // Included after cpu/attention_rows.h and cpu/dot_rows.h.
 
 // One vector more than a power of two, so that rows do not share cache sets.
 constexpr int kQueryStride = kMaxHeadDim + kLanes;
 
-// Of any product: a block's words are in registers.
+// For any product: a block's words are in registers.
 constexpr int kMostBlockKeys = 32;
 
 // The scratch of one thread for up to `rows` rows.
 struct FewRowsScratch {
   float* q;     // [rows][kQueryStride]
-  float* step;  // [rows][dim_v panels][kPanel], what the step's values add up to
+  float* step;  // [rows][dim_v panels][kPanel], the step's sums of values
   RowState state;
   RowScores scores;
   StepRows step_rows;
-  float* block;  // [most keys of a block][dim_v] elements, of keys in pages
+  float* block;  // [most keys of a block][dim_v] elements, for keys in pages
 
   FewRowsScratch(ScratchCursor& scratch, const AttentionProblem& p, int64_t rows, int pack)
       : q(scratch.take(rows * kQueryStride)),
@@ -43,7 +43,7 @@ class FewRowsComputer : AttentionRows<Product> {
   using Element = typename Product::Element;
   static constexpr int kPack = Product::kPack;
 
-  // Above, packing pays. Where each element is widened by itself, it is not to be done twice.
+  // With more rows packing pays. Elements that are widened one by one should not be widened twice.
   static constexpr int64_t kMostRows =
       kLanes >= 8 || sizeof(Element) == sizeof(float) ? 2 * kGroupRows : Simd::kDotRows;
 
@@ -98,7 +98,7 @@ class FewRowsComputer : AttentionRows<Product> {
     }
   }
 
-  // The scores of all rows, of the part `keys` of the step that begins with `key`.
+  // Computes the scores of all rows for the part `keys` of the step that begins with `key`.
   void score(int64_t key, KeyRange keys) {
     constexpr int64_t kRunWords = Product::kScoreRun * kLanes;  // a lane sums kScoreRun of them
     for (int64_t r = 0; r < tile_.rows; ++r) {
@@ -118,7 +118,7 @@ class FewRowsComputer : AttentionRows<Product> {
     }
   }
 
-  // Rescales the output and adds weights times V, of the part `seen` of the step.
+  // Rescales the output and adds weights times V for the part `seen` of the step.
   void add_values(int64_t key, KeyRange seen) {
     for (int64_t i = 0; i < tile_.rows * columns_; i += kLanes) {
       Simd::store(s_.step + i, Simd::zero());
@@ -129,14 +129,14 @@ class FewRowsComputer : AttentionRows<Product> {
     }
     for (int64_t r = 0; r < tile_.rows; ++r) {
       add_block_of_row(key, block, r, {block, seen.end});
-      // Where a row does not see a key its weight is 0, which is as good as leaving the key out,
-      // unless V holds a NaN or an infinity there.
+      // A key that a row does not see has weight 0. That equals leaving it out unless V holds a NaN
+      // or infinity there.
       if (!step_is_finite(r)) add_values_of_row(key, r, this->visible(r, key, seen));
       add_step(r);
     }
   }
 
-  // A whole block, of all rows. The one `ahead` keys behind it is fetched.
+  // Adds a whole block for all rows, and prefetches the block `ahead` keys later.
   FLASHMOE_NOINLINE void add_block(int64_t key, int64_t block, int64_t ahead) {
     constexpr int64_t kWide = kBlockVectors * kLanes;
     int64_t next = value_step();
@@ -158,12 +158,12 @@ class FewRowsComputer : AttentionRows<Product> {
     }
   }
 
-  // From one row of V to the next, where these are evenly apart.
+  // The step between rows of V, if they are evenly spaced.
   int64_t value_step() const {
     return s_.step_rows.wide_v != nullptr ? p_.dim_v : p_.v.strides.seq;
   }
 
-  // Of keys in pages: whether the rows of V of `count` keys lie as those of one tensor.
+  // For keys in pages: whether the rows of V of `count` keys lie like those of one tensor.
   bool lies_in_one_piece(int64_t block, int64_t count) const {
     const Element* const first = static_cast<const Element*>(s_.step_rows.v[block]);
     for (int64_t i = 1; i < count; ++i) {
@@ -188,7 +188,7 @@ class FewRowsComputer : AttentionRows<Product> {
     for (int i = 0; i < kBlockWords; ++i) {
       const Element* const from = first + i * kPack * next;
       Product::template load_columns<kBlockVectors>(from, from + (kPack - 1) * next, n, v[i]);
-      // Rows are read a vector at a time, which a processor does not foresee as it does K's.
+      // Rows are read a vector at a time, which the processor does not prefetch as it does K's.
 #pragma GCC unroll 2
       for (int j = 0; j < kPack; ++j) __builtin_prefetch(from + (ahead + j) * next);
     }
@@ -207,7 +207,7 @@ class FewRowsComputer : AttentionRows<Product> {
     }
   }
 
-  // The keys `keys` of a block, of one row, in the order of `add_columns`.
+  // Adds the keys `keys` of a block for one row, in the order of `add_columns`.
   void add_block_of_row(int64_t key, int64_t block, int64_t r, KeyRange keys) {
     const int64_t begin = larger(keys.begin, block);
     const int64_t end = smaller(keys.end, block + kBlockKeys);
@@ -230,7 +230,7 @@ class FewRowsComputer : AttentionRows<Product> {
     }
   }
 
-  // Anew, of the keys that the row sees and no other.
+  // Adds again, but only the keys that the row sees.
   void add_values_of_row(int64_t key, int64_t r, KeyRange keys) {
     for (int64_t i = 0; i < columns_; i += kLanes) {
       Simd::store(s_.step + r * columns_ + i, Simd::zero());
@@ -266,6 +266,6 @@ class FewRowsComputer : AttentionRows<Product> {
     }
   }
 
-  const int64_t columns_;  // of V, with those that fill up a panel
+  const int64_t columns_;  // of V, rounded up to panels
   const FewRowsScratch s_;
 };

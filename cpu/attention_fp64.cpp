@@ -1,5 +1,5 @@
-// Attention in fp64, forward and backward: for checks of gradients, in plain loops over rows and
-// keys. The online softmax and the order of sums are those of the other kernels.
+// Attention in fp64, forward and backward, for gradient checks, in plain loops over rows and keys.
+// The online softmax and the order of sums are those of the other kernels.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -16,13 +16,13 @@ namespace {
 #include "cpu/attention_sink_gradient.h"
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kStepKeys = 256;  // of the forward
-constexpr int kTileGroup = 8;       // rows: tiles of the forward are cut between them
+constexpr int64_t kStepKeys = 256;  // per step of the forward
+constexpr int kTileGroup = 8;       // rows: tiles of the forward are cut between groups
 constexpr int64_t kBackwardKeys = 64;
 constexpr int64_t kBackwardRows = 64;
 static_assert(kHeadDimMultiple == 8);
 
-// In eight sums, which vectors hold.
+// Uses eight sums, which vectors hold.
 double dot(const double* a, const double* b, int64_t n) {
   double sums[8] = {};
   for (int64_t i = 0; i < n; i += 8) {
@@ -40,13 +40,13 @@ void clear(double* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = 0.0;
 }
 
-// A scale that is 1 / sqrt(dim) rounded to fp32 stands for that number.
+// A scale equal to 1 / sqrt(dim) rounded to fp32 stands for the exact number.
 double scale_of(const AttentionProblem& p) {
   const double usual = 1.0 / std::sqrt(static_cast<double>(p.dim));
   return p.scale == static_cast<float>(usual) ? usual : static_cast<double>(p.scale);
 }
 
-// Logits of scores q.k.
+// Logits from scores q.k.
 class Logits {
  public:
   explicit Logits(const AttentionProblem& p)
@@ -56,7 +56,7 @@ class Logits {
     const double logit = scale_ * score;
     return softcap_ == 0.0 ? logit : softcap_ * std::tanh(logit / softcap_);
   }
-  // d logit / d score, but for the factor `scale`.
+  // d logit / d score, without the factor `scale`.
   double slope(double logit) const {
     if (softcap_ == 0.0) return 1.0;
     const double part = logit / softcap_;
@@ -69,7 +69,7 @@ class Logits {
   const double softcap_;
 };
 
-// -inf where there is none.
+// -inf without a sink.
 double sink_of(const HeadLogits& sinks, int64_t head) {
   const int64_t at = head * sinks.stride;
   if (sinks.data == nullptr) return -kInfinity;
@@ -77,7 +77,7 @@ double sink_of(const HeadLogits& sinks, int64_t head) {
   return static_cast<double>(static_cast<const float*>(sinks.data)[at]);
 }
 
-// What is added to a logit: -inf hides the key.
+// The number added to a logit: -inf hides the key.
 double bias_of(const AttentionProblem& p, int64_t batch, int64_t head, int64_t query, int64_t key) {
   const auto offset = [=](const PairsView& pairs) {
     return batch * pairs.batch_stride + head * pairs.head_stride + query * pairs.query_stride +
@@ -94,7 +94,7 @@ double bias_of(const AttentionProblem& p, int64_t batch, int64_t head, int64_t q
   return static_cast<double>(static_cast<const float*>(p.bias.data)[offset(p.bias)]);
 }
 
-// The rows of a tile or block, query by query those of the heads that share a KV head.
+// The rows of a tile or block: for each query, the heads that share a KV head.
 class Rows {
  public:
   Rows(const AttentionProblem& p, const AttentionTile& tile)
@@ -116,7 +116,7 @@ class Rows {
   const double* key_at(int64_t key, const RowsView<const void>& view) const {
     return static_cast<const double*>(view.data) + key_offset(key, view.strides);
   }
-  // The same of keys that may be in pages; nullptr of a hidden one.
+  // The same for keys that may be in pages; nullptr for a hidden key.
   const double* key_anywhere(int64_t key, const RowsView<const void>& view) const {
     if (tile_.pages == nullptr) return key_at(key, view);
     const KeyPages& pages = *tile_.pages;
@@ -128,7 +128,7 @@ class Rows {
   int64_t first(int64_t row) const { return first_key(p_, query(row)); }
   int64_t end(int64_t row) const { return end_key(p_, query(row)); }
 
-  // What is added to the logit of a row and a key: -inf hides it.
+  // The number added to the logit of a row and a key: -inf hides it.
   double bias(int64_t row, int64_t key) const {
     return bias_of(p_, tile_.batch, head(row), query(row), key);
   }
@@ -174,7 +174,7 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
     }
   }
   const double sink = sink_of(p.sinks, rows.head(row));
-  double rescale = 1.0;  // of the output, where the sink is the row's maximum
+  double rescale = 1.0;  // of the output, if the sink is the row's maximum
   if (sink > maximum) {
     rescale = std::exp(maximum - sink);
     sum = sum * rescale + 1.0;
@@ -182,7 +182,7 @@ void compute_row(const AttentionProblem& p, const Rows& rows, int64_t row, doubl
   } else if (sink != -kInfinity) {
     sum += std::exp(sink - maximum);
   }
-  // Logits that are all -inf leave sum 0, and 0 / 0 is the NaN that softmax gives.
+  // Logits that are all -inf leave a sum of 0, and 0 / 0 is the NaN that softmax gives.
   double* const out = static_cast<double*>(p.out.data) + rows.offset(row, p.out.strides);
   for (int64_t i = 0; i < p.dim_v; ++i) out[i] = sees_keys ? sums[i] * rescale / sum : 0.0;
   if (p.lse == nullptr) return;
@@ -203,7 +203,7 @@ struct Scratch {
   double* dk;       // [keys][dim]
   double* dv;       // [keys][dim_v]
   double* dscores;  // [rows][keys]
-  double* dq;       // [rows][dim], as the sums of a block
+  double* dq;       // [rows][dim], sums of a block
 
   Scratch(const AttentionProblem& p, void* base)
       : dk(static_cast<double*>(base)),
@@ -212,7 +212,7 @@ struct Scratch {
         dq(dscores + kBackwardRows * kBackwardKeys) {}
 };
 
-// `to[i]` becomes factor x[i], or that is added to it.
+// Stores factor * x[i] to `to[i]`, or adds it.
 template <typename T>
 void write(T* to, const double* x, double factor, int64_t n, bool accumulate) {
   for (int64_t i = 0; i < n; ++i) {
@@ -303,7 +303,7 @@ void end_keys(const AttentionBackwardProblem& p, const AttentionBackwardStep& st
   const Rows rows(p, step.rows);
   const Scratch s(p, scratch);
   auto* const sums = static_cast<double*>(shared);
-  const int64_t count = kBackwardKeys * (p.dim + p.dim_v);  // of dk, and of dv behind it
+  const int64_t count = kBackwardKeys * (p.dim + p.dim_v);  // of dk, followed by dv
   if (!first) {
     for (int64_t i = 0; i < count; ++i) s.dk[i] += sums[i];
   }

@@ -1,5 +1,5 @@
-// What every instruction set's kernels share: storage types and constants. No code that could be
-// emitted as a function: these headers are compiled with different -m flags.
+// Storage types and constants for the kernels of every instruction set. Holds no code that could be
+// emitted as a function, since it is compiled with different -m flags.
 #pragma once
 
 #include <stddef.h>
@@ -26,11 +26,12 @@ constexpr float kLog2E = 1.44269504f;
 // x + kRoundToInteger has the rounded x in its low bits, for |x| < 2^22, plus the bias of an
 // exponent.
 constexpr float kRoundToInteger = 0x1.8p23f + 127.0f;
-constexpr float kExp2Floor = -127.0f;   // its biased exponent is that of 0
-constexpr float kExp2Ceiling = 128.0f;  // and this one's that of infinity
-// 2^x on [-1/2, 1/2]: least maximum relative error among polynomials of degree 5 that are 1 at 0.
+constexpr float kExp2Floor = -127.0f;   // its biased exponent is 0's
+constexpr float kExp2Ceiling = 128.0f;  // and this one's is infinity's 2^x on [-1/2, 1/2]: the
+                                        // polynomial of degree 5 with the least maximum relative
+                                        // error that is 1 at 0.
 constexpr float kExp2Coefficients[6] = {1.0f,           0x1.62e42ap-1f, 0x1.ebf9bcp-3f,
                                         0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
-constexpr int kTileRows = 192;  // most rows of a tile: they share one packing of K and V
+constexpr int kTileRows = 192;  // the most rows of a tile; they share one packing of K and V
 
 }  // namespace flashmoe::cpu

@@ -1,10 +1,10 @@
-// Rows of q, k, v and dout, packed for the register-blocked products of cpu/products.h. `row_at(r)`
-// is where row r begins.
+// Packs rows of q, k, v and dout for the register-blocked products of cpu/products.h. `row_at(r)`
+// is the start of row r.
 //
 // Included after cpu/products.h.
 
-// As [row / kWidth][word][kWidth], kWidth being kGroupRows or kPanel: the depth of the product is
-// along the rows. What is behind the last row is undefined. `to` has room for one vector behind.
+// Packs as [row / kWidth][word][kWidth]; kWidth is kGroupRows or kPanel. The depth of the product
+// is along the rows. Padding after the last row is undefined. `to` has room for one more vector.
 template <typename Product, int kWidth, typename RowAt>
 FLASHMOE_INLINE void pack_transposed(const RowAt& row_at, int64_t begin, int64_t end, int64_t dim,
                                      float* to) {
@@ -18,15 +18,15 @@ FLASHMOE_INLINE void pack_transposed(const RowAt& row_at, int64_t begin, int64_t
     for (int64_t word = 0; word < words; word += kLanes) {
       Vector block[kLanes];
       load_block<Product>(from, rows, word * Product::kPack, dim, block);
-      // A row of the block may be longer than the width: the next one overwrites what is too much.
+      // A row of the block may be longer than the width: the next one overwrites the excess.
       const int64_t count = smaller(kLanes, words - word);
       for (int64_t i = 0; i < count; ++i) Simd::store(block_to + (word + i) * kWidth, block[i]);
     }
   }
 }
 
-// As [panel][row / kPack][kPanel], a panel having `panel_size` numbers: the depth is across the
-// rows, and `begin` a multiple of kPack. Whether all that was packed is finite.
+// Packs as [panel][row / kPack][kPanel]; a panel has `panel_size` numbers. The depth is across the
+// rows, and `begin` is a multiple of kPack. Returns whether all packed numbers are finite.
 template <typename Product, typename RowAt>
 FLASHMOE_INLINE bool pack_across(const RowAt& row_at, int64_t begin, int64_t end, int64_t dim,
                                  int64_t panel_size, float* to) {

@@ -1,5 +1,5 @@
-// What every way to compute the rows of a tile shares, for any instruction set: which keys a row
-// sees, the online softmax of its scores, and its end.
+// Code shared by all ways to compute the rows of a tile, for any instruction set: which keys a row
+// sees, the online softmax of its scores, and its final division.
 //
 // Included after cpu/products.h.
 
@@ -12,11 +12,11 @@ constexpr int kMaxTileK = 256;
 constexpr int kScoreStride = kMaxTileK + kLanes;
 
 constexpr float kInfinity = __builtin_inff();
-constexpr float kLeastSoftcap = 0x1p-126f;  // whose inverse is finite
+constexpr float kLeastSoftcap = 0x1p-126f;  // its inverse is finite
 
-// Keys a step takes: K and V panels of 128 KiB, at dim = dim_v = 256 in fp32 of 256 KiB.
+// Keys per step: K and V panels take 128 KiB, or 256 KiB at dim = dim_v = 256 in fp32.
 FLASHMOE_INLINE int64_t keys_per_step(const AttentionProblem& p, int pack) {
-  constexpr int64_t kMostWords = 128;  // of a key in K and V together, for a full step
+  constexpr int64_t kMostWords = 128;  // words of a key in K and V together, for a full step
   return (p.dim + p.dim_v) / pack <= kMostWords ? kMaxTileK : kMaxTileK / 2;
 }
 
@@ -37,12 +37,12 @@ class ScratchCursor {
   char* next_;
 };
 
-// Of the rows of a tile, in groups of kGroupRows, between two steps.
+// State of the rows of a tile between two steps, in groups of kGroupRows.
 struct RowState {
   float* output;   // [groups][dim_v panels][kGroupRows][kPanel]
   float* sums;     // [groups * kGroupRows][kLanes], partial
   float* row_max;  // [groups * kGroupRows]
-  float* sees;     // [groups * kGroupRows], not 0: some key so far; only with a bias or a mask
+  float* sees;     // [groups * kGroupRows], not 0: the row saw a key; only with a bias or a mask
 
   RowState(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_q)
       : output(scratch.take(tile_q * round_up(p.dim_v, kPanel))),
@@ -51,23 +51,23 @@ struct RowState {
         sees(p.bias.data != nullptr || p.mask.data != nullptr ? scratch.take(tile_q) : nullptr) {}
 };
 
-// Of the rows that are weighed together, in a step.
+// Scores of the rows that are weighed together, in a step.
 struct RowScores {
   float* scores;   // [rows][kScoreStride], weights overwrite them
-  float* rescale;  // [rows], of the output so far
+  float* rescale;  // [rows], factor of the output so far
 
   RowScores(ScratchCursor& scratch, int64_t rows)
       : scores(scratch.take(rows * kScoreStride)), rescale(scratch.take(rows)) {}
 };
 
-// Where the rows of K and V of a step lie, of keys in pages or of 8 bits; these are widened to
-// where they are then found. And their scales, if there are any.
+// Where the rows of K and V of a step lie, for keys in pages or of 8 bits, and their scales, if
+// any. 8-bit rows are widened, and the pointers lead to the widened rows.
 struct StepRows {
-  const void** k = nullptr;  // [kMaxTileK], kHiddenRow of a hidden one
+  const void** k = nullptr;  // [kMaxTileK], kHiddenRow if hidden
   const void** v = nullptr;
-  float* wide_k = nullptr;   // [tile_k][dim] of q's dtype
+  float* wide_k = nullptr;   // [tile_k][dim] in q's dtype
   float* wide_v = nullptr;   // [tile_k][dim_v]
-  float* k_scale = nullptr;  // [kMaxTileK], and one vector behind; nullptr: all are 1
+  float* k_scale = nullptr;  // [kMaxTileK] and one vector; nullptr: all are 1
   float* v_scale = nullptr;
 
   StepRows(ScratchCursor& scratch, const AttentionProblem& p, int64_t tile_k) {
@@ -86,7 +86,7 @@ struct StepRows {
   }
 };
 
-// Where the rows of a tile are, and what they see.
+// The places of a tile's rows, and the keys they see.
 class TileRows {
  protected:
   TileRows(const AttentionProblem& problem, const AttentionTile& tile)
@@ -102,7 +102,7 @@ class TileRows {
   int64_t offset_of(int64_t row, const RowStrides& strides) const {
     return tile_.batch * strides.batch + query_of(row) * strides.seq + head_of(row) * strides.head;
   }
-  // Of key 0 of k or v.
+  // Element offset of key 0 of k or v.
   int64_t offset_of_keys(const RowStrides& strides) const {
     return tile_.batch * strides.batch + tile_.kv_head * strides.head;
   }
@@ -115,14 +115,14 @@ class TileRows {
     int64_t begin;
     int64_t end;
   };
-  // What row `row` sees of the part `of` of the step that begins with `key`: begin == end if
-  // nothing.
+  // The keys that row `row` sees in the part `of` of the step that begins with `key`; begin == end
+  // if none.
   KeyRange visible(int64_t row, int64_t key, KeyRange of) const {
     const int64_t begin = clamp(first_key(row) - key, of.begin, of.end);
     return {begin, clamp(end_key(row) - key, begin, of.end)};
   }
 
-  // Whether a bias or a mask says something of each pair of a row and a key.
+  // Whether there is a bias or a mask, with a number per pair of a row and a key.
   bool has_pairs() const { return p_.bias.data != nullptr || p_.mask.data != nullptr; }
 
   // Element offset of key 0 of a row.
@@ -131,8 +131,8 @@ class TileRows {
            query_of(row) * pairs.query_stride;
   }
 
-  // What is added to the logits of a row, of the keys [begin, end) of all: -inf hides a key. With
-  // lanes of 0 behind. False if all are hidden.
+  // Writes the numbers added to a row's logits, for the keys [begin, end) of all; -inf hides a key.
+  // Pads with lanes of 0. False if all are hidden.
   template <typename Element>
   FLASHMOE_NOINLINE bool load_pairs(int64_t row, int64_t begin, int64_t end, float* to) const {
     const int64_t count = end - begin;
@@ -179,7 +179,7 @@ class TileRows {
     }
   }
 
-  // The same of one key, as a number: whether it is hidden.
+  // The same for one key. Returns whether it is hidden.
   template <typename Element>
   bool is_hidden(int64_t row, int64_t key) const {
     float one[kLanes];
@@ -188,11 +188,11 @@ class TileRows {
 
   const AttentionProblem& p_;
   const AttentionTile& tile_;
-  const int64_t group_heads_;  // that share a KV head
+  const int64_t group_heads_;  // heads that share a KV head
 };
 
-// The logit of a score, where there is a bias: -inf of a hidden key, whatever its score. Backward
-// has the forward's to the last bit.
+// The logit of a score with a bias: -inf for a hidden key, whatever its score. Backward computes
+// the forward's bits.
 FLASHMOE_INLINE Vector biased_logit(Vector score, float scale, Vector bias) {
   const Vector seen = Simd::zero_where_at_most(bias, Simd::broadcast(-kInfinity), score);
   return Simd::multiply_add(seen, Simd::broadcast(scale), bias);
@@ -221,7 +221,7 @@ class AttentionRows : protected TileRows {
         scores_(scores),
         step_rows_(step_rows) {}
 
-  // Rows of K or V, of q's dtype or of 8 bits.
+  // Rows of K or V, in q's dtype or of 8 bits.
   struct KeyRows {
     const Element* same;
     const uint8_t* narrow;
@@ -234,8 +234,8 @@ class AttentionRows : protected TileRows {
     }
   };
 
-  // Finds the rows of the part `keys` of the step that begins with `key`, where they are not evenly
-  // apart and of q's dtype, and their scales.
+  // Finds the rows and scales of the part `keys` of the step that begins with `key`, unless the
+  // rows are evenly spaced and in q's dtype.
   void find_rows(int64_t key, KeyRange keys) {
     if (tile_.pages != nullptr) {
       find_rows_in_pages(key, keys);
@@ -253,7 +253,7 @@ class AttentionRows : protected TileRows {
     }
   }
 
-  // Those of a row of the batch, or of a page.
+  // Stores the scales of a row of the batch, or of a page.
   void put_scales(int64_t batch, int64_t begin, int64_t end) {
     if (step_rows_.k_scale != nullptr) {
       const float scale = *p_.k_scale.at(batch, tile_.kv_head);
@@ -313,7 +313,7 @@ class AttentionRows : protected TileRows {
     }
   }
 
-  // Rows of key i of the step that begins with `key`.
+  // The row of key i of the step that begins with `key`.
   FLASHMOE_INLINE const Element* key_row(int64_t key, int64_t i) const {
     if (step_rows_.k != nullptr) return static_cast<const Element*>(step_rows_.k[i]);
     return k_.same + (key + i) * p_.k.strides.seq;
@@ -335,10 +335,10 @@ class AttentionRows : protected TileRows {
     }
   }
 
-  // scores = tanh(scale / softcap scores) of whole vectors. The ratio itself may be beyond fp32.
+  // scores = tanh(scale / softcap * scores), in whole vectors. The ratio itself may exceed fp32.
   FLASHMOE_NOINLINE void cap(float* scores, KeyRange keys) const {
     const Vector scale = Simd::broadcast(p_.scale);
-    // Finite: below such a softcap all logits are 0.
+    // Keeps the inverse finite: below such a softcap all logits are 0.
     const Vector inverse =
         Simd::broadcast(1.0f / (p_.softcap > kLeastSoftcap ? p_.softcap : kLeastSoftcap));
     for (int64_t key = keys.begin; key < keys.end; key += kLanes) {
@@ -347,7 +347,7 @@ class AttentionRows : protected TileRows {
     }
   }
 
-  // Of whole vectors. What is behind the keys that are there is not looked at.
+  // Scales whole vectors. Nothing reads the lanes after the last key.
   FLASHMOE_NOINLINE void scale_scores(float* scores, KeyRange keys) const {
     for (int64_t key = keys.begin; key < keys.end; key += kLanes) {
       const Vector scale = Simd::load(step_rows_.k_scale + key);
@@ -355,7 +355,7 @@ class AttentionRows : protected TileRows {
     }
   }
 
-  // Whether some key is not -inf in `bias`, and of a page that there is.
+  // Whether some key is not -inf in `bias` and its page exists.
   bool sees_beside_hidden(KeyRange keys, const float* bias) const {
     if (!step_has_hidden_) return true;
     int64_t key = keys.begin;
@@ -366,7 +366,7 @@ class AttentionRows : protected TileRows {
     return key < keys.end;
   }
 
-  // Scores become logits, of the part `keys` of the step that begins with `key`.
+  // Turns scores into logits, for the part `keys` of the step that begins with `key`.
   FLASHMOE_NOINLINE void add_bias(int64_t row, int64_t key, float* scores, KeyRange keys) {
     float bias[kMaxTileK + kLanes];
     if (this->template load_pairs<Element>(row, key + keys.begin, key + keys.end, bias)) {
@@ -379,8 +379,8 @@ class AttentionRows : protected TileRows {
     }
   }
 
-  // Where the keys end that a row weighs, of the keys `row_keys` that it sees of the step that
-  // begins with `first`; of the vectors from `begin` to there what is not yet done to its scores.
+  // Prepares the scores of a row, from the vector at `begin` on, for its keys `row_keys` of the
+  // step that begins with `first`. Returns the end of the keys that the row weighs.
   int64_t prepare_scores(int64_t row, int64_t r, int64_t first, KeyRange row_keys, int64_t begin) {
     if (row_keys.begin >= row_keys.end) return begin;
     float* const scores = scores_.scores + r * kScoreStride;
@@ -401,7 +401,7 @@ class AttentionRows : protected TileRows {
     return row_keys.end;
   }
 
-  // The maxima of some scores, lane by lane.
+  // Maxima of some scores, lane by lane.
   FLASHMOE_INLINE static Vector maxima_of(const float* scores, int64_t begin, int64_t end) {
     const Vector lowest = Simd::broadcast(-kInfinity);
     Vector highest = lowest;
@@ -417,8 +417,8 @@ class AttentionRows : protected TileRows {
     return Simd::max(highest, highest2);
   }
 
-  // Turns the scores of a row into weights, of the keys `row_keys` that it sees of the step that
-  // begins with `first`; 0 for the others of `keys`, which its group sees.
+  // Turns the scores of a row into weights, for the keys `row_keys` that it sees in the step that
+  // begins with `first`. The other keys of `keys`, which its group sees, get 0.
   void weigh_row(int64_t row, int64_t r, int64_t first, KeyRange row_keys, KeyRange keys) {
     const int64_t begin = keys.begin / kLanes * kLanes;
     const int64_t seen = prepare_scores(row, r, first, row_keys, begin);
@@ -426,16 +426,16 @@ class AttentionRows : protected TileRows {
     weigh_scores(row, r, Simd::max_of(here), row_keys, {begin, seen}, keys.end);
   }
 
-  // What is left of it for prepared scores, whose maximum is `here`: `prepared` are weighed, and
-  // 0 is behind them up to `end`.
+  // Does the rest for prepared scores with maximum `here`: weighs `prepared` and writes 0 from
+  // there to `end`.
   void weigh_scores(int64_t row, int64_t r, float here, KeyRange row_keys, KeyRange prepared,
                     int64_t end) {
     float* const scores = scores_.scores + r * kScoreStride;
     const float before = state_.row_max[row];
     const float maximum = here > before ? here : before;
     state_.row_max[row] = maximum;
-    // Rows whose every score so far is -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
-    // Halves, because the difference of two finite scores may be infinite.
+    // For rows whose scores are all -inf so far: exp(-inf - 0) is 0, but exp(-inf - -inf) is NaN.
+    // Uses halves, because the difference of two finite scores may be infinite.
     const Vector half = Simd::broadcast(0.5f);
     const Vector base = Simd::broadcast(maximum == -kInfinity ? 0.0f : -0.5f * maximum);
     const Vector scale = Simd::broadcast(logit_scale_);
@@ -463,8 +463,8 @@ class AttentionRows : protected TileRows {
     Simd::store(state_.sums + row * kLanes, sum);
   }
 
-  // Weights of the keys from `key` on times their scales of V. That of a key that the row does not
-  // see may be anything.
+  // Multiplies weights of the keys from `key` on by their scales of V. A key that the row does not
+  // see may have any scale.
   FLASHMOE_INLINE Vector scale_by_values(Vector weights, int64_t key, KeyRange row_keys) const {
     if (step_rows_.v_scale == nullptr) return weights;
     const Vector one = Simd::broadcast(1.0f);
@@ -480,7 +480,7 @@ class AttentionRows : protected TileRows {
     return state_.output + ((row - r) * dim_v_panels_ + panel * kGroupRows + r) * kPanel;
   }
 
-  // The sink of a row's head, a logit; -inf where there are none.
+  // The sink of a row's head, a logit; -inf without sinks.
   float sink_of(int64_t row) const {
     if (p_.sinks.data == nullptr) return -kInfinity;
     const int64_t at = head_of(row) * p_.sinks.stride;
@@ -507,7 +507,7 @@ class AttentionRows : protected TileRows {
     const float sink = sink_of(row);
     float sum = Simd::sum_of(Simd::load(state_.sums + row * kLanes));
     float log_max = state_.row_max[row] * logit_scale_;
-    float rescale = 1.0f;  // of the output, where the sink is the row's maximum
+    float rescale = 1.0f;  // of the output, if the sink is the row's maximum
     if (sink != -kInfinity) {
       const double excess = static_cast<double>(sink) - static_cast<double>(state_.row_max[row]) *
                                                             static_cast<double>(logit_scale_);
@@ -516,7 +516,7 @@ class AttentionRows : protected TileRows {
       log_max = excess > 0 ? sink : log_max;
       rescale = excess > 0 ? weight : 1.0f;
     }
-    // Scores that are all -inf leave sum 0, and 0 * (1 / 0) is the NaN that softmax gives.
+    // Scores that are all -inf leave a sum of 0, and 0 * (1 / 0) is the NaN that softmax gives.
     const Vector inverse = Simd::broadcast(sees_keys ? rescale / sum : 0.0f);
     Element* out = static_cast<Element*>(p_.out.data) + offset_of(row, p_.out.strides);
     for (int64_t column = 0; column < p_.dim_v; column += kLanes) {
@@ -533,14 +533,14 @@ class AttentionRows : protected TileRows {
   const int64_t words_;  // of a row of Q or K
   const int64_t groups_;
   const int64_t dim_v_panels_;
-  const float factor_;       // logits are this times scores, and then the bias
-  const float logit_scale_;  // the same of what is weighed: logits themselves where there is a bias
+  const float factor_;       // logit = this * score + bias
+  const float logit_scale_;  // the same for weighing; 1 with a bias, since scores are then logits
   const bool narrow_;        // keys are of 8 bits
-  const KeyRows k_;          // key 0, of keys in pages row 0 of page 0
+  const KeyRows k_;          // key 0, or with pages row 0 of page 0
   const KeyRows v_;
   const RowState state_;
   const RowScores scores_;
   const StepRows step_rows_;
   bool step_has_hidden_ = false;
-  bool has_hidden_ = false;  // some step had
+  bool has_hidden_ = false;  // some step had hidden keys
 };

@@ -1,5 +1,5 @@
-// What dense and ragged batches of attention share on the CPU: how tiles are cut for threads, and
-// what a plan says of them.
+// Code shared by dense and ragged batches of attention on the CPU: cutting tiles for threads, and
+// their part of a plan.
 #pragma once
 
 #include <cstddef>
@@ -27,13 +27,13 @@ inline double flops_per_thread(const AttentionProblem& p, const AttentionKernel&
   return kernel.has_few_rows(p) ? kFlopsPerThread : kernel.flops_per_thread;
 }
 
-// Of one (batch, KV head).
+// Rows of one (batch, KV head).
 inline int64_t rows_of(const AttentionProblem& p) { return p.seq_q * (p.heads_q / p.heads_kv); }
 
-// As many rows as a tile may hold, fewer when that would leave threads without work: while
-// `leaves_idle(rows)`, asked of the rows of a tile and how many such tiles a thread should find.
-// K and V are packed once per tile, so that its rows are whole groups. Few rows are cut for threads
-// that have none, since every tile reads K and V.
+// Rows per tile: as many as a tile may hold, but fewer while `leaves_idle` says that threads would
+// lack work. It is asked with the rows of a tile and the number of such tiles that each thread
+// should find. K and V are packed once per tile, so tiles hold whole groups. Few rows are cut only
+// for threads that have none, since every tile reads K and V.
 template <class LeavesIdle>
 int64_t choose_tile_rows(const AttentionProblem& p, const AttentionKernel& kernel,
                          const LeavesIdle& leaves_idle) {

@@ -1,6 +1,6 @@
-// Lengths are read once, by the thread that calls, into a list in the workspace. Tiles are cut of
-// each sequence by its share of all the work, as those of a dense batch are by their number, and
-// taken in the order of their work, the most first: a long sequence does not begin when the others
+// The calling thread reads the lengths once into a list in the workspace. Each sequence is cut into
+// tiles by its share of all work, as a dense batch is by the number of tiles. Tiles are taken in
+// the order of their work, the most first, so that a long sequence does not start when the others
 // have ended, nor do they wait for it.
 #include "cpu/attention_sequences.h"
 
@@ -22,18 +22,18 @@ struct Sequence {
   int64_t batch;
   SequenceRows rows;
   int64_t tile_rows;
-  int64_t end_tile;  // of all tiles, behind this sequence's last
-  double tile_work;  // what a whole tile takes; before tile_rows are known, what a row does
+  int64_t end_tile;  // of all tiles, after this sequence's last
+  double tile_work;  // the work of a whole tile; until tile_rows is known, of a row
 };
 
-// The dense problem that a sequence is.
+// The dense problem of a sequence.
 AttentionProblem problem_of(const AttentionProblem& p, const SequenceRows& rows) {
   AttentionProblem own = p;
   narrow_to(rows, &own);
   return own;
 }
 
-// Room for tiles of sequences of any length within the bounds.
+// Bytes of scratch for tiles of sequences of any length within the bounds.
 size_t scratch_of_any(const AttentionProblem& p, const AttentionKernel& kernel, int64_t tile_rows) {
   AttentionProblem one = p;
   one.batch = 1;
@@ -100,7 +100,7 @@ void work(void* context, int32_t worker) {
   }
 }
 
-// Fills the list with the sequences that have queries; returns the end of it, and the work of all.
+// Fills the list with the sequences that have queries. Returns its end and the total work.
 Sequence* read_sequences(const AttentionProblem& p, Sequence* list, double* all_work) {
   Sequence* end = list;
   for (int64_t b = 0; b < p.batch; ++b) {
@@ -110,7 +110,7 @@ Sequence* read_sequences(const AttentionProblem& p, Sequence* list, double* all_
     sequence.rows = rows_of_sequence(p, b);
     if (sequence.rows.queries.count == 0) continue;
     const AttentionProblem own = problem_of(p, sequence.rows);
-    constexpr double kFlopsPerRow = 1000;  // of one that sees no key
+    constexpr double kFlopsPerRow = 1000;  // of a row that sees no key
     const double rows = static_cast<double>(rows_of(own) * p.heads_kv);
     sequence.tile_work = kFlopsPerRow + attention_flops(own) / rows;
     *all_work += sequence.tile_work * rows;
@@ -119,7 +119,7 @@ Sequence* read_sequences(const AttentionProblem& p, Sequence* list, double* all_
   return end;
 }
 
-// Cuts the tiles of `threads` threads, orders them, and returns how many there are.
+// Cuts the tiles for `threads` threads, orders them, and returns their number.
 int64_t cut_tiles(const AttentionProblem& p, const AttentionKernel& kernel, int32_t threads,
                   double all_work, Sequence* list, Sequence* end) {
   for (Sequence* each = list; each != end; ++each) {
@@ -146,7 +146,7 @@ int64_t cut_tiles(const AttentionProblem& p, const AttentionKernel& kernel, int3
 
 flashmoe_status plan_sequences(const AttentionProblem& p, const AttentionKernel& kernel,
                                int32_t threads, Plan* plan, const Reason& reason) {
-  int64_t pairs = 0;  // of a sequence and a KV head
+  int64_t pairs = 0;  // pairs of a sequence and a KV head
   if (__builtin_mul_overflow(p.batch, p.heads_kv, &pairs) || pairs > UINT32_MAX) {
     return reason.refuse(
         FLASHMOE_ERROR_UNSUPPORTED, "%lld sequences of %lld KV heads are more than %u pairs",

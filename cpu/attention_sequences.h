@@ -1,8 +1,8 @@
 // Attention forward of ragged, padded and paged batches on the CPU: flashmoe_attention_sequences.
 //
-// Once the lengths are read each sequence is a dense problem of one batch, whose tensors begin
-// where its rows do; the kernels know no other, but for the pages that keys are in. So a sequence
-// has the bits of the dense call.
+// Once the lengths are read, each sequence is a dense problem with batch 1, whose tensors begin
+// where its rows do. The kernels know nothing else except pages of keys. So a sequence has the bits
+// of the dense call.
 #pragma once
 
 #include "core/plan.h"

@@ -2,8 +2,9 @@
 //
 //   sum over the rows of weight (dlse - delta),  delta = sum of dOut Out over a row
 //
-// Rows are added in order and in fp64. A sink of -inf is none. One of +inf has the weight 1: so is
-// lse, where the forward was told of it. A row that sees no key has an Out of 0, whatever its dOut.
+// Rows are added in order and in fp64. A sink of -inf is no sink. A sink of +inf has weight 1: lse
+// is then +inf, too, if the forward had the sink. A row that sees no key has an Out of 0, whatever
+// its dOut.
 //
 // Included inside a namespace of one translation unit. `dout_out(batch, query)` is delta. The rows
 // are added to `sum`.

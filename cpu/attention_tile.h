@@ -9,13 +9,13 @@
 // products are the same register-blocked loop, a column of scalars broadcast against a row of
 // vectors. To feed it, K is packed per step as panels [dim][kPanel keys] (transposed), V as panels
 // [key][kPanel columns], Q once per tile as groups [dim][kGroupRows]; all of it fits in half an
-// L2 cache, and a group's scores in L1. 16-bit inputs are widened to fp32 while packing, or, where
-// the processor multiplies bf16 pairs, packed as pairs (`Product`); sums are fp32 always.
+// L2 cache, and a group's scores in L1. 16-bit inputs are widened to fp32 while packing, or packed
+// as pairs if the processor multiplies bf16 pairs (`Product`); sums are always fp32.
 //
-// A row's result depends on its own keys alone, in one order: every accumulator belongs to one
-// row, and keys a row does not see are neither read into its maximum nor multiplied into its
-// output when V holds a NaN or infinity there. The keys that a row sees are a range, which begins
-// and ends no earlier than that of the row before: steps, panels and groups outside are left out.
+// A row's result depends only on its own keys, in one order. Every accumulator belongs to one row.
+// Keys that a row does not see do not enter its maximum, nor its output when V holds a NaN or
+// infinity there. The keys that a row sees are a range that begins and ends no earlier than that of
+// the row before: steps, panels and groups outside are skipped.
 //
 // Included after cpu/attention_rows.h and cpu/attention_pack.h.
 
@@ -23,7 +23,7 @@ constexpr int kSmallGroupRows = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
 
 // The scratch of one thread for tiles of up to tile_q rows.
 struct TileScratch {
-  float* q;  // [groups][dim words][kGroupRows], and one vector behind
+  float* q;  // [groups][dim words][kGroupRows] and one vector
   float* k;  // [tile_k / kPanel][dim words][kPanel]
   float* v;  // [dim_v panels][tile_k / pack][kPanel]
   RowState state;
@@ -107,7 +107,7 @@ class TileComputer : AttentionRows<Product> {
     }
   }
 
-  // The keys that some row sees of the group that begins with row `first`.
+  // The keys that some row of the group that begins with row `first` sees.
   template <int kRows>
   void step_rows(int64_t first, int64_t rows, int64_t key, KeyRange seen) {
     score<kRows>(first, seen);
@@ -115,8 +115,8 @@ class TileComputer : AttentionRows<Product> {
     for (int64_t r = 0; r < rows; ++r) {
       this->weigh_row(first + r, r, key, this->visible(first + r, key, seen), seen);
     }
-    // Where a row does not see a key its weight is 0, which is as good as leaving the key out,
-    // unless V holds a NaN or an infinity there.
+    // A key that a row does not see has weight 0. That equals leaving it out unless V holds a NaN
+    // or infinity there.
     if (values_finite_) {
       add_values<kRows>(first, seen.begin / kPack, (seen.end + kPack - 1) / kPack);
       return;
@@ -126,7 +126,7 @@ class TileComputer : AttentionRows<Product> {
       for (int64_t r = 0; r < rows; ++r) add_values_seen(first, r, key, seen);
       return;
     }
-    // Together what all rows see of whole words, then the rest row by row.
+    // First the whole words that all rows see, together; then the rest row by row.
     int64_t step = (this->visible(first + rows - 1, key, seen).begin + kPack - 1) / kPack;
     int64_t end_step = this->visible(first, key, seen).end / kPack;
     if (end_step <= step) end_step = step = seen.begin / kPack;
@@ -162,7 +162,7 @@ class TileComputer : AttentionRows<Product> {
         });
   }
 
-  // Rescales the output and adds the words from `step` to before `end_step`, which may be none.
+  // Rescales the output and adds the words [step, end_step), which may be empty.
   template <int kRows>
   void add_values(int64_t first, int64_t step, int64_t end_step) {
     const float* weights = scores_.scores + step;
@@ -194,7 +194,7 @@ class TileComputer : AttentionRows<Product> {
         });
   }
 
-  // What `add_values` left out for row r, if anything.
+  // Adds what `add_values` left out for row r, if anything.
   void add_values_of_row(int64_t first, int64_t r, KeyRange keys) {
     if (keys.begin >= keys.end) return;
     const float* weights = scores_.scores + r * kScoreStride;
@@ -214,7 +214,7 @@ class TileComputer : AttentionRows<Product> {
     }
   }
 
-  // Key by key what row r sees.
+  // Adds the keys that row r sees, one by one.
   void add_values_seen(int64_t first, int64_t r, int64_t key, KeyRange seen) {
     const KeyRange row = this->visible(first + r, key, seen);
     for (int64_t i = row.begin; i < row.end; ++i) {

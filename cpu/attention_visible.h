@@ -1,5 +1,5 @@
-// Which keys a query sees: those from first_key() to before end_key(), none if that is not behind.
-// Neither decreases with the query.
+// The keys that a query sees: [first_key(), end_key()), which may be empty. Neither bound decreases
+// with the query.
 //
 // Included inside a namespace of one translation unit.
 

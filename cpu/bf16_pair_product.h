@@ -3,7 +3,7 @@
 
 struct Bf16PairProduct {
   using Element = Bf16;
-  static constexpr int kPack = 2;  // elements per word, the first in the low half
+  static constexpr int kPack = 2;  // elements per word; the first is in the low half
   static constexpr int64_t kScoreRun = 64;
   static constexpr int64_t kValueRun = 64;
 
@@ -32,7 +32,7 @@ struct Bf16PairProduct {
   FLASHMOE_INLINE static void load_columns(const Bf16* first, const Bf16* second, int64_t n,
                                            Vector (&words)[kVectors]) {
     if (kVectors == 2 && n >= 2 * Simd::kLanes) {
-      // Whole lines: a load of each row and a shuffle of both for each vector.
+      // For whole lines: one load per row and one shuffle of both per vector.
       const __m512i low = _mm512_loadu_si512(first);
       const __m512i high = _mm512_loadu_si512(second);
       words[0] = interleave(low, high, 0);
@@ -62,7 +62,7 @@ struct Bf16PairProduct {
     Simd::store(to, _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16))));
   }
 
-  // Two vectors of a row in a line. Sums of pairs are no denormals, which would become 0.
+  // Stores two vectors of a row as a line. Sums of pairs are never denormal, which would become 0.
   static void store_panel(Bf16* to, Vector first, Vector second) {
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
   }
@@ -78,7 +78,7 @@ struct Bf16PairProduct {
   };
 
  private:
-  // Pairs of one element of each, from element `begin` on.
+  // Pairs with one element of each, from element `begin` on.
   static Vector interleave(__m512i low, __m512i high, int begin) {
     constexpr int kSecond = 1 << 21;  // element 0 of the other operand, in the upper half
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -1,4 +1,4 @@
-// The check of the tables of sequences on the CPU: what attention would count as no query or no
+// Checking the tables of sequences on the CPU: finds what attention would count as no query or no
 // key.
 #include <algorithm>
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace {
 
 using Problem = CheckSequencesProblem;
 
-// What is wrong with the tables of one sequence. Its lengths are cut as attention cuts them, so
-// that what follows from a wrong one is not counted again.
+// Finds what is wrong with the tables of one sequence. Lengths are clamped as attention clamps
+// them, so that consequences of a wrong one are not counted again.
 class Checked {
  public:
   Checked(const Problem& p, int64_t b) : p_(p), t_(p.tables), b_(b) {
@@ -28,7 +28,7 @@ class Checked {
     faults_ |= wrong ? static_cast<uint32_t>(fault) : 0u;
   }
 
-  // A number of the table, if there is one, which should be from `least` to `most`.
+  // The table's number, which should be from `least` to `most`; `absent` without a table.
   int64_t cut(const Numbers& table, int64_t least, int64_t most, int64_t absent,
               flashmoe_sequence_fault fault) {
     if (table.data == nullptr) return absent;

@@ -1,4 +1,4 @@
-// What the processor is, and the thread count of the C ABI.
+// The description of the processor, and the thread count of the C ABI.
 #include <sys/utsname.h>
 #include <unistd.h>
 

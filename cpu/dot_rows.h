@@ -1,19 +1,19 @@
-// Dot products of few rows with columns whose depth is contiguous, each read once, where it lies:
-// for any instruction set. kDotColumns columns and up to Simd::kDotRows rows at a time, a vector
-// along the depth.
+// Dot products of few rows with columns whose depth is contiguous, for any instruction set. Each
+// column is read once, in place. A step takes kDotColumns columns and up to Simd::kDotRows rows, a
+// vector along the depth.
 //
 // Included after cpu/products.h.
 
 constexpr int kDotColumns = 4;
 
-// sums[r][j] += the product of row r, packed in words, and column j, of which `words` words are
-// there. The order of a sum does not depend on how many rows or which columns there are beside it.
+// sums[r][j] += the product of row r, packed in words, and column j, which has `words` words. The
+// order of a sum does not depend on the other rows and columns.
 template <typename Product, int kRowStride, int kSumStride>
 class DotRows {
  public:
   using Columns = const typename Product::Element* const (&)[kDotColumns];
 
-  // Of any number of rows.
+  // For any number of rows.
   static void add(const float* rows, int64_t count, Columns columns, int64_t words, float* sums) {
     const int64_t blocks = (count + Simd::kDotRows - 1) / Simd::kDotRows;
     const int64_t together = (count + blocks - 1) / blocks;

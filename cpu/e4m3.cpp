@@ -3,7 +3,7 @@
 namespace flashmoe::cpu {
 namespace {
 
-// A sign, four bits of exponent with a bias of 7, and three of fraction.
+// One bit of sign, four of exponent with a bias of 7, and three of fraction.
 constexpr float value_of(int bits) {
   const int exponent = bits >> 3 & 15;
   const int fraction = bits & 7;

@@ -15,7 +15,7 @@ using Problem = GroupedProductProblem;
 
 struct Workspace {
   unsigned char* tiles;
-  unsigned char* scratch;  // of the first thread
+  unsigned char* scratch;  // the first thread's
   uint64_t bytes;
 
   Workspace(void* base, const Problem& p, const MoeKernel& kernel, int32_t threads) {
@@ -26,7 +26,7 @@ struct Workspace {
   }
 };
 
-// Of all experts.
+// The most rows, over all experts.
 int64_t most_rows(const Problem& p) { return p.counts != nullptr ? p.rows * p.experts : p.rows; }
 
 struct Launch {

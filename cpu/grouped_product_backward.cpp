@@ -18,16 +18,16 @@ namespace {
 
 using Problem = GroupedProductBackwardProblem;
 
-// Of all experts.
+// The most rows, over all experts.
 int64_t most_rows(const Problem& p) { return p.counts != nullptr ? p.rows * p.experts : p.rows; }
 bool wants_dw(const Problem& p) { return p.dw.data != nullptr || p.dbias.data != nullptr; }
 
 struct Workspace {
   unsigned char* tiles;
-  int32_t* first;  // [experts + 1] of the rows below
-  const void** x;  // pointers to rows that an expert has, expert after expert
+  int32_t* first;  // [experts + 1] first rows in the lists below
+  const void** x;  // pointers to the rows of each expert, expert after expert
   const void** dout;
-  unsigned char* scratch;  // of the first thread
+  unsigned char* scratch;  // the first thread's
   uint64_t bytes;
 
   Workspace(void* base, const Problem& p, const MoeKernel& kernel, int32_t threads) {
@@ -116,7 +116,7 @@ void zero_rows(const Problem& p, int64_t expert, int64_t begin, int64_t end) {
   }
 }
 
-// Of rows that no expert has.
+// Zeroes rows that belong to no expert.
 void zero_rest(const Problem& p, const ExpertTiles& experts) {
   if (p.counts == nullptr) {
     zero_rows(p, 0, 0, experts.first_row());
@@ -190,7 +190,7 @@ flashmoe_status plan_grouped_product_backward(const GroupedProductBackwardProble
 
 flashmoe_status launch_grouped_product_backward(const GroupedProductBackwardProblem& p,
                                                 const Plan& plan, void* memory, void* /*stream*/) {
-  // What is wanted has no rows, and so may have no memory: nothing is planned.
+  // If the wanted gradients have no rows, and so maybe no memory, nothing is planned.
   if (plan.info.launch_count == 0) return FLASHMOE_OK;
   const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entries[0]);
   int32_t threads = 1;

@@ -18,8 +18,8 @@ namespace {
 constexpr Isa kIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
 
 #if FLASHMOE_CPU_X86
-// Whether there are tiles of bf16 and the system lets this process have them, which has to be asked
-// for once, since they add 8 KiB to what is saved of a thread.
+// Whether there are bf16 tiles and the system lets this process use them. The process must ask
+// once, since tiles add 8 KiB to a thread's saved state.
 bool may_use_amx() {
 #if FLASHMOE_CPU_AMX
   constexpr unsigned kFeatures = 7;
@@ -54,9 +54,9 @@ bool processor_has(Isa isa) {
   return isa == Isa::kScalar;
 }
 
-// Whether what the processor has is also faster than the one before. Intel's cores issue vdpbf16ps
-// every second cycle and FMAs twice a cycle, so that pairs take twice as long as numbers widened to
-// fp32.
+// Whether an instruction set of the processor is also faster than the one before. Intel's cores
+// issue vdpbf16ps every second cycle but two FMAs per cycle, so pairs take twice as long as numbers
+// widened to fp32.
 bool prefers(Isa isa) {
 #if FLASHMOE_CPU_X86
   if (isa == Isa::kAvx512Bf16) return !__builtin_cpu_is("intel");

@@ -1,9 +1,9 @@
 // Appending to a cache of keys and values on the CPU: plan and launch.
 //
-// The work is bound by memory: each new row is read once and written once, and rotated on its way
-// where that is asked for. Tiles are runs of rows of one sequence, whose numbers are read when a
-// tile is begun; no number leads outside of a tensor. Rows are rotated by the processor's
-// instruction set, with the bits of every other: in fp32, each product and each sum rounded.
+// The work is memory-bound: each new row is read once and written once, and rotated on the way if
+// asked for. Tiles are runs of rows of one sequence, whose table entries are read when a tile
+// begins; no number leads outside a tensor. Every instruction set rotates to the same bits: in
+// fp32, with each product and each sum rounded.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -28,10 +28,10 @@ using cpu::RotatedHeads;
 using cpu::RotationKernel;
 using Problem = KvAppendProblem;
 
-// A tile, and what a thread must find to be worth waking: some ten microseconds of copying.
+// Bytes of a tile, and the fewest for which waking a thread pays: some ten microseconds of copying.
 constexpr double kBytesPerTile = 64 << 10;
 constexpr double kBytesPerThread = 128 << 10;
-constexpr int64_t kTilesPerThread = 4;  // at most, of a packed batch: each sequence has so many
+constexpr int64_t kTilesPerThread = 4;  // at most, in a packed batch: each sequence has that many
 
 // ---- rotation -----------------------------------------------------------------------------------
 
@@ -91,13 +91,13 @@ const void* at(const RotaryTable& table, int64_t row, Dtype dtype) {
   return static_cast<const char*>(table.data) + row * table.stride * dtype_bytes(dtype);
 }
 
-// A row of the cache: its batch, or page, and its row there.
+// A row of the cache: its batch row or page, and its row there.
 struct Place {
   int64_t batch;
   int64_t row;
 };
 
-// One sequence: where its new rows are, and where they go.
+// One sequence: the places of its new rows, and where they go.
 class Sequence {
  public:
   Sequence(const Launch& launch, int64_t b)
@@ -114,7 +114,7 @@ class Sequence {
     if (begin_ < 0) keys_.count = queries_.count = 0;
   }
 
-  // Rows [begin, begin + count) of those that it has.
+  // Appends its rows [begin, begin + count).
   void append(int64_t begin, int64_t count) const {
     for (int64_t i = begin; i < std::min(begin + count, keys_.count); ++i) append_row(i);
     for (int64_t i = begin; i < std::min(begin + count, queries_.count); ++i) rotate_query(i);
@@ -140,7 +140,8 @@ class Sequence {
     return place->batch >= 0 && place->batch < p_.batch_cache && place->row < p_.rows_cache;
   }
 
-  // Where row `row` of the tensor stands, the i-th of its sequence; false where no table reaches.
+  // Sets the position of row `row` of the tensor, the i-th of its sequence; false if the tables do
+  // not reach it.
   bool stands_at(int64_t row, int64_t i, int64_t* position) const {
     *position = p_.positions.data != nullptr ? p_.positions.at(batch_, row) : begin_ + i;
     return *position >= 0 && *position < p_.rotary.rows;
@@ -161,7 +162,7 @@ class Sequence {
     copy(p_.v, batch_, from, p_.v_cache, to, p_.heads_kv, 0, p_.dim_v);
   }
 
-  // A row of k or v, to a cache of fp8.
+  // Writes a row of k or v to a cache of fp8.
   void narrow_row(const RowsView<const void>& from, int64_t row, int64_t position,
                   const RowsView<void>& to, const Place& place, int64_t dim, int64_t rotary_dim,
                   const KeyScales& scales) const {
@@ -192,7 +193,7 @@ class Sequence {
     move(p_.q, batch_, row, position, p_.q_out, {batch_, row}, p_.heads_q);
   }
 
-  // A row of k or q, which may be where it goes.
+  // Moves a row of k or q, perhaps in place.
   void move(const RowsView<const void>& from, int64_t batch, int64_t row, int64_t position,
             const RowsView<void>& to, const Place& place, int64_t heads) const {
     const Rotary& rotary = p_.rotary;
@@ -210,7 +211,7 @@ class Sequence {
     if (source != target) copy(from, batch, row, to, place, heads, rotary.dim, p_.dim);
   }
 
-  // Numbers [first, end) of each head; all heads at once where they are one behind the other.
+  // Copies numbers [first, end) of each head; all heads at once if they are contiguous.
   void copy(const RowsView<const void>& from, int64_t batch, int64_t row, const RowsView<void>& to,
             const Place& place, int64_t heads, int64_t first, int64_t end) const {
     if (first == end) return;
@@ -232,8 +233,8 @@ class Sequence {
   const Launch& launch_;
   const Problem& p_;
   const int64_t b_;
-  int64_t batch_;      // row of the batch that its new rows are in
-  int64_t begin_ = 0;  // what the cache has of it
+  int64_t batch_;      // batch row of its new rows
+  int64_t begin_ = 0;  // the keys it has in the cache
   Range keys_;
   Range queries_;
 };
@@ -250,7 +251,7 @@ void work(void* context, int32_t /*worker*/) {
 
 // ---- plan and launch ----------------------------------------------------------------------------
 
-// The most rows that a sequence may have.
+// The most rows of a sequence.
 int64_t most_rows(const Problem& p) { return std::max(p.seq, p.seq_q); }
 
 // Bytes of a row of all heads, read and written.
@@ -263,13 +264,13 @@ double bytes_of_row(const Problem& p) {
 int64_t choose_tile(const Problem& p, int64_t threads) {
   const double wanted = kBytesPerTile / std::max(bytes_of_row(p), 1.0);
   const int64_t rows = std::max<int64_t>(static_cast<int64_t>(wanted), 1);
-  // Which sequence of a packed batch has the rows is not known.
+  // It is unknown which sequence of a packed batch has the rows.
   const int64_t least =
       p.cu_seqlens.data != nullptr ? ceil_div(p.seq, kTilesPerThread * threads) : 1;
   return std::clamp<int64_t>(std::max(rows, least), 1, INT32_MAX);
 }
 
-// Tiles of all sequences, saturated at the largest number.
+// Tiles of all sequences, saturating.
 int64_t tiles_of(const Problem& p, int64_t tile) {
   int64_t tiles;
   const bool overflows = __builtin_mul_overflow(p.batch, ceil_div(most_rows(p), tile), &tiles);

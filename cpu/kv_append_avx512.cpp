@@ -1,4 +1,4 @@
-// The rotation of rows that are appended to a cache, compiled for AVX-512.
+// Rotation of rows appended to a cache, compiled for AVX-512.
 #include <immintrin.h>
 
 #include "cpu/attention_numeric.h"
@@ -9,7 +9,7 @@ namespace {
 namespace avx512 {
 
 #include "cpu/simd_avx512.h"
-// Is built on it.
+// Builds on the header above.
 #include "cpu/kv_append_rows.h"
 
 }  // namespace avx512

@@ -1,11 +1,11 @@
-// The rotation of a row's heads, for any instruction set. In fp32, each product and each sum
-// rounded, so that all have the same bits.
+// Rotation of a row's heads, for any instruction set. It uses fp32 and rounds each product and each
+// sum, so that all sets give the same bits.
 //
 // Included inside the ISA's own namespace after its `Simd`.
 
 using Vector = Simd::Vector;
 
-// (a, b) by the angle of cos and sin, n pairs.
+// Rotates n pairs (a, b) by the angles of cos and sin.
 template <typename T, typename C>
 FLASHMOE_INLINE void rotate_halves(const T* a, const T* b, const C* cos, const C* sin, int64_t n,
                                    T* to_a, T* to_b) {
@@ -17,7 +17,7 @@ FLASHMOE_INLINE void rotate_halves(const T* a, const T* b, const C* cos, const C
   Simd::store_first(to_b, Simd::add(yc, xs), n);
 }
 
-// n numbers of pairs of neighbours, whose angles are one behind the other twice each.
+// Rotates n numbers in pairs of neighbours; each angle occurs twice in a row.
 template <typename T>
 FLASHMOE_INLINE void rotate_neighbours(const T* from, Vector cos, Vector sin, int64_t n, T* to) {
   const Vector x = Simd::load_first(from, n);

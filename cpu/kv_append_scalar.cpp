@@ -1,4 +1,4 @@
-// The rotation of rows that are appended to a cache, compiled for the platform's baseline.
+// Rotation of rows appended to a cache, compiled for the platform's baseline.
 #include "cpu/attention_numeric.h"
 #include "cpu/kv_append_kernel.h"
 
@@ -7,7 +7,7 @@ namespace {
 namespace scalar {
 
 #include "cpu/simd_portable.h"
-// Is built on it.
+// Builds on the header above.
 #include "cpu/kv_append_rows.h"
 
 }  // namespace scalar

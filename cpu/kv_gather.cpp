@@ -1,7 +1,7 @@
 // Gathering keys and values of a cache on the CPU: plan and launch.
 //
-// The work is bound by memory: each row is read once and written once. Tiles are runs of rows of
-// the results, and whose a row is a tile finds out as it begins; no number leads outside of a
+// The work is memory-bound: each row is read once and written once. Tiles are runs of rows of the
+// results. A tile finds out at its beginning which sequence has each row; no number leads outside a
 // tensor.
 #include <algorithm>
 #include <atomic>
@@ -23,13 +23,13 @@ namespace {
 using cpu::Range;
 using Problem = KvGatherProblem;
 
-// A tile, and what a thread must find to be worth waking: some ten microseconds of copying.
+// Bytes of a tile, and the fewest for which waking a thread pays: some ten microseconds of copying.
 constexpr double kBytesPerTile = 64 << 10;
 constexpr double kBytesPerThread = 128 << 10;
 
 bool is_packed(const Problem& p) { return p.cu_seqlens_k.data != nullptr; }
 
-// Rows of the results, of all sequences.
+// Rows of the results, over all sequences.
 int64_t rows_of_call(const Problem& p) {
   if (is_packed(p)) return p.seq;
   int64_t rows;
@@ -52,7 +52,7 @@ Data* at(const RowsView<Data>& view, int64_t batch, int64_t row, int64_t head) {
                                  static_cast<uintptr_t>(elements * dtype_bytes(view.dtype)));
 }
 
-// The keys that sequence b has, as if those of its pages were one behind the other.
+// The keys of sequence b, as if its pages were contiguous.
 Range keys_of(const Problem& p, int64_t b) {
   Range keys = {0, p.rows_cache};
   if (p.page_table.data != nullptr &&
@@ -75,7 +75,7 @@ struct Rows {
   Range range;
 };
 
-// All numbers of the heads of one row.
+// The numbers of all heads of one row.
 class Row {
  public:
   Row(const RowsView<const void>& cache, const RowsView<void>& result, const KeyScales& scales,
@@ -120,7 +120,7 @@ class Row {
   int64_t dim_;
 };
 
-// Rows of the results that sequence b has, of those in `rows` but for the first `begin` of its own.
+// Gathers the rows of sequence b that are in `rows`, without the first `begin` of its own.
 void gather(const Problem& p, int64_t b, const Range& own, const Rows& rows) {
   const Range keys = keys_of(p, b);
   const Row of_k(p.k_cache, p.k, p.k_scale, p.heads_kv, p.dim);
@@ -146,7 +146,7 @@ void gather(const Problem& p, int64_t b, const Range& own, const Rows& rows) {
   }
 }
 
-// Rows [first, first + count) of all.
+// Gathers rows [first, first + count) of all.
 void gather_rows(const Problem& p, int64_t first, int64_t count) {
   if (!is_packed(p)) {
     for (int64_t row = first; row < first + count;) {
@@ -157,8 +157,8 @@ void gather_rows(const Problem& p, int64_t first, int64_t count) {
     }
     return;
   }
-  // Whose a row is: the first sequence's that has it. What is left of the tile is looked at by
-  // every sequence in turn, in runs of rows that no earlier one has.
+  // A row belongs to the first sequence that has it. Every sequence in turn searches the rest of
+  // the tile, in runs of rows that no earlier one has.
   constexpr int64_t kMostRun = 256;
   for (int64_t begin = first; begin < first + count; begin += kMostRun) {
     const int64_t run = std::min(kMostRun, first + count - begin);

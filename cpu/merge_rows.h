@@ -1,4 +1,4 @@
-// A row of the merge of partial attention results, for any instruction set.
+// One row of merging partial attention results, for any instruction set.
 //
 // Included inside the ISA's own namespace after its `Simd`.
 
@@ -15,8 +15,8 @@ FLASHMOE_INLINE Vector load_of(const void* p, Dtype dtype, int64_t first, int64_
   return Simd::zero();
 }
 
-// The first term is a product, and no sum with 0: a partial alone comes out with all of its bits,
-// and -0 among them.
+// The first term is a product, not a sum with 0, so that a single partial keeps all of its bits,
+// even -0.
 template <typename Element, typename Out>
 FLASHMOE_INLINE void merge_columns(const MergeRow<float>& row, int64_t first, int64_t n) {
   const auto term = [&](int32_t k) {

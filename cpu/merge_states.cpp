@@ -1,9 +1,9 @@
-// The merge of partial attention results on the CPU: plan and launch.
+// Merging partial attention results on the CPU: plan and launch.
 //
-// The work is bound by memory: a row of every partial is read once and a row of out is written.
-// What a row's partials weigh is computed here, once for all instruction sets; its numbers go
-// through a kernel. A row is one thread's, so that its bits depend neither on the number of threads
-// nor on the tiles, which are runs of rows in the order of memory.
+// The work is memory-bound: a row of every partial is read once, and a row of out is written. The
+// weights of a row's partials are computed here, once for all instruction sets; its numbers go
+// through a kernel. One thread computes a row, so that its bits depend neither on the number of
+// threads nor on the tiles, which are runs of rows in memory order.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -26,11 +26,11 @@ using cpu::MergeKernel;
 using cpu::MergeRow;
 using Problem = MergeStatesProblem;
 
-// A tile, and what a thread must find to be worth waking: some ten microseconds of reading.
+// Bytes of a tile, and the fewest for which waking a thread pays: some ten microseconds of reading.
 constexpr double kBytesPerTile = 64 << 10;
 constexpr double kBytesPerThread = 128 << 10;
 
-constexpr int64_t kColumnsAtOnce = 1024;  // of sums that lie on the stack
+constexpr int64_t kColumnsAtOnce = 1024;  // for sums on the stack
 
 void merge_fp64_row(const MergeRow<double>& row) {
   double* const out = static_cast<double*>(row.out);
@@ -64,7 +64,8 @@ const MergeKernel& kernel_for(cpu::Isa isa, Dtype dtype) {
   }
 }
 
-// What the partials of one row weigh: exp(lse - m) of each over their sum, with m the largest.
+// The weights of one row's partials: exp(lse - m) over the sum of these, where m is the largest
+// lse.
 template <class Real>
 class Weights {
  public:
@@ -74,10 +75,10 @@ class Weights {
     any_ = any_ || !is_empty(lse);
     if (lse > largest_) largest_ = lse;
   }
-  // Not to be read. NaN is not empty.
+  // Whether a partial is empty and must not be read. NaN is not empty.
   static bool is_empty(Real lse) { return lse == -kInfinity; }
 
-  // After all have been seen; of one that is not empty.
+  // Valid once all have been seen, for a partial that is not empty.
   Real power(Real lse) const {
     if (largest_ < kInfinity) return std::exp(lse - largest_);
     return lse == kInfinity ? Real{1} : lse != lse ? lse : Real{0};
@@ -93,8 +94,7 @@ class Weights {
   Real sum_ = 0;
 };
 
-// Counts rows in the order in which outs has them in memory: heads within tokens, or tokens within
-// heads.
+// Counts rows in the memory order of outs: heads within tokens, or tokens within heads.
 class Rows {
  public:
   explicit Rows(const Problem& p)
@@ -124,7 +124,7 @@ class Rows {
   }
 
  private:
-  // Takes any stride: an axis of extent 1 may have the least number of 64 bits.
+  // Accepts any stride: an axis of extent 1 may have the least 64-bit number.
   static uint64_t distance(int64_t stride) {
     const auto bits = static_cast<uint64_t>(stride);
     return stride < 0 ? 0 - bits : bits;
@@ -138,7 +138,7 @@ class Rows {
   int64_t i_ = 0;
 };
 
-// The rows that sequences have, of a problem that has sequences.
+// The rows of sequences, for a problem that has them.
 class Tokens {
  public:
   explicit Tokens(const Problem& p) : p_(p) {}
@@ -149,7 +149,7 @@ class Tokens {
       const int64_t length = p_.seqused_q.data != nullptr ? p_.seqused_q.at(batch) : p_.seq;
       return seq < std::min(length, p_.most_q);
     }
-    // Neighbours are of one sequence, or of the next one.
+    // The next row is of the same sequence, or of the next one.
     for (const int64_t s : {last_, last_ + 1}) {
       if (s < p_.sequences && is_of(s, seq)) return (last_ = s, true);
     }
@@ -170,7 +170,7 @@ class Tokens {
   }
 
   const Problem& p_;
-  int64_t last_ = 0;  // sequence that had a row
+  int64_t last_ = 0;  // the sequence of the last row
 };
 
 template <class Data>
@@ -218,13 +218,13 @@ class RowMerge {
 
   Real lse(int64_t i) const { return lses_[i * p_.lses_stride]; }
 
-  // The powers of the first few are kept, and the others made anew. kEmpty: not to be read.
+  // The powers of the first few are kept, the others computed again. kEmpty: not to be read.
   Real power(int64_t i) const { return i < kMergedAtOnce ? powers_[i] : power_of(lse(i)); }
   Real power_of(Real lse) const {
     return Weights<Real>::is_empty(lse) ? kEmpty : weights_.power(lse);
   }
 
-  // Each lse is read once where it can be: those of neighbours in memory are of other rows.
+  // Each lse is read once if possible: neighbours in memory belong to other rows.
   void weigh() {
     if (p_.prior_out.data != nullptr) weights_.see(prior_lse_);
     const auto kept = std::min<int64_t>(p_.partials, kMergedAtOnce);
@@ -249,7 +249,7 @@ class RowMerge {
     return row;
   }
 
-  // The next partials that weigh something, from *i on.
+  // Collects the next partials with a weight, from *i on.
   void gather(int64_t* i, MergeRow<Real>* row) const {
     row->count = 0;
     for (; *i < p_.partials && row->count < kMergedAtOnce; ++*i) {
@@ -260,7 +260,8 @@ class RowMerge {
     }
   }
 
-  // More than go at once: what there is of the sum is the next ones' prior, and weighs 1.
+  // Merges more partials than go at once: the sum so far becomes the prior of the next ones, with
+  // weight 1.
   void merge_many() const {
     Real sums[kColumnsAtOnce];
     for (int64_t column = 0; column < p_.dim_v; column += kColumnsAtOnce) {
@@ -303,7 +304,7 @@ double bytes_of_row(const Problem& p) {
 }
 
 int64_t choose_tile(const Problem& p) {
-  const int64_t least = rows_of(p) / UINT32_MAX + 1;  // so that tiles can be counted
+  const int64_t least = rows_of(p) / UINT32_MAX + 1;  // so that the number of tiles fits
   const double rows = kBytesPerTile / bytes_of_row(p);
   return std::max(least, static_cast<int64_t>(rows));
 }

@@ -1,4 +1,4 @@
-// The merge of partial attention results compiled for AVX2, FMA and F16C.
+// Merging partial attention results, compiled for AVX2, FMA and F16C.
 #include <immintrin.h>
 
 #include "cpu/attention_numeric.h"
@@ -9,7 +9,7 @@ namespace {
 namespace avx2 {
 
 #include "cpu/simd_avx2.h"
-// Is built on it.
+// Builds on the header above.
 #include "cpu/merge_rows.h"
 
 }  // namespace avx2

@@ -1,4 +1,4 @@
-// The merge of partial attention results compiled for AVX-512.
+// Merging partial attention results, compiled for AVX-512.
 #include <immintrin.h>
 
 #include "cpu/attention_numeric.h"
@@ -9,7 +9,7 @@ namespace {
 namespace avx512 {
 
 #include "cpu/simd_avx512.h"
-// Is built on it.
+// Builds on the header above.
 #include "cpu/merge_rows.h"
 
 }  // namespace avx512

@@ -1,6 +1,7 @@
-// Between the launcher and the per-ISA kernels of the merge of partial attention results: one row
-// of work and who computes it. Included by translation units compiled with different -m flags, so
-// it holds plain declarations only: no inline function, no standard header that brings any.
+// The interface between the launcher and the per-ISA kernels of merging partial attention results:
+// one row of work and its kernel. Translation units compiled with different -m flags include this
+// file, so it holds plain declarations only: no inline function, and no standard header that has
+// any.
 #pragma once
 
 #include <stdint.h>
@@ -12,7 +13,7 @@ namespace flashmoe::cpu {
 // Partials that go through the registers together.
 constexpr int32_t kMergedAtOnce = 32;
 
-// out = prior_weight * prior + sum of weights[i] * x[i], in order; 0 of none.
+// out = prior_weight * prior + sum of weights[i] * x[i], in order; 0 without terms.
 template <class Real>
 struct MergeRow {
   const void* prior;  // nullptr: none

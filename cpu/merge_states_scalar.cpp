@@ -1,4 +1,4 @@
-// The merge of partial attention results compiled for the platform's baseline.
+// Merging partial attention results, compiled for the platform's baseline.
 #include "cpu/attention_numeric.h"
 #include "cpu/merge_states_kernel.h"
 
@@ -7,7 +7,7 @@ namespace {
 namespace scalar {
 
 #include "cpu/simd_portable.h"
-// Is built on it.
+// Builds on the header above.
 #include "cpu/merge_rows.h"
 
 }  // namespace scalar

@@ -1,4 +1,4 @@
-// What the CPU's mixture-of-experts operations share on the host side.
+// Host-side code shared by the CPU's mixture-of-experts operations.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ flashmoe_status plan_grouped_product_backward(const GroupedProductBackwardProble
 flashmoe_status launch_grouped_product_backward(const GroupedProductBackwardProblem& problem,
                                                 const Plan& plan, void* workspace, void* stream);
 
-// The numbers from 0 on, each to one thread.
+// Gives each number from 0 on to one thread.
 class Counter {
  public:
   int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
@@ -43,14 +43,14 @@ class Counter {
   std::atomic<int64_t> next_{0};
 };
 
-// Of a pair, as the routing has it.
+// The routing's weight of a pair.
 inline double weight_of(const MoeForwardProblem& p, int64_t pair) {
   return p.wide_weights != nullptr ? p.wide_weights[pair] : static_cast<double>(p.weights[pair]);
 }
 
 const MoeKernel& moe_kernel_for(Isa isa, Dtype dtype);
 
-// Appends a launch on the CPU to a plan. `entry`: nullptr where there is one kernel for all.
+// Appends a launch on the CPU to a plan. `entry`: nullptr if one kernel serves all.
 flashmoe_launch& add_launch(const char* kernel, const MoeKernel* entry, int64_t tiles,
                             int64_t threads, Plan* plan);
 

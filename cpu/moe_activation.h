@@ -1,8 +1,8 @@
-// Activations of a mixture of experts, a vector at a time, for any instruction set. A NaN stays
-// one. Included after cpu/products.h.
+// Activations of a mixture of experts, a vector at a time, for any instruction set. NaN stays NaN.
+// Included after cpu/products.h.
 
-// e^x, a normal number: x is cut to +-kExpLimit. The rest of x log2(e) beside an integer is exact
-// but for one rounding, so that the relative error does not grow with x: below 2.5e-7.
+// e^x, a normal number: x is clamped to +-kExpLimit. The fraction of x log2(e) has one rounding, so
+// the relative error does not grow with x and stays below 2.5e-7.
 FLASHMOE_INLINE Vector exp_of(Vector x) {
   constexpr float kExpLimit = 87.0f;
   constexpr float kLog2ERest = 1.925963033e-8f;  // log2(e) - kLog2E
@@ -20,8 +20,8 @@ FLASHMOE_INLINE Vector sigmoid_of(Vector x) {
   return Simd::divide(Simd::broadcast(1.0f), Simd::add(power, Simd::broadcast(1.0f)));
 }
 
-// x P(x^2) / Q(x^2) for |x| <= kClamp, beyond which it rounds to +-1: least maximum relative error
-// (2.1e-8) among quotients of these degrees.
+// erf(x) = x P(x^2) / Q(x^2) for |x| <= kClamp; beyond that it rounds to +-1. The fit has the least
+// maximum relative error (2.1e-8) among quotients of these degrees.
 namespace erf_fit {
 constexpr float kClamp = 3.95f;
 constexpr float kP[6] = {0x1.20dd74p+0f, 0x1.884bccp-3f,  0x1.b12802p-5f,
@@ -30,7 +30,8 @@ constexpr float kQ[6] = {1.0f,           0x1.01950ap-1f,  0x1.d53cb4p-4f,
                          0x1.ed53a8p-7f, 0x1.32e67ap-10f, 0x1.3d5b36p-15f};
 }  // namespace erf_fit
 
-// +-1 beyond kClamp: an ulp less would leave an ulp of a large negative z in z (1 + erf) / 2.
+// Exactly +-1 beyond kClamp: an ulp less would leave an ulp of a large negative z in z (1 + erf) /
+// 2.
 FLASHMOE_INLINE Vector erf_of(Vector x) {
   using namespace erf_fit;
   const Vector one = Simd::broadcast(1.0f);
@@ -58,11 +59,11 @@ FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
       const Vector half = Simd::multiply(z, Simd::broadcast(0.5f));
       return Simd::multiply_add(half, erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf))), half);
     }
-    // z (1 + tanh(x)) / 2 = z sigmoid(2 x): a small sum of 1 and tanh would have lost its digits.
+    // z (1 + tanh(x)) / 2 = z sigmoid(2 x): a small 1 + tanh(x) would lose its digits.
     case FLASHMOE_ACTIVATION_GELU_TANH: {
       constexpr float kTwoSqrtTwoOverPi = 1.595769122f;
       constexpr float kCubic = 0.044715f;
-      constexpr float kLeast = -20.0f;  // it is 0 from there on, the sigmoid not quite
+      constexpr float kLeast = -20.0f;  // GELU_TANH is 0 below this, the sigmoid is not quite
       const Vector u = Simd::multiply(z, z);
       const Vector inner = Simd::multiply_add(Simd::multiply(u, z), Simd::broadcast(kCubic), z);
       return Simd::multiply(Simd::max(Simd::broadcast(kLeast), z),
@@ -77,14 +78,14 @@ FLASHMOE_INLINE Vector activate(const MoeActivation& activation, Vector z) {
   return z;
 }
 
-// act(z), and its slope there.
+// act(z) and its slope at z.
 struct Activated {
   Vector value;
   Vector slope;
 };
 
-// Beyond +-kFlat slopes are those of a straight line, and what is multiplied by what has vanished
-// must not overflow.
+// Beyond +-kFlat slopes are those of a straight line, and factors of vanished terms must not
+// overflow.
 FLASHMOE_INLINE Activated activate_with_slope(const MoeActivation& activation, Vector z) {
   constexpr float kFlat = 100.0f;
   const Vector one = Simd::broadcast(1.0f);
@@ -101,7 +102,7 @@ FLASHMOE_INLINE Activated activate_with_slope(const MoeActivation& activation, V
     case FLASHMOE_ACTIVATION_GELU: {  // Phi(z) + z phi(z)
       constexpr float kSqrtHalf = 0.707106781f;
       constexpr float kDensity = 0.398942280f;  // 1 / sqrt(2 pi)
-      constexpr float kFar = 20.0f;             // phi is 0 there
+      constexpr float kFar = 20.0f;             // phi is 0 beyond
       const Vector half = Simd::broadcast(0.5f);
       const Vector half_z = Simd::multiply(z, half);
       const Vector erf = erf_of(Simd::multiply(z, Simd::broadcast(kSqrtHalf)));
@@ -140,7 +141,7 @@ FLASHMOE_INLINE Activated activate_with_slope(const MoeActivation& activation, V
   return {z, one};
 }
 
-// u, or g and u, cut to the limit; NaN stays.
+// Clamps to the limit from above; NaN stays NaN.
 FLASHMOE_INLINE Vector cut_above(const MoeActivation& activation, Vector x) {
   return Simd::min(Simd::broadcast(activation.limit), x);
 }
@@ -148,7 +149,7 @@ FLASHMOE_INLINE Vector cut(const MoeActivation& activation, Vector x) {
   return Simd::max(Simd::broadcast(-activation.limit), cut_above(activation, x));
 }
 
-// What comes back through a cut: nothing from beyond the limit.
+// The gradient through the clamp: 0 beyond the limit.
 FLASHMOE_INLINE Vector through_cut_above(const MoeActivation& activation, Vector x, Vector dx) {
   return Simd::zero_where_greater(x, Simd::broadcast(activation.limit), dx);
 }

@@ -1,4 +1,4 @@
-// The mixture-of-experts kernels compiled for AMX: in tiles, but for few rows some by vdpbf16ps.
+// The mixture-of-experts kernels compiled for AMX. They use tiles; for few rows some use vdpbf16ps.
 #include <immintrin.h>
 
 #include "cpu/attention_numeric.h"
@@ -13,7 +13,7 @@ namespace avx512 {
 }  // namespace avx512
 
 struct Simd : avx512::Simd {
-  static constexpr int kGroupRows = 16;  // of a tile
+  static constexpr int kGroupRows = 16;  // rows of a tile
 };
 
 // Each is built on those above it.

@@ -2,25 +2,23 @@
 // rows of 16 words (pairs of bf16), as they lie in memory, by 16 columns of as many words,
 // [word][column], into 16 x 16 sums.
 //
-// Which of the two the weights are depends on how they lie, so that none but rows of x are
-// transposed:
-//   depth contiguous    weights are the rows of the product, loaded where they lie; its sums are
-//                       transposed in the end;
-//   columns contiguous  weights are the columns: some words of many panels at a time are made of
-//                       pairs of the matrix's rows, [word][16], and multiplied from there.
+// The layout of the weights decides which of the two they are, so that only rows of x are
+// transposed: depth contiguous weights are the rows of the product, loaded in place; the sums are
+// transposed at the end; columns contiguous weights are the columns: some words of many panels at a
+// time are built from pairs of the matrix's rows, [word][16], and multiplied from there.
 //
-// Rows of x are packed once for all columns of a tile, over all of its depth if there is room. Two
-// tiles of them by the two of a panel are multiplied at a time; their sums stay in registers over
-// what is packed of both. Columns go by in chunks, whose sums are finished before the next one's
-// begin.
+// Rows of x are packed once for all columns of a tile, over its whole depth if there is room. Two
+// of their tiles are multiplied by the two of a panel at a time; the sums stay in registers over
+// the packed depth of both. Columns go in chunks; each chunk's sums are finished before the next
+// begins.
 //
 // Every sum runs in the order of depth, whatever the number of rows and columns.
 //
 // Included after cpu/moe_few_rows.h and cpu/amx_registers.h, with kGroupRows the rows of a
 // tile.
 
-// Of a product, of which a tile is a part: by rows no more rows than are packed over all of a depth
-// of 2048, by columns as many as the weights should be packed once for.
+// Rows of a work tile: with depth contiguous at most as many as are packed over a depth of 2048,
+// with columns contiguous as many as share one packing of the weights.
 constexpr int64_t kTiledRows = 288;
 constexpr int64_t kTiledRowsByColumns = 384;
 constexpr int64_t kTiledColumns = 4096;  // enough tiles for some threads
@@ -30,24 +28,24 @@ constexpr int64_t kTile = kEdge * kEdge;  // words
 constexpr int kTileRowBytes = 64;
 static_assert(kGroupRows == kEdge && kLanes == kEdge && kPanelVectors == 2);
 
-// Both tiles of a panel's columns, step by step, where they lie or where they are packed.
+// Both tiles of a panel's columns, step by step, in place or packed.
 struct PanelTiles {
   const void* first;
-  int64_t row_bytes;     // from row to row of a tile
-  int64_t step_bytes;    // from step to step
+  int64_t row_bytes;     // between rows of a tile
+  int64_t step_bytes;    // between steps
   int64_t second_bytes;  // from the first tile to the second
 };
 
-// Where they are packed: [half][words][16], of `half` words each.
+// A packed panel: [half][words][16], `half` words each.
 inline PanelTiles packed_panel(const float* panel, int64_t half) {
   return {panel, kTileRowBytes, 4 * kTile, 4 * half};
 }
 
-// sums = or, behind the beginning, += one tile of rows or two, [step][tile][16][16], times a panel.
+// sums = (+= after the beginning) one or two tiles of rows, [step][tile][16][16], times a panel.
 //
-// Tiles 0 and 2 are sums of either tile of rows with the first half of the panel, 1 and 3 with
-// the second; 4 and 5 are rows, 6 and 7 the panel's. By rows the panel's are the rows of the
-// product.
+// Registers 0 and 2 hold sums of the two tiles of rows with the first half of the panel, 1 and 3
+// with the second; 4 and 5 hold rows, 6 and 7 the panel. With kByRows the panel gives the rows of
+// the product.
 template <int kTiles, bool kByRows>
 FLASHMOE_NOINLINE void multiply_tiles(const float* rows, const PanelTiles& w, int64_t steps,
                                       bool begins, float* sums) {
@@ -98,7 +96,7 @@ FLASHMOE_NOINLINE void multiply_tiles(const float* rows, const PanelTiles& w, in
 // The scratch of one thread, in words.
 struct TileScratch {
   static constexpr int64_t kRows = kTiledRows * 1024;
-  static constexpr int64_t kPanelWords = 1 << 12;  // of all panels
+  static constexpr int64_t kPanelWords = 1 << 12;  // in all panels
   static constexpr int64_t kPanels = kPanelWords * kPanel;
   static constexpr int64_t kSums = kTiledRowsByColumns * 512;
   static constexpr size_t kBytes = (kRows + kPanels + kSums) * sizeof(float);
@@ -123,8 +121,8 @@ class TiledRows {
 
   void compute() {
     const TileRegisters registers;
-    // Where each panel is multiplied over all of depth at once, its sums are finished while they
-    // are in the first level of the cache.
+    // If each panel is multiplied over the whole depth at once, its sums are finished while they
+    // are in the level-1 cache.
     const bool at_once = words_ <= block_ && lies_by_rows(tile_);
     const int64_t most = TileScratch::kSums / (row_tiles_ * kEdge * tile_.matrices);
     const int64_t columns = at_once ? kPanel : smaller(most / kPanel * kPanel, kWideColumns);
@@ -149,8 +147,8 @@ class TiledRows {
 
  private:
   using Product = Bf16PairProduct;
-  static constexpr int64_t kPair = 2;            // tiles of rows, multiplied at a time
-  static constexpr int64_t kWideColumns = 2048;  // of a chunk of each matrix
+  static constexpr int64_t kPair = 2;            // tiles of rows multiplied at a time
+  static constexpr int64_t kWideColumns = 2048;  // of a chunk, per matrix
   static constexpr int64_t kTogether = 8;  // words of a panel, packed before those of the next
   static_assert(TileScratch::kRows >= kTiledRowsByColumns * kEdge);
 
@@ -180,8 +178,8 @@ class TiledRows {
     }
 
    private:
-    // Where depth is contiguous: whole tiles where they lie, and what is left of depth, or of a
-    // panel that is not full, packed with zeros behind it.
+    // Multiplies if depth is contiguous: whole tiles in place; a rest of depth, or of a panel that
+    // is not full, is packed and padded with zeros.
     void multiply_lying(TiledRows& all, int m, int64_t word, int64_t words) const {
       constexpr int64_t kPackedWords = TileScratch::kPanelWords;
       const int64_t stride = tile_.weights[m].row_stride;
@@ -211,8 +209,8 @@ class TiledRows {
       }
     }
 
-    // Where columns are: those of all panels of the chunk are packed at a time, so that long runs
-    // of a row are read together, each of which has a page of its own.
+    // Multiplies if columns are contiguous: all panels of the chunk are packed together, so that
+    // long runs of a row are read at once; each row has a page of its own.
     void multiply_columns(TiledRows& all, int m, int64_t word, int64_t words) const {
       const int64_t room = TileScratch::kPanelWords / panels_ / kEdge * kEdge;
       const bool interleaved = tile_.weights[m].row_stride != 1;
@@ -255,7 +253,8 @@ class TiledRows {
       }
     }
 
-    // `count` words of a panel of which there are `columns`; fetches as many words behind them.
+    // Packs `count` words of a panel with `columns` columns, and prefetches as many words after
+    // them.
     template <typename Load>
     FLASHMOE_INLINE void pack_words(int m, int64_t panel, int64_t word, int64_t count,
                                     int64_t columns, int64_t half, int64_t step_between, float* to,
@@ -281,8 +280,8 @@ class TiledRows {
     }
   };
 
-  // Words `word` to `word` + `words` of all rows, with zeros behind them up to whole tiles:
-  // transposed where weights lie by rows.
+  // Packs words [word, word + words) of all rows, padded with zeros to whole tiles; transposed if
+  // weights lie by rows.
   void pack_rows(int64_t word, int64_t words, bool transposed) {
     const Packed packed = transposed ? Packed::kTransposed : Packed::kAsTheyLie;
     if (packed_ == packed && packed_word_ == word) return;
@@ -302,16 +301,16 @@ class TiledRows {
     }
   }
 
-  // Tiles of the pair that begins with this one.
+  // Number of tiles of a pair.
   int64_t tiles_of(int64_t pair) const { return smaller(kPair, row_tiles_ - pair); }
 
-  // What is packed of that pair, from a step on.
+  // The packed rows of that pair, from a step on.
   float* packed_rows(int64_t pair, int64_t step) const {
     return s_.rows + (pair * packed_steps_ + tiles_of(pair) * step) * kTile;
   }
 
-  // sums = or, behind the beginning, += rows times a panel over `words` of depth, from word `done`
-  // on of those that are packed.
+  // sums = (+= after the beginning) rows times a panel over `words` of depth, from packed word
+  // `done` on.
   void multiply(const PanelTiles& w, int64_t done, int64_t words, bool begins, bool by_rows,
                 float* sums) const {
     const int64_t steps = (words + kEdge - 1) / kEdge;
@@ -329,8 +328,8 @@ class TiledRows {
     }
   }
 
-  // `words` of up to 16 rows, of which `depth` elements are there, 16 at a time; tile from tile
-  // `stride` words.
+  // Packs `words` of up to 16 rows that have `depth` elements, 16 words at a time; tiles are
+  // `stride` words apart.
   static void pack(const Bf16* const (&from)[kLanes], int64_t rows, int64_t depth, int64_t words,
                    bool transposed, float* to, int64_t stride) {
     for (int64_t word = 0; word < words; word += kEdge, to += stride) {
@@ -342,7 +341,7 @@ class TiledRows {
     }
   }
 
-  // 16 words of up to 16 rows from element `begin` of `depth` on; 0 behind them.
+  // Loads 16 words of up to 16 rows from element `begin` of `depth` on, padded with 0.
   FLASHMOE_INLINE static void load_tile(const Bf16* const (&from)[kLanes], int64_t rows,
                                         int64_t begin, int64_t depth, Vector (&block)[kLanes]) {
     if (rows == kEdge && depth - begin >= 2 * kEdge) {
@@ -358,7 +357,7 @@ class TiledRows {
     }
   }
 
-  // Brings a panel's sums from tiles to [row][kPanel].
+  // Rearranges a panel's sums from tiles to [row][kPanel].
   static void arrange(float* sums, int64_t count, bool by_rows) {
     for (int64_t first = 0; first < count; first += kEdge, sums += kEdge * kPanel) {
       Vector tiles[kPanelVectors][kLanes];
@@ -378,13 +377,13 @@ class TiledRows {
   const TileScratch s_;
   const int64_t row_tiles_;
   const int64_t words_;  // of depth
-  const int64_t block_;  // words of depth that rows are packed of at a time
+  const int64_t block_;  // words of depth packed at a time
   enum class Packed { kNothing, kTransposed, kAsTheyLie } packed_ = Packed::kNothing;
   int64_t packed_word_ = 0;
   int64_t packed_steps_ = 0;  // of 16 words
 };
 
-// Of fewer rows of x, weights whose columns are contiguous are multiplied as they stream by.
+// With fewer rows of x, weights with contiguous columns are multiplied as they stream in.
 constexpr int64_t kFewestTiledRows = 4;
 
 inline void multiply_in_tiles(const MoeTile& tile, void* scratch) {

@@ -1,5 +1,5 @@
-// The layer, backward, on the CPU. Rows are pairs that have a slot, in the order of slots; stages
-// that no wanted gradient needs are left out, and all share one workspace:
+// The layer, backward, on the CPU. Rows are the pairs with a slot, in the order of slots. Stages
+// that no wanted gradient needs are skipped, and all share one workspace:
 //
 //   up          g, u  = as the forward has them, where it did not save them
 //   down        da    = w_down^T dout              rows of dout gathered by the pairs
@@ -9,14 +9,15 @@
 //   dw          dw_gate_up = sum of dz x^T, dw_down = sum of dout a^T, and biases' likewise
 //   combine     dx[t] = sum over k of dx_k, and dweights
 //
-// With weight_on_input the weight multiplies x in the forward: then dz is without it, dw_gate_up is
-// of a dz that has it, and what has it is the sum over k.
+// With weight_on_input the weight multiplies x in the forward. Then dz lacks it, dw_gate_up uses a
+// dz scaled by it, and the sum over k applies it.
 //
-// Where pre_activation may be overwritten, rows of dz take the place of those of g and u: the
-// activation reads what it writes over. Not of interleaved rows, which it would be ahead of.
+// If pre_activation may be overwritten, rows of dz replace those of g and u: the activation reads
+// each element before it overwrites it. This excludes interleaved rows, where writes would run
+// ahead of reads.
 //
-// A bounded workspace has the stages up to dw go chunk by chunk of columns of I, and the others of
-// columns of H: see core/ops/moe/gradient_chunks.h.
+// With a bounded workspace the stages up to dw go in chunks of columns of I, and the others in
+// chunks of columns of H: see core/ops/moe/gradient_chunks.h.
 #include <algorithm>
 #include <cstdio>
 
@@ -33,7 +34,7 @@ namespace {
 
 using Problem = MoeBackwardProblem;
 
-constexpr int64_t kRowsPerPiece = 16;  // of the stages that go row by row
+constexpr int64_t kRowsPerPiece = 16;  // in stages that go row by row
 constexpr int64_t kTokensPerPiece = 16;
 
 // What the wanted gradients need.
@@ -66,18 +67,18 @@ struct Needs {
   bool up(const Problem& p) const { return activation() && p.pre_activation.data == nullptr; }
 };
 
-// Else rows of dz are of one chunk.
+// Otherwise rows of dz hold one chunk.
 bool has_whole_dz(const Problem& p) { return Needs(p).dx_rows || dz_is_in_place(p); }
 
 int64_t pairs_of(const Problem& p) { return p.layer.tokens * p.layer.top_k; }
 int64_t element_of(const Problem& p) { return dtype_bytes(p.layer.x.dtype); }
-// Of g and u together.
+// Columns of g and u together.
 int64_t width_of(const Problem& p) { return p.layer.gated ? 2 * p.layer.inner : p.layer.inner; }
 
-// Gate and up are two matrices, whose parts of dx_k are added up in fp32.
+// Whether gate and up are two matrices, whose parts of dx_k are added in fp32.
 bool in_two_parts(const Problem& p) { return p.order == FLASHMOE_MOE_SEPARATE; }
 
-// Of sums, which are fp32 unless what is added up is fp64.
+// The dtype of sums: fp32, unless the terms are fp64.
 Dtype sum_dtype(const Problem& p) {
   return p.layer.x.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
 }
@@ -85,13 +86,13 @@ int64_t sum_bytes(const Problem& p) { return dtype_bytes(sum_dtype(p)); }
 
 Dtype dx_rows_dtype(const Problem& p) { return in_two_parts(p) ? sum_dtype(p) : p.layer.x.dtype; }
 
-// Built on a null base it only measures. What no stage needs has no bytes. What lies between the
-// stages of I and what lies between those of H have the same place.
+// Built on a null base it only measures. Buffers that no stage needs take no bytes. The buffers of
+// the stages of I and of H share their place.
 struct Workspace {
   unsigned char* tiles;
   int32_t* first;   // [experts + 1] rows
-  int32_t* slots;   // [pairs] of each row
-  int32_t* rows;    // [pairs] of each slot, or -1
+  int32_t* slots;   // [pairs] per row
+  int32_t* rows;    // [pairs] per slot, or -1
   double* weights;  // by row, from here on
   double* dots;     // <da, a>
   const void** x;   // pointers
@@ -100,13 +101,13 @@ struct Workspace {
   const void** dz_rows;
   const void** scaled_rows;
   const void** a_rows;
-  unsigned char* dz;         // [rows, width], for dx of all columns
-  unsigned char* computed;   // [rows, width] g, then u; of a chunk, from here on
+  unsigned char* dz;         // [rows, width], for dx all columns
+  unsigned char* computed;   // [rows, width] g, then u; from here on of a chunk
   unsigned char* da;         // [rows, inner] sums
   unsigned char* scaled_dz;  // [rows, width]
   unsigned char* a;          // [rows, inner]
   unsigned char* dx;         // [rows, hidden]
-  unsigned char* scratch;    // of the first thread
+  unsigned char* scratch;    // the first thread's
   uint64_t bytes;
 
   Workspace(void* base, const Problem& p, const GradientChunks& chunks, const MoeKernel& kernel,
@@ -154,9 +155,9 @@ struct Workspace {
   }
 };
 
-// Chunks of which a call by one thread stays within the bound, and leaves an eighth of it to others
-// where chunks can be so small. The number of threads does not matter: it may change between a
-// query and a call.
+// Chunks with which a call by one thread stays within the bound and, if chunks can be small enough,
+// leaves an eighth of it to other threads. The number of threads does not count, since it may
+// change between a query and a call.
 GradientChunks chunks_of(const Problem& p, const MoeKernel& kernel) {
   constexpr uint64_t kShareOfThreads = 8;
   return fit_chunks(
@@ -182,13 +183,13 @@ ProductShape dx_shape(const Problem& p, int64_t columns) {
           1,           p.gate_up.row_stride != 1};
 }
 
-// An expert's matrix turned round, from column `first` on.
+// An expert's matrix transposed, from column `first` on.
 MoeWeights transposed(ExpertMatrix matrix, int32_t expert, int64_t first) {
   std::swap(matrix.row_stride, matrix.column_stride);
   return weights_of(matrix, {}, expert, first);
 }
 
-// Those of a chunk; db_down is of the last.
+// The gradients of a chunk. Only the last chunk has db_down.
 WeightGradients gradients_of(const Problem& p, const Workspace& w, const InnerChunk& chunk) {
   const MoeForwardProblem& layer = p.layer;
   const bool on_input = layer.weight_on_input;
@@ -217,9 +218,9 @@ struct Launch {
   const MoeKernel& kernel;
   const Workspace& workspace;
   const Needs needs;
-  InnerChunk chunk;         // what is being computed
+  InnerChunk chunk;         // the chunk in work
   MoeForwardProblem layer;  // with the chunk's columns of I
-  int64_t hidden_first;     // and, behind those, columns of H
+  int64_t hidden_first;     // and then columns of H
   int64_t hidden;
   const WeightGradients* gradients;
   ExpertTiles experts;
@@ -231,7 +232,7 @@ struct Launch {
   Counter next;
 };
 
-// The rows, and pointers to what each has. A slot counts where it and its pair agree.
+// Lists the rows, and pointers to the data of each. A slot counts if it and its pair agree.
 void list_rows(Launch* launch) {
   const Problem& p = launch->p;
   const MoeForwardProblem& layer = p.layer;
@@ -262,7 +263,7 @@ void list_rows(Launch* launch) {
   launch->experts.from_offsets(w.first, row);
 }
 
-// What the rows have of a chunk of I.
+// Points the rows to a chunk of I.
 void point_to_chunk(Launch* launch) {
   const Problem& p = launch->p;
   const Workspace& w = launch->workspace;
@@ -323,7 +324,7 @@ struct Worker {
     return tile;
   }
 
-  // As the forward does.
+  // As in the forward.
   void up(const ExpertTiles::Tile& rows) const {
     const MoeForwardProblem& layer = launch.layer;
     const int64_t width = layer.gated ? 2 * layer.inner : layer.inner;
@@ -405,7 +406,7 @@ struct Worker {
         row.before[1] = from(layer.gated, layer.gated ? w.before[1][r] : nullptr, i);
         row.da = launch.needs.da ? w.da + (r * layer.inner + i) * sum_bytes(p) : nullptr;
         row.a_out = from(launch.needs.a, launch.needs.a ? w.a_rows[r] : nullptr, i);
-        // Both kinds of dz have the same step, and each places of its own.
+        // Both kinds of dz have the same step, but their own places.
         row.dz_step = dz.step;
         row.dz = launch.needs.dz ? const_cast<void*>(w.dz_rows[r]) : nullptr;
         row.scaled_dz = launch.needs.scaled_dz ? const_cast<void*>(w.scaled_rows[r]) : nullptr;
@@ -463,7 +464,7 @@ struct Worker {
     *to = static_cast<Number>(before + gradient);
   }
 
-  // <y, x> of a row up to the end of this chunk of H. By blocks, whatever the chunks.
+  // <y, x> of a row up to the end of this chunk of H, in blocks, whatever the chunks.
   double dot_with_x(int64_t row, const void* y) const {
     const Dtype dtype = p.layer.x.dtype;
     const Dtype y_dtype = dx_rows_dtype(p);
@@ -504,16 +505,16 @@ void combine(void* context, int32_t index) {
   }
 }
 
-// The stages that there are, in order: those of I, then those of H.
+// The stages of a call, in order: those of I, then those of H.
 struct Stages {
   struct Stage {
     const char* name;
     void (*run)(void* context, int32_t worker);
-    int64_t columns;  // of a product; 0: row by row
+    int64_t columns;  // of a product; 0: the stage goes row by row
   };
   Stage stages[6];
   int count = 0;
-  int of_inner = 0;  // the first so many
+  int of_inner = 0;  // number of stages of I, the first ones
 
   Stages(const Problem& p, const GradientChunks& chunks) {
     const Needs needs(p);
@@ -530,7 +531,7 @@ struct Stages {
   }
 };
 
-// Of one chunk, which the others' are no larger than; `repeats` is how many there are.
+// Plans the stages of the largest chunk; `repeats` is the number of chunks.
 void plan_stages(const Problem& p, const MoeKernel& kernel, const GradientChunks& chunks,
                  Plan* plan) {
   const MoeForwardProblem& layer = p.layer;
@@ -538,7 +539,7 @@ void plan_stages(const Problem& p, const MoeKernel& kernel, const GradientChunks
   const auto pairs = static_cast<double>(pairs_of(p));
   const int64_t inner_chunks = chunk_count(layer.inner, chunks.inner);
   const int64_t hidden_chunks = chunk_count(layer.hidden, chunks.hidden);
-  // The last one's gradients are all that there may be.
+  // The last chunk may have all kinds of gradients.
   const InnerChunk last =
       inner_chunk(p, chunks, (inner_chunks - 1) * chunks.inner, has_whole_dz(p));
   const WeightGradients gradients = gradients_of(p, Workspace(nullptr, p, chunks, kernel, 1), last);
@@ -586,7 +587,7 @@ void plan_stages(const Problem& p, const MoeKernel& kernel, const GradientChunks
   }
 }
 
-// Runs stages `begin` to `end`, of a chunk.
+// Runs stages [begin, end) of a chunk.
 void run_stages(const Stages& stages, int begin, int end, const Plan& plan, bool is_first,
                 WeightGradients* gradients, Launch* launch) {
   for (int i = begin; i < end; ++i) {
@@ -639,7 +640,7 @@ flashmoe_status plan_backward(const MoeBackwardProblem& p, Plan* plan, const Rea
 flashmoe_status launch_backward(const MoeBackwardProblem& p, const Plan& plan, void* memory,
                                 void* /*stream*/) {
   const MoeForwardProblem& layer = p.layer;
-  // What is wanted has no rows, and so may have no memory: nothing is planned.
+  // If the wanted gradients have no rows, and so maybe no memory, nothing is planned.
   if (plan.info.launch_count == 0) return FLASHMOE_OK;
   const MoeKernel& kernel = *static_cast<const MoeKernel*>(plan.entries[0]);
   const GradientChunks chunks = {plan.chunk[0], plan.chunk[1]};

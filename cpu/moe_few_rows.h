@@ -1,21 +1,22 @@
-// Few rows of an expert times its matrix: each weight is read once, where it lies, and nothing but
-// the rows is packed. What bounds it is memory.
+// Few rows of an expert times its matrix. Each weight is read once, in place, and only the rows are
+// packed. The kernel is memory-bound.
 //
-// Where depth is contiguous: dot products (cpu/dot_rows.h). Where columns are: every row's sums
-// += word * vector of columns, with AVX-512 a cache line of each of up to 16 of the matrix's
+// If depth is contiguous: dot products (cpu/dot_rows.h). If columns are contiguous: every row's
+// sums += word * vector of columns, with AVX-512 a cache line from each of up to 16 of the matrix's
 // columns at a time.
 //
 // Included after cpu/dot_rows.h and cpu/moe_sums.h.
 
-constexpr int64_t kMostFewRows = 6 * Simd::kDotRows;  // above, packing pays
-constexpr int64_t kFewWords = 2048;                   // of depth at a time, of few rows
-// One vector more than a power of two, so that rows do not share cache sets.
+constexpr int64_t kMostFewRows = 6 * Simd::kDotRows;  // with more, packing pays
+constexpr int64_t kFewWords = 2048;                   // of depth at a time, for few rows One vector
+                                                      // more than a power of two, so that rows do
+                                                      // not share cache sets.
 constexpr int64_t kFewStride = kFewWords + kLanes;
 
-// Of many rows. Where columns are contiguous each word of depth is a page of its own: few at a
-// time, and many columns of each.
+// For many rows. With contiguous columns each word of depth is on its own page, so take few words
+// at a time and many columns of each.
 constexpr int64_t kTileRows = 288;
-constexpr int64_t kTileColumns = 512;  // of all matrices together
+constexpr int64_t kTileColumns = 512;  // over all matrices
 constexpr int64_t kTileColumnsByColumns = 1024;
 constexpr int64_t kBlockWords = 256;  // of depth at a time
 constexpr int64_t kBlockWordsByColumns = 64;
@@ -23,7 +24,7 @@ static_assert(kTileRows % kGroupRows == 0);
 
 // The scratch of one thread, for few rows and for many in vector registers.
 struct MoeScratch {
-  static constexpr int64_t kManyRows = kTileRows * kBlockWords + kLanes;  // and one vector behind
+  static constexpr int64_t kManyRows = kTileRows * kBlockWords + kLanes;  // and one vector
   static constexpr int64_t kFewRows = kMostFewRows * kFewStride;
   static constexpr int64_t kRows = kManyRows > kFewRows ? kManyRows : kFewRows;
   static constexpr int64_t kPanelWords = kBlockWords * kPanel;
@@ -38,7 +39,7 @@ struct MoeScratch {
       : rows(static_cast<float*>(base)), panel(rows + kRows), sums(panel + kPanelWords) {}
 };
 
-constexpr int kDepthUnit = 8;                          // depth is a multiple of it
+constexpr int kDepthUnit = 8;                          // depth is a multiple of this
 constexpr int kAxpyRegisters = kLanes >= 16 ? 16 : 8;  // for weights
 
 template <typename Product>
@@ -47,11 +48,12 @@ class FewRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
-  // Weights that are in registers at a time: of AVX-512 whole cache lines.
+  // Weights in registers at a time: with AVX-512 whole cache lines.
   static constexpr int kAxpyVectors = kLanes >= 16 && sizeof(Element) == 2 ? kPanelVectors : 1;
   static constexpr int kAxpyWords = kAxpyRegisters / kAxpyVectors;
   static constexpr int kAxpyLeast = kDepthUnit / kPack;
-  // Elements of a row that lies by columns. 16-bit ones are read faster without.
+  // Prefetch distance in elements, for rows with contiguous columns. 16-bit ones are read faster
+  // without.
   static constexpr int kFetchAhead = sizeof(Element) == sizeof(float) ? 64 : 0;
 
   FewRows(const MoeTile& tile, const MoeScratch& scratch)
@@ -73,7 +75,7 @@ class FewRows : MoeTileSums<typename Product::Element> {
  private:
   using Base::tile_;
 
-  // Words `word` to `word` + `count` of each row; 0 behind them.
+  // Loads words [word, word + count) of each row, padded with 0.
   void load_rows(int64_t word, int64_t count) const {
     for (int64_t r = 0; r < tile_.rows; ++r) {
       const Element* from = this->row(r) + word * kPack;
@@ -99,7 +101,7 @@ class FewRows : MoeTileSums<typename Product::Element> {
     }
   }
 
-  // Gate and up together: they may lie in the same cache lines.
+  // Handles gate and up together: they may lie in the same cache lines.
   void axpy() const {
     const int64_t words = tile_.depth / kPack;
     for (int64_t word = 0; word < words; word += kFewWords) {
@@ -123,7 +125,7 @@ class FewRows : MoeTileSums<typename Product::Element> {
     }
   }
 
-  // Adds kWords words of depth, from `word` + `i` on, times what the rows have there.
+  // Adds kWords words of depth, from `word` + `i` on, times the rows' words.
   template <int kWords, typename Load>
   FLASHMOE_INLINE void axpy_columns(int m, int64_t word, int64_t i, Load load) const {
     constexpr int64_t kWide = kAxpyVectors * kLanes;
@@ -152,7 +154,7 @@ class FewRows : MoeTileSums<typename Product::Element> {
     float* to = this->sums(m, column / kPanel, 0) + column % kPanel;
     for (int64_t r = 0; r < tile_.rows; ++r) {
       const float* row = s_.rows + r * kFewStride + i;
-      // Added up apart, which leaves a long sum fewer roundings.
+      // Summed separately, so that a long sum has fewer roundings.
       Vector part[kAxpyVectors];
 #pragma GCC unroll 2
       for (int v = 0; v < kAxpyVectors; ++v) part[v] = Simd::zero();

@@ -17,7 +17,7 @@ namespace {
 
 using Problem = MoeForwardProblem;
 
-constexpr int64_t kTokensPerSum = 16;  // tokens that a thread takes at a time
+constexpr int64_t kTokensPerSum = 16;  // tokens per thread at a time
 constexpr double kBytesPerThread = 1 << 17;
 
 // Built on a null base it only measures.
@@ -25,7 +25,7 @@ struct Workspace {
   unsigned char* tiles;
   unsigned char* a;        // [pairs, inner]
   unsigned char* y;        // [pairs, hidden]
-  unsigned char* scratch;  // of the first thread
+  unsigned char* scratch;  // the first thread's
   uint64_t bytes;
 
   Workspace(void* base, const Problem& p, const MoeKernel& kernel, int32_t threads) {
@@ -72,7 +72,7 @@ struct Launch {
   bool large_cache;
   Counter next;
 
-  // Of x, and of the rows in the workspace.
+  // Bytes of an element of x, and of the rows in the workspace.
   int64_t element() const { return dtype_bytes(p.x.dtype); }
   int64_t pairs() const { return p.tokens * p.top_k; }
 };
@@ -127,7 +127,7 @@ struct Worker {
     }
   }
 
-  // The rows of x from `slot` on whose pairs are pairs, and where they end.
+  // Gathers the rows of x from `slot` on with valid pairs, and returns their end.
   int64_t gather(int64_t slot, int64_t end, MoeTile* tile) const {
     const Problem& p = launch.p;
     const char* data = static_cast<const char*>(p.x.data);
@@ -183,7 +183,7 @@ void combine(void* context, int32_t /*worker*/) {
         const int64_t pair = t * p.top_k + k;
         weights[k] = weight_of(p, pair);
         const int64_t slot = p.slots[pair];
-        // Also false where the routing contradicts itself: then nothing was computed there.
+        // Also false if the routing contradicts itself: then nothing was computed there.
         if (slot < first_slot || slot >= end_slot || p.pairs[slot] != pair) continue;
         sum.y[k] = launch.workspace.y + slot * p.hidden * launch.element();
       }

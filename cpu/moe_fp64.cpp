@@ -1,4 +1,4 @@
-// The mixture of experts in fp64 compiled for the baseline of the platform.
+// The mixture of experts in fp64, compiled for the platform's baseline.
 #include <cmath>
 
 #include "cpu/moe_kernel.h"

@@ -1,18 +1,18 @@
-// The mixture of experts in fp64, for checks of gradients. Sums are fp64, one for each row and
-// column, added up in the order of depth whatever the tiles are. Included inside the namespace of
-// one translation unit, below kVectorBytes and kGroupRows.
+// The mixture of experts in fp64, for gradient checks. Sums are fp64, one per row and column, in
+// the order of depth whatever the tiles are. Included inside the namespace of one translation unit,
+// after kVectorBytes and kGroupRows.
 
 using Doubles = double __attribute__((vector_size(kVectorBytes)));
 
 constexpr int64_t kPanel = 8;                        // columns
 constexpr int kVectors = kPanel * 8 / kVectorBytes;  // of a panel's row
-constexpr int64_t kPanelSteps = 256;                 // of depth that a panel is packed of: 16 KiB
+constexpr int64_t kPanelSteps = 256;                 // of depth per packed panel: 16 KiB
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 512;  // a plan halves that for small caches
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Stores a number, or adds it to what is there.
+// Stores a number, or adds it to the output.
 template <typename T>
 void put(double x, bool adds, T* to) {
   *to = static_cast<T>(adds ? static_cast<double>(*to) + x : x);
@@ -31,7 +31,7 @@ double number(const void* from, Dtype dtype, int64_t place) {
                                   : static_cast<const double*>(from)[place];
 }
 
-// ---- activations: a NaN stays one ---------------------------------------------------------------
+// ---- activations: NaN stays NaN -----------------------------------------------------------------
 
 double cut_above(const MoeActivation& activation, double x) {
   const auto limit = static_cast<double>(activation.limit);
@@ -43,7 +43,7 @@ double cut(const MoeActivation& activation, double x) {
   return x < -limit ? -limit : cut_above(activation, x);
 }
 
-// What comes back through a cut: nothing from beyond the limit.
+// The gradient through the clamp: 0 beyond the limit.
 double through_cut_above(const MoeActivation& activation, double x, double dx) {
   return x > static_cast<double>(activation.limit) ? 0.0 : dx;
 }
@@ -59,8 +59,8 @@ constexpr double kDensity = 0.39894228040143267794;           // 1 / sqrt(2 pi)
 constexpr double kTwoSqrtTwoOverPi = 1.59576912160573071176;  // 2 sqrt(2 / pi)
 constexpr double kCubic = 0.044715;
 
-// act(z), and its slope there. Beyond +-kFlat slopes are those of a straight line, and what is
-// multiplied by what has vanished must not overflow.
+// act(z) and its slope at z. Beyond +-kFlat slopes are those of a straight line, and factors of
+// vanished terms must not overflow.
 struct Activated {
   double value;
   double slope;
@@ -125,7 +125,7 @@ Doubles load(const double* from) {
 
 void store(Doubles x, double* to) { __builtin_memcpy(to, &x, sizeof x); }
 
-// Factors of a group of rows that lie at `row`.
+// Factors from a group of rows.
 struct RowFactors {
   const double* row[kGroupRows];
 
@@ -137,7 +137,7 @@ struct RowFactors {
   double at(int r, int64_t step) const { return row[r][step]; }
 };
 
-// Of rows that are columns of `rows`, from `column` on.
+// Factors from columns of `rows`, from `column` on.
 struct ColumnFactors {
   const void* const* rows;
   int64_t column;
@@ -174,7 +174,7 @@ void add_group(const Factors& x, const double* panel, int64_t steps, double* sum
     for (int v = 0; v < kVectors; ++v) store(total[r][v], sums + r * kPanel + v * kLanes);
   }
 }
-// The same of a group of fewer rows than kGroupRows, too.
+// The same, also for a group with fewer than kGroupRows rows.
 template <typename Factors>
 void add_rows_of_group(const Factors& x, int64_t rows, const double* panel, int64_t steps,
                        double* sums) {
@@ -191,7 +191,7 @@ void clear(double* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = 0.0;
 }
 
-// Columns from `column` on of one of the tile's matrices, `steps` of depth from `depth` on.
+// Packs columns from `column` on of one of the tile's matrices, `steps` of depth from `depth` on.
 void pack_panel(const MoeTile& tile, int m, int64_t column, int64_t depth, int64_t steps,
                 double* panel) {
   const MoeWeights& w = tile.weights[m];
@@ -212,7 +212,7 @@ void pack_panel(const MoeTile& tile, int m, int64_t column, int64_t depth, int64
   }
 }
 
-// Scale, bias, activation, store: of the columns of a panel.
+// Applies scale, bias and activation to a panel's columns, and stores them.
 void finish_panel(const MoeTile& tile, int64_t column, const Scratch& s) {
   const int64_t columns = smaller(kPanel, tile.columns - column);
   for (int64_t r = 0; r < tile.rows; ++r) {

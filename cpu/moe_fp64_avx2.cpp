@@ -1,4 +1,4 @@
-// The mixture of experts in fp64 compiled for AVX2 and FMA.
+// The mixture of experts in fp64, compiled for AVX2 and FMA.
 #include <cmath>
 
 #include "cpu/moe_kernel.h"

@@ -1,9 +1,9 @@
-// What gradients of a mixture of experts need beside products and sums of outer products, for any
-// instruction set: the gradient of the activation, and sums of rows.
+// Parts of a mixture of experts' gradients that are neither products nor sums of outer products,
+// for any instruction set: the gradient of the activation, and sums of rows.
 //
 // Included after cpu/moe_sums.h.
 
-// dz of g or of u, from element `first` on: in every second place by way of `pairs`.
+// Stores dz of g or u, from element `first` on; with a step of 2 through `pairs`.
 template <typename Element>
 class GradientStore {
  public:
@@ -82,8 +82,8 @@ double differentiate_row(const MoeActivationGradient& row) {
   return static_cast<double>(Simd::sum_of(total));
 }
 
-// A few vectors of columns at a time, and rows in runs whose sums are then added up: errors grow
-// with the root of a run and of their number.
+// Takes a few vectors of columns at a time, and rows in runs whose sums are then added: errors grow
+// with the root of a run's length and of the number of runs.
 template <typename Element>
 void sum_rows(const MoeRowSums& sums) {
   constexpr int kVectors = 4;

@@ -8,7 +8,7 @@
 namespace flashmoe::cpu {
 namespace {
 
-constexpr int64_t kUnitsPerThread = 8;  // experts have unlike numbers of rows
+constexpr int64_t kUnitsPerThread = 8;  // experts have different numbers of rows
 constexpr int64_t kFewestColumns = 128;
 
 }  // namespace
@@ -23,7 +23,7 @@ void WeightGradients::add_matrix(const MatrixGradient& gradient, RowPointers a, 
   job.m = m;
   job.n = n;
   job.row_stride = gradient.row_stride;
-  if (gradient.column_stride != 1) {  // what is contiguous is what a vector is of
+  if (gradient.column_stride != 1) {  // vectors go along the contiguous axis
     std::swap(job.a, job.b);
     std::swap(job.a_first, job.b_first);
     std::swap(job.m, job.n);

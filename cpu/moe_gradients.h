@@ -1,6 +1,6 @@
-// Gradients of the weights of experts on the CPU: sums over an expert's rows of their outer
-// products, and of the rows themselves. Their tiles are units of work, each of one thread; bits
-// depend neither on the tiles nor on the threads.
+// Gradients of experts' weights on the CPU: sums of outer products over an expert's rows, and sums
+// of the rows themselves. Their tiles are units of work for one thread each; bits depend neither on
+// the tiles nor on the threads.
 #pragma once
 
 #include <algorithm>
@@ -11,31 +11,31 @@
 
 namespace flashmoe::cpu {
 
-// Rows by number, those of each expert behind one another: a pointer to each.
+// Pointers to rows, expert after expert.
 using RowPointers = const void* const*;
 
 class WeightGradients {
  public:
-  // `element`: bytes of one of the rows'.
+  // `element`: bytes of an element of the rows.
   WeightGradients(int32_t experts, int64_t element, bool adds)
       : experts_(experts), element_(element), adds_(adds) {}
 
-  // [experts, m, n]: a's elements from a_first on times those of b. Nothing where it is not wanted.
+  // [experts, m, n]: a's elements from a_first on times those of b. Does nothing if not wanted.
   void add_matrix(const MatrixGradient& gradient, RowPointers a, int64_t a_first, int64_t m,
                   RowPointers b, int64_t n);
-  // [experts, n]: sums of a's elements, times `scale` of each row.
+  // [experts, n]: sums of a's elements, each row times its `scale`.
   void add_bias(const BiasGradient& gradient, RowPointers a, int64_t a_first, int64_t n,
                 const double* scale);
 
   // Cuts into tiles of at most this size.
   void cut(MoeTileSize size);
-  // A size of which there are enough tiles for the threads.
+  // The largest size that gives the threads enough tiles.
   MoeTileSize tile_size(const MoeKernel& kernel, int64_t threads) const;
 
   int64_t units() const { return units_; }
-  double elements() const;  // of one expert's gradients of matrices
+  double elements() const;  // elements of one expert's matrix gradients
 
-  // Unit `index` of units(). Expert e has the rows first[e] to first[e + 1] - 1.
+  // Computes unit `index` of units(). Expert e has rows first[e] to first[e + 1] - 1.
   void compute(int64_t index, const MoeKernel& kernel, const int32_t* first, void* scratch) const;
 
  private:
@@ -45,7 +45,7 @@ class WeightGradients {
     const double* scale;
     int64_t a_first;
     int64_t b_first;
-    int64_t m;  // 1 of sums
+    int64_t m;  // 1 for sums
     int64_t n;
     char* out;
     int64_t expert_stride;  // elements
@@ -55,7 +55,7 @@ class WeightGradients {
     int64_t m_tiles, n_tiles;
     int64_t units;
   };
-  static constexpr int kMostJobs = 6;  // of a layer: three matrices and their biases
+  static constexpr int kMostJobs = 6;  // for a layer: three matrices and their biases
 
   void add(const Job& job) { jobs_[count_++] = job; }
 
@@ -67,11 +67,11 @@ class WeightGradients {
   int64_t units_ = 0;
 };
 
-// What a thread must find to be worth waking, about ten microseconds of it.
+// The least work for which waking a thread pays: about ten microseconds.
 inline constexpr double kFlopsToWake = 2e5;
 inline constexpr double kBytesToWake = 1 << 16;
 
-// Threads for so much work of which each should find 1, in so many pieces.
+// Threads for `work` in `pieces`: each thread should get at least 1 unit of work.
 int32_t threads_for(double work, int64_t pieces);
 
 }  // namespace flashmoe::cpu

@@ -1,6 +1,6 @@
-// Between the launchers and the per-ISA kernels of the mixture of experts: a tile of a product and
-// who computes it. Included by translation units compiled with different -m flags, so it holds
-// plain declarations only: no inline function, no standard header that brings any.
+// The interface between the launchers and the per-ISA kernels of the mixture of experts: a tile of
+// a product and its kernels. Translation units compiled with different -m flags include this file,
+// so it holds plain declarations only: no inline function, and no standard header that has any.
 #pragma once
 
 #include <stddef.h>
@@ -12,7 +12,7 @@ namespace flashmoe::cpu {
 
 // Rows of one expert's matrix, from the tile's first on.
 struct MoeWeights {
-  const void* data;  // row r, column c is r * row_stride + c * column_stride elements further
+  const void* data;  // row r, column c is at r * row_stride + c * column_stride elements
   int64_t row_stride;
   int64_t column_stride;
   const void* bias;  // nullptr: none
@@ -20,7 +20,7 @@ struct MoeWeights {
   int64_t bias_stride;
 };
 
-// What follows a product and comes before the store.
+// What is applied to a product before the store.
 struct MoeActivation {
   flashmoe_activation function;
   float alpha;
@@ -28,7 +28,7 @@ struct MoeActivation {
   float up_offset;
 };
 
-// Products of the rows of x that one expert has with rows of its matrix:
+// Products of one expert's rows of x with rows of its matrix:
 //
 //   out[r][n] = scale[r] * (x[r] . weights[0][n]) + bias     or, with an activation, act of that,
 //   out[r][n] = act(g) * (u + up_offset)                     with two matrices, gate and up
@@ -42,16 +42,16 @@ struct MoeTile {
   MoeWeights weights[2];
   bool fetch_ahead;                 // few rows may fetch weights that lie by columns
   const MoeActivation* activation;  // nullptr: none
-  void* out;                        // row r is r * out_stride elements further
+  void* out;                        // row r is at r * out_stride elements
   int64_t out_stride;
   bool out_is_fp32;  // whatever x is
-  bool adds;         // to what is there
-  void* before[2];   // what the activation is applied to, likewise; nullptr: not wanted
+  bool adds;         // to the output
+  void* before[2];   // inputs of the activation, likewise; nullptr: not wanted
   int64_t before_stride;
 };
 
-// One token's sum: out = sum of weights[k] * y[k] over the k whose y[k] is not nullptr, in order;
-// without `weights` they are 1. Elements are x's, or fp32.
+// One token's sum: out = sum of weights[k] * y[k] over the k with y[k] != nullptr, in order;
+// without `weights` all weights are 1. Elements have x's dtype, or fp32.
 struct MoeSum {
   const void* y[kMaxTopK];
   const double* weights;
@@ -60,27 +60,27 @@ struct MoeSum {
   void* out;
   bool y_is_fp32;
   bool out_is_fp32;
-  bool adds;  // to what is there
+  bool adds;  // to the output
 };
 
-// The gradient of what the activation of one row was applied to, and the activation itself:
+// The gradient of one row's activation input, and the activation itself:
 //
 //   a_out = weight * a,  dz = weight * da/dz * da     with a = act(g) * (u + up_offset), or act(u)
 //
 // and scaled_dz = scale * dz. Beyond the limit dz is 0.
 struct MoeActivationGradient {
   const void* before[2];  // [inner] g and u; without a gate u and nullptr
-  const void* da;         // [inner] fp32, of fp64 fp64; nullptr: dz is not wanted
+  const void* da;         // [inner] fp32, for fp64 fp64; nullptr: dz is not wanted
   double weight;
   double scale;
   const MoeActivation* activation;
   int64_t inner;
   void* a_out;      // [inner] or nullptr
-  void* dz;         // that of g at dz_places[0] + i * dz_step, of u at dz_places[1] + ...
+  void* dz;         // g's at dz_places[0] + i * dz_step, u's at dz_places[1] + ...
   void* scaled_dz;  // likewise, at its own places, or nullptr
   int64_t dz_places[2];
   int64_t scaled_places[2];
-  int64_t dz_step;  // 1; or 2, of places next to each other, g's first
+  int64_t dz_step;  // 1; or 2 with adjacent places, g's first
 };
 
 // A tile of the sum of outer products of rows:
@@ -90,14 +90,14 @@ struct MoeOuterProducts {
   const void* const* a;  // [rows] pointers to rows of contiguous elements
   const void* const* b;
   int64_t rows;
-  int64_t a_first;  // the elements of a row that the tile is of, `m` from here on
+  int64_t a_first;  // the tile's elements of a row: `m` from here on
   int64_t b_first;
   int64_t m;
   int64_t n;
-  void* out;  // row m is m * out_stride elements further
+  void* out;  // row m is at m * out_stride elements
   int64_t out_stride;
-  bool out_is_fp32;  // else of a's dtype
-  bool adds;         // to what is there
+  bool out_is_fp32;  // else a's dtype
+  bool adds;         // to the output
 };
 
 // out[i] = sum over r of scale[r] * a[r][first + i].
@@ -112,22 +112,22 @@ struct MoeRowSums {
   bool adds;
 };
 
-// A tile at its largest.
+// The largest tile.
 struct MoeTileSize {
   int64_t rows;
-  int64_t columns;  // of all matrices together
+  int64_t columns;  // over all matrices
 };
 
-// The kernels of one instruction set for one dtype. What they add up is fp32, of fp64 fp64; numbers
-// of a routing are fp64 here, and rounded to that.
+// The kernels of one instruction set for one dtype. Sums are fp32, for fp64 inputs fp64; numbers of
+// a routing are fp64 here and rounded to that.
 struct MoeKernel {
   const char* isa;
-  MoeTileSize many[2];  // of many rows: where depth is contiguous, where columns are
-  int64_t few_sums;     // most rows, to the next multiple of group_rows, times columns, of few rows
+  MoeTileSize many[2];  // for many rows: with depth contiguous, with columns contiguous
+  int64_t few_sums;     // for few rows: the most of rows (rounded up to group_rows) * columns
   int64_t group_rows;
-  int64_t few_rows;      // so few rows are computed as the matrix streams by
-  size_t scratch_bytes;  // of one thread
-  // `scratch` is 64-byte aligned. Writes out and before, and nothing else.
+  int64_t few_rows;      // up to this many rows are computed as the matrix streams in
+  size_t scratch_bytes;  // per thread `scratch` is 64-byte aligned. Writes out and before, and
+                         // nothing else.
   void (*multiply)(const MoeTile& tile, void* scratch);
   void (*add)(const MoeSum& sum);
   // Returns the sum of da * a.
@@ -135,7 +135,7 @@ struct MoeKernel {
   MoeTileSize outer;  // the largest m and n
   void (*add_outer)(const MoeOuterProducts& tile, void* scratch);
   void (*add_rows)(const MoeRowSums& sums);
-  // The sum of a[i] * b[i], each of its dtype.
+  // The sum of a[i] * b[i], each in its own dtype.
   double (*dot)(const void* a, Dtype a_dtype, const void* b, Dtype b_dtype, int64_t n);
 };
 

@@ -2,14 +2,13 @@
 //
 //   out[m][n] = sum over r of a[r][m] * b[r][n]
 //
-// Depth is rows here. Of b as many columns are packed at a time, in panels, as have room; then
-// columns of a, a group of kRows at a time, are packed and multiplied by panel after panel. Their
-// sums are written from the first level of the cache, to a group of rows of the output from their
-// beginnings to their ends; only those of more rows than a block of depth wait in memory for the
-// next block's. Every sum is fp32 and runs over the rows in their order, in runs that depend on
-// nothing else.
+// Depth is rows here. As many columns of b as have room are packed at a time, in panels. Then
+// columns of a are packed, a group of kRows at a time, and multiplied by panel after panel. Their
+// sums are written from the level-1 cache to a group of rows of the output, from beginning to end.
+// Only with more rows than a block of depth do sums wait in memory for the next block. Every sum is
+// fp32 and runs over the rows in order, in runs that depend on nothing else.
 //
-// What multiplies is an `Engine`, which says how both operands lie when they are packed, and has
+// An `Engine` multiplies. It decides the packed layout of both operands, and has
 //
 //   kMost         the largest m and n of a tile
 //   kRows         columns of a that are multiplied at a time: a group
@@ -34,7 +33,7 @@ class OuterProducts {
         panels_(packed_rows_ + kRows * kGroups * kBlock),
         sums_(panels_ + Engine::kPanelWords) {}
 
-  // There is a row at least.
+  // Requires at least one row.
   void compute() const {
     const int64_t room = Engine::kPanelWords / smaller(padded(words_), kBlock) / kPanel * kPanel;
     const int64_t chunks = (tile_.n + room - 1) / room;
@@ -74,7 +73,7 @@ class OuterProducts {
     }
   }
 
-  // A group of columns of a by all panels, some at a time.
+  // Multiplies a group of columns of a by all panels, some at a time.
   void multiply_group(int64_t m, const float* rows, int64_t first, int64_t panels, int64_t word,
                       int64_t words) const {
     const int64_t count = smaller(kRows, tile_.m - m);
@@ -90,7 +89,7 @@ class OuterProducts {
     }
   }
 
-  // Long runs of a row together, here and below.
+  // Reads long runs of a row together, here and below.
   void pack_groups(int64_t m, int64_t count, int64_t word, int64_t words) const {
     for (int64_t done = 0; done < words; done += Engine::kStep) {
       for (int64_t group = 0; group < count; group += kRows) {
@@ -121,7 +120,7 @@ class OuterProducts {
     }
   }
 
-  // As many words as are packed together, from a word on.
+  // Prefetches as many words as are packed together, from a word on.
   FLASHMOE_INLINE void fetch(const void* const* rows, int64_t element, int64_t n,
                              int64_t word) const {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
@@ -134,7 +133,7 @@ class OuterProducts {
 
   friend Engine;
 
-  // A word of n columns from an element of the rows on; zeros behind the last row.
+  // Loads a word of n columns from an element of the rows on, with zeros after the last row.
   FLASHMOE_INLINE void load(const void* const* rows, int64_t element, int64_t n, int64_t word,
                             Vector (&to)[kPanelVectors]) const {
     const int64_t row = word * Product::kPack;
@@ -159,8 +158,8 @@ class OuterProducts {
     load(tile_.a, tile_.a_first + m, n, word, to);
   }
 
-  // Sums of some panels of a group, row by row: rows of outputs lie on pages of their own, and
-  // often so that all of them want the same places of the cache.
+  // Finishes sums of some panels of a group, row by row: rows of outputs lie on their own pages and
+  // often map to the same cache sets.
   void finish(int64_t m, int64_t count, int64_t column, int64_t panels, const float* sums) const {
     for (int64_t r = 0; r < count; ++r) {
       for (int64_t p = 0; p < panels; ++p) {
@@ -200,7 +199,7 @@ class OuterProducts {
   const int64_t words_ = (tile_.rows + Product::kPack - 1) / Product::kPack;
 };
 
-// In vector registers: rows are packed as [word][kGroupRows], panels as [word][kPanel].
+// Uses vector registers: rows are packed as [word][kGroupRows], panels as [word][kPanel].
 template <typename TheProduct>
 struct OuterInVectors {
   using Product = TheProduct;
@@ -213,7 +212,7 @@ struct OuterInVectors {
   static constexpr int64_t kBlockWords = 128;
   static constexpr int64_t kPanelWords = kBlockWords * 512;
   static constexpr bool kStoresPanels = false;
-  static constexpr int64_t kRun = 64;  // words that are summed in one go: as of other long sums
+  static constexpr int64_t kRun = 64;  // words summed in one go, as in other long sums
   static_assert(kBlockWords % kRun == 0 && kGroupRows <= kPanel);
 
   static void store_word(float* panel, int64_t /*words*/, int64_t word,

@@ -1,8 +1,8 @@
 // Sums of outer products of rows in the tile registers of AMX. A word is a pair of rows. Panels of
-// b are packed as those of a matrix whose columns are contiguous; a group is 32 columns of a, two
-// tiles that are the rows of the product, so that their words are transposed when they are packed.
-// That makes a tile of a as dear as five products or so, and one of b as one: a group goes by as
-// many columns of b as the second level of the cache has room for.
+// b are packed like those of a matrix with contiguous columns. A group is 32 columns of a: two
+// tiles, which are the rows of the product, so their words are transposed while packing. That makes
+// packing a tile of a cost about five products, and a tile of b one. So a group meets as many
+// columns of b as the level-2 cache has room for.
 //
 // Included after cpu/moe_amx.h and cpu/moe_outer_products.h.
 
@@ -24,7 +24,7 @@ struct OuterInTiles {
     Simd::store(panel + (words + word) * kEdge, loaded[1]);
   }
 
-  // [step][tile][16][16], of one tile if there are no more columns.
+  // Packs as [step][tile][16][16], with one tile if there are no more columns.
   static void pack_rows(const Outer& outer, int64_t m, int64_t count, int64_t word, float* group,
                         int64_t done) {
     const int tiles = tiles_of(count);

@@ -1,15 +1,15 @@
-// The GEMMs of a mixture of experts for any instruction set: a tile of the rows that an expert has
-// times rows of its matrix (cpu/moe_kernel.h says what comes out).
+// The GEMMs of a mixture of experts, for any instruction set: a tile of an expert's rows times rows
+// of its matrix (cpu/moe_kernel.h defines the result).
 //
-// Many rows: blocks of kBlockWords words of depth. The tile's rows are packed once a block, a panel
-// of kPanel columns at a time is packed as [word][kPanel], and all rows are multiplied by it
-// (cpu/products.h). Rows and sums stay in L2, a panel in L1; a word of weights is packed once for
-// all rows of the tile.
+// Many rows: depth goes in blocks of kBlockWords words. The tile's rows are packed once per block.
+// One panel of kPanel columns at a time is packed as [word][kPanel], and all rows are multiplied by
+// it (cpu/products.h). Rows and sums stay in L2, a panel in L1; a word of weights is packed once
+// for all rows of the tile.
 //
 // Few rows: see cpu/moe_few_rows.h.
 //
-// Sums are fp32, one for each row and column, added up in the order of depth; what is added first
-// in registers depends on the number of rows of the tile only in that few and many are two orders.
+// Sums are fp32, one per row and column, in the order of depth. The number of rows of the tile
+// matters only in that few and many rows add in two different orders.
 //
 // Included after cpu/moe_gradient_rows.h.
 
@@ -19,9 +19,8 @@ class ManyRows : MoeTileSums<typename Product::Element> {
   using Element = typename Product::Element;
   using Base = MoeTileSums<Element>;
   static constexpr int kPack = Product::kPack;
-  // Words of depth that are summed in one go: see Product::kScoreRun. Errors of a product here are
-  // not exponentiated, and sums of 16-bit numbers may run on: their own rounding is the greater
-  // one.
+  // Words of depth summed in one go: see Product::kScoreRun. Errors of a product here are not
+  // exponentiated, and sums of 16-bit numbers may be longer: their own rounding is larger.
   static constexpr int64_t kRun = sizeof(Element) < sizeof(float) ? kBlockWords
                                   : Simd::kFused                  ? 64
                                                                   : 32;
@@ -53,7 +52,7 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     int m;
     int64_t panel;
     int64_t word;
-    int64_t steps;  // 0: there is none
+    int64_t steps;  // 0: none
 
     int64_t column() const { return panel * kPanel; }
   };
@@ -65,14 +64,14 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     return {0, 0, word, clamp(words - word, 0, block_)};
   }
 
-  // Fetches the weights of what comes next into the second level of the cache, a few lines at a
-  // time: many at once fill the buffers of outstanding misses, and the products wait. Where depth
-  // is contiguous that is the next panel. Where columns are, each word of depth has a page of its
-  // own, and all panels of the next block are fetched together, a part of their depth with each
-  // panel of this one.
+  // Prefetches the next weights into the level-2 cache, a few lines at a time: many at once would
+  // fill the buffers of outstanding misses, and the products would wait. With depth contiguous it
+  // fetches the next panel. With columns contiguous each word of depth is on its own page, so all
+  // panels of the next block are fetched together, a part of their depth with each panel of this
+  // one.
   class Fetch {
    public:
-    // While panel `p` is multiplied, in `times` calls of some_lines.
+    // Fetches while panel `p` is multiplied, in `times` calls of some_lines.
     Fetch(const ManyRows& tile, const Panel& p, int64_t words, int64_t times) {
       const Panel next = tile.next_of(p, words);
       const Panel block = tile.next_of({p.m, tile.panels_ - 1, p.word, p.steps}, words);
@@ -114,9 +113,9 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     const Element* from_ = nullptr;
     int64_t runs_ = 0;  // still to fetch
     int64_t stride_ = 0;
-    int64_t length_ = 0;  // of a run, in elements
+    int64_t length_ = 0;  // elements per run
     int64_t at_ = 0;
-    int64_t lines_ = 0;  // of a call
+    int64_t lines_ = 0;  // per call
   };
 
   struct SomeLines {
@@ -125,7 +124,7 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     void operator()() const { fetch->some_lines(); }
   };
 
-  // As groups [word][kGroupRows].
+  // Packs as groups [word][kGroupRows].
   void pack_rows(int64_t word, int64_t steps) const {
     for (int64_t first = 0; first < tile_.rows; first += kGroupRows) {
       const int64_t rows = smaller(kGroupRows, tile_.rows - first);
@@ -135,7 +134,7 @@ class ManyRows : MoeTileSums<typename Product::Element> {
       for (int64_t step = 0; step < steps; step += kLanes) {
         Vector block[kLanes];
         load_block<Product>(from, rows, (word + step) * kPack, tile_.depth, block);
-        // A row of the block is longer than a group: the next one overwrites what is too much.
+        // A row of the block is longer than a group: the next one overwrites the excess.
         const int64_t count = smaller(kLanes, steps - step);
         for (int64_t i = 0; i < count; ++i) Simd::store(to + (step + i) * kGroupRows, block[i]);
       }
@@ -191,7 +190,7 @@ class ManyRows : MoeTileSums<typename Product::Element> {
     }
   }
 
-  // Meanwhile fetches what comes next: packing it would wait for memory.
+  // Prefetches the next weights meanwhile, since packing them would wait for memory.
   void multiply(const Panel& p, int64_t words) const {
     constexpr int kThird = kGroupRows / 3 > 1 ? kGroupRows / 3 : 1;
     const int64_t groups = (tile_.rows + kGroupRows - 1) / kGroupRows;

@@ -1,10 +1,10 @@
 // Routing on the CPU.
 //
-// Tokens are scored in chunks, each by one thread, which also counts the chunk's pairs of every
-// expert. Prefix sums of the counts, over experts and then chunks, are where each chunk's slots of
-// an expert begin; a second pass hands them out in the order of pairs. Chunks do not depend on the
-// threads, and the result does not depend on the chunks. Scores are computed in fp32, or, of
-// numbers of fp64, in fp64: below that is `Number`.
+// Tokens are scored in chunks. One thread scores a chunk and counts its pairs per expert. Prefix
+// sums of the counts, over experts and then chunks, give the first slot of each chunk and expert; a
+// second pass assigns slots in the order of pairs. Chunks do not depend on the threads, and the
+// result does not depend on the chunks. Scores are computed in `Number`: fp32, or fp64 for fp64
+// inputs.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -41,14 +41,14 @@ template <class Number>
 Number log_sum_exp(const Number* x, int32_t count) {
   Number most = kLowest<Number>;
   for (int32_t i = 0; i < count; ++i) most = x[i] > most ? x[i] : most;
-  // exp(inf - inf) would be a NaN, where the sum is an infinity.
+  // exp(inf - inf) would be NaN, but the sum is infinite.
   const Number base = std::isfinite(most) ? most : Number{0};
   Number sum = 0;
   for (int32_t i = 0; i < count; ++i) sum += std::exp(x[i] - base);
   return base + std::log(sum);
 }
 
-// The greatest of a sequence, in order; among equals the one that came first. A NaN counts as -inf.
+// The greatest numbers of a sequence, in order; ties go to the earlier one. NaN counts as -inf.
 template <class Number>
 struct Greatest {
   Number values[kMaxTopK];
@@ -82,7 +82,7 @@ void choose_groups(const Problem& p, const Number* choice, bool* open) {
     sums[g] = two.values[0] + two.values[1];
     open[g] = false;
   }
-  // More may be asked for than `Greatest` holds: one after the other.
+  // More groups may be asked for than `Greatest` holds, so find them one by one.
   for (int32_t i = 0; i < p.top_groups; ++i) {
     int32_t best = -1;
     Number most = 0;
@@ -95,7 +95,7 @@ void choose_groups(const Problem& p, const Number* choice, bool* open) {
   }
 }
 
-// What one token comes to.
+// The result for one token.
 template <class Number>
 struct TokenRoute {
   int32_t ids[kMaxTopK];
@@ -122,17 +122,17 @@ void score_chosen(const Problem& p, const Number* logits, const Greatest<Number>
   }
 }
 
-// Numbers as they are computed with, from element `first` on.
+// Loads numbers from element `first` on, converted to the computation's type.
 void load(const void* from, Dtype dtype, int64_t first, int64_t count, float* to) {
   widen(from, dtype, first, count, to);
 }
 
-// Of fp64 alone.
+// The same for fp64, whose inputs are fp64 only.
 void load(const void* from, Dtype /*dtype*/, int64_t first, int64_t count, double* to) {
   std::copy_n(static_cast<const double*>(from) + first, count, to);
 }
 
-// 0 without a selection bias.
+// An expert's selection bias; 0 without one.
 template <class Number>
 Number selection_bias(const Problem& p, int32_t expert) {
   if (p.wide_selection_bias != nullptr) return static_cast<Number>(p.wide_selection_bias[expert]);
@@ -164,7 +164,7 @@ void choose_experts(const Problem& p, int64_t token, TokenRoute<Number>* route) 
   if (p.lse != nullptr || p.wide_lse != nullptr) route->lse = log_sum_exp(logits, p.experts);
 }
 
-// The expert of this call that a given id means, or -1.
+// The expert of this call for a given id, or -1.
 int32_t expert_of(const Problem& p, int64_t id) {
   if (p.expert_map != nullptr) {
     if (id < 0 || id >= p.expert_map_size) return -1;
@@ -242,7 +242,7 @@ void score(void* context, int32_t /*worker*/) {
   }
 }
 
-// Counts become the slots at which each chunk's pairs of an expert begin.
+// Turns counts into the first slots of each chunk and expert.
 void sum_counts(Launch* launch) {
   const Problem& p = launch->problem;
   int32_t slot = 0;

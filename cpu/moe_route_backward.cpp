@@ -1,13 +1,14 @@
 // Routing, backward, on the CPU: token by token.
 //
-// With scores s and weights w = scale s / D, D their sum with `renormalize` and else 1:
+// With scores s and weights w = scale s / D, where D is the sum of scores with `renormalize`, else
+// 1:
 //
 //   ds_k = scale / D (dw_k - [renormalize] sum of dw_j s_j / D)
 //   SOFTMAX        dlogit_e = p_e ([e is chosen] ds - sum of ds_k p_k)     p the softmax
 //   TOPK_SOFTMAX   the same among the chosen
 //   SIGMOID        dlogit_e = [e is chosen] ds s (1 - s)
 //
-// and dlse p_e in any case. In fp64 what is between: it is little.
+// plus dlse p_e in every case. Intermediates are fp64, since they are few.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -56,7 +57,7 @@ class Token {
   }
 
  private:
-  // The token's row.
+  // The row of a token.
   template <class Data>
   void load(const TokenRows<Data>& rows, int32_t columns, double* to) {
     const int64_t first = token_ * rows.row_stride;
@@ -73,7 +74,7 @@ class Token {
     return p_.dlse != nullptr ? static_cast<double>(p_.dlse[token_]) : 0.0;
   }
 
-  // Of what another routing wrote there may be ids that are none of these logits.
+  // Another routing may have written ids that these logits do not have.
   bool is_expert(int32_t k) const { return ids_[k] >= 0 && (p_.given || ids_[k] < p_.experts); }
 
   bool needs_softmax() const {
@@ -115,7 +116,7 @@ class Token {
       sum += scores_[k];
       product += dscores_[k] * scores_[k];
     }
-    // The sum that the forward divides by is one of fp32, unless scores are fp64.
+    // The forward divides by an fp32 sum, unless scores are fp64.
     const bool is_zero =
         p_.scores.dtype == Dtype::kFloat64 ? sum == 0.0 : static_cast<float>(sum) == 0.0f;
     const bool divided = p_.renormalize && !is_zero;

@@ -1,4 +1,4 @@
-// The sums of a tile of a product, and what comes of them, for any instruction set.
+// The sums of a product's tile and their final steps, for any instruction set.
 //
 // Included after cpu/products.h and cpu/moe_activation.h.
 
@@ -12,13 +12,13 @@ FLASHMOE_INLINE Vector load_first_of(const void* p, Dtype dtype, int64_t step, i
     case Dtype::kFloat32: return load(static_cast<const float*>(p));
     case Dtype::kFloat16: return load(static_cast<const Fp16*>(p));
     case Dtype::kBFloat16: return load(static_cast<const Bf16*>(p));
-    case Dtype::kFloat8E4M3:      // of attention alone
-    case Dtype::kFloat64: break;  // of other kernels
+    case Dtype::kFloat8E4M3:      // attention only
+    case Dtype::kFloat64: break;  // has other kernels
   }
   return Simd::zero();
 }
 
-// Stores n lanes at an element of an output, or adds them to it.
+// Stores n lanes from an element of an output on, or adds them.
 template <typename Element>
 FLASHMOE_INLINE void store_or_add(void* out, int64_t place, bool out_is_fp32, bool adds, Vector x,
                                   int64_t n) {
@@ -32,7 +32,7 @@ FLASHMOE_INLINE void store_or_add(void* out, int64_t place, bool out_is_fp32, bo
   }
 }
 
-// Whether a matrix lies so that its depth is contiguous; or all of the tile's do.
+// Whether a matrix has contiguous depth; or all of the tile's matrices do.
 FLASHMOE_INLINE bool lies_by_rows(const MoeTile& tile, int m) {
   return tile.weights[m].column_stride == 1;
 }
@@ -70,7 +70,7 @@ class MoeTileSums {
     return sums_ + ((m * panels_ + panel) * row_places_ + r) * kPanel;
   }
 
-  // Scale, bias, activation, store.
+  // Applies scale, bias and activation, and stores.
   void finish() const {
     for (int64_t panel = 0; panel < panels_; ++panel) {
       const int64_t column = panel * kPanel;
@@ -90,7 +90,7 @@ class MoeTileSums {
   const int64_t row_places_;
 
  private:
-  // Row by row: those of outputs lie on pages of their own.
+  // Goes row by row, since rows of outputs lie on their own pages.
   FLASHMOE_INLINE void finish_columns(int64_t panel, int64_t column, int64_t n) const {
     Vector bias[kPanelVectors][2];
     for (int v = 0; v < kPanelVectors; ++v) {

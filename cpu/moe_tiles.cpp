@@ -9,22 +9,23 @@
 namespace flashmoe::cpu {
 namespace {
 
-// A thread must find this much work to be worth waking: about ten microseconds of it.
+// The least work for which waking a thread pays: about ten microseconds.
 constexpr double kFlopsPerThread = 2e5;
 
-// Tiles per thread that even out what is uneven; of few rows, where some experts that a plan counts
-// on have none.
+// Tiles per thread that even out the load; for few rows, where some experts that a plan counts on
+// have none.
 constexpr int64_t kTilesPerThread = 4;
 constexpr int64_t kFewRowsTilesPerThread = 8;
 constexpr int64_t kFewestColumns = 32;
 
-// Of a tile of few rows: a matrix that lies by columns is read in runs of so many elements.
+// Columns of a tile of few rows: a matrix with contiguous columns is read in runs of this many
+// elements.
 constexpr int64_t kWideColumns = 8192;
 
-// Where the second level of the cache is smaller tiles have half as many columns.
+// With a smaller level-2 cache tiles have half as many columns.
 constexpr int64_t kLargeCache = int64_t{2} << 20;
 
-// A multiple of every panel, for gate and up each.
+// A multiple of every panel, for each of gate and up.
 constexpr int64_t kColumnUnit = 2 * kFewestColumns;
 
 int64_t whole_groups(const MoeKernel& kernel, int64_t rows) {
@@ -52,7 +53,7 @@ Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape, int32_t
     few_sums /= 4;
   }
   if (few) {
-    // Room for many columns, and for experts that have twice as many rows.
+    // Leaves room for many columns, and for experts with twice as many rows.
     const int64_t room = few_sums / whole_groups(kernel, 2 * rows);
     tile.columns = std::min(kWideColumns, room / kColumnUnit * kColumnUnit);
     tile.rows =
@@ -104,7 +105,7 @@ ExpertTiles::Tile ExpertTiles::find(int64_t index, int64_t column_tiles) const {
   const int32_t expert = static_cast<int32_t>(after - first_) - 1;
   const int64_t row_tiles = first_[expert + 1] - first_[expert];
   const int64_t place = index - first_[expert] * column_tiles;
-  // The row tiles of an expert are as even as can be.
+  // Divides an expert's rows into tiles as evenly as possible.
   const int64_t rows = end_[expert] - begin_[expert];
   const int64_t row_tile = place % row_tiles;
   return {expert, begin_[expert] + rows * row_tile / row_tiles,

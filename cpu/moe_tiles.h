@@ -2,8 +2,8 @@
 //
 // A tile is up to tile_rows rows of one expert times up to tile_columns rows of its matrix; one
 // thread computes it over the whole depth. The bits of an output depend neither on the tiling nor
-// on the threads: every sum belongs to one row and one column and runs in one order. Which expert
-// has which rows is known only when the product runs; a plan assumes that all have as many.
+// on the threads: every sum belongs to one row and one column and runs in one order. The rows of
+// each expert are known only when the product runs; a plan assumes that all have the same number.
 #pragma once
 
 #include <algorithm>
@@ -30,20 +30,20 @@ struct Tiling {
 };
 
 struct ProductShape {
-  int64_t most_rows;  // of all experts together
-  bool even;          // no expert has more than one
+  int64_t most_rows;  // over all experts
+  bool even;          // no expert has more than one row
   int64_t experts;
   int64_t depth;
   int64_t columns;  // of each matrix
   int matrices;
-  bool by_columns;  // these are contiguous, not depth
+  bool by_columns;  // columns are contiguous, not depth
 };
 
-// For up to `available` threads.
+// Chooses a tiling for up to `available` threads.
 Tiling choose_tiling(const MoeKernel& kernel, const ProductShape& shape, int32_t available);
 
-// Whether the second level of the cache is one that large tiles and fetching ahead were measured
-// on.
+// Whether the level-2 cache is as large as those on which large tiles and prefetching were
+// measured.
 bool large_cache();
 
 // The experts' rows, cut into tiles, in a part of the workspace.
@@ -59,20 +59,20 @@ class ExpertTiles {
         begin_(first_ + experts + 1),
         end_(begin_ + experts + 1) {}
 
-  // Rows of expert e: those of `offsets`, whatever it holds, as far as they are in [0, rows) and
-  // belong to no expert before.
+  // Sets the rows of each expert from `offsets`, whatever it holds: those in [0, rows) that belong
+  // to no earlier expert.
   void from_offsets(const int32_t* offsets, int64_t rows);
-  // Rows 0 to counts[e] - 1 of each, as far as there are so many.
+  // Sets rows 0 to counts[e] - 1 of each expert, as far as they exist.
   void from_counts(const int32_t* counts, int64_t rows);
 
   int64_t begin(int32_t expert) const { return begin_[expert]; }
   int64_t end(int32_t expert) const { return end_[expert]; }
 
-  // The rows that some expert has, where they follow each other.
+  // The rows that some expert has, if they are contiguous.
   int64_t first_row() const { return begin_[0]; }
   int64_t end_row() const { return end_[experts_ - 1]; }
 
-  // Cuts into tiles of up to tile_rows rows; returns how many there are.
+  // Cuts into tiles of up to tile_rows rows; returns their number.
   int64_t cut(int64_t tile_rows);
 
   struct Tile {
@@ -81,8 +81,8 @@ class ExpertTiles {
     int64_t end;
     int64_t column_tile;
   };
-  // Of all tiles, each taken column_tiles times. An expert's follow each other, and among these
-  // those of the same columns: they share what they read of its matrix.
+  // Tile `index` of all tiles, each taken column_tiles times. An expert's tiles are consecutive,
+  // and among them those with the same columns, since these share reads of its matrix.
   Tile find(int64_t index, int64_t column_tiles) const;
 
  private:
@@ -92,7 +92,7 @@ class ExpertTiles {
   int64_t* end_;
 };
 
-// Memory of one thread for one product.
+// One thread's memory for one product.
 struct ThreadScratch {
   static size_t bytes(const MoeKernel& kernel) {
     const size_t rows = most_rows(kernel);
@@ -130,7 +130,7 @@ class Carver {
     return at;
   }
 
-  // Enough for any base: the core promises less than the alignment of a cache line.
+  // Enough for any base: the core promises less than cache-line alignment.
   uint64_t bytes() const { return next_ - begin_ + kCacheLine; }
 
  private:

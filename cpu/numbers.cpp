@@ -28,7 +28,7 @@ void widen_e4m3(const uint8_t* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = kE4m3Values[from[i]];
 }
 
-// To nearest even; what is beyond the largest number becomes it, and NaN a NaN.
+// Rounds to nearest even. Numbers beyond the largest saturate to it, and NaN stays NaN.
 uint8_t e4m3_of(float x) {
   constexpr uint32_t kMost = 0x43e00000;         // 448
   constexpr uint32_t kLeastNormal = 0x3c800000;  // 2^-6
@@ -40,7 +40,7 @@ uint8_t e4m3_of(float x) {
   if (magnitude <= 0x7f800000) {
     if (magnitude > kMost) magnitude = kMost;
     if (magnitude < kLeastNormal) {
-      // Multiples of 2^-9: those of fp32 are such from 2^14 to 2^15.
+      // Rounds to a multiple of 2^-9, the spacing of fp32 numbers from 2^14 to 2^15.
       constexpr float kShift = 16384.0f;
       float shifted;
       std::memcpy(&shifted, &magnitude, sizeof shifted);
@@ -70,7 +70,7 @@ void widen(const void* from, Dtype dtype, int64_t first, int64_t count, float* t
     case Dtype::kBFloat16: return widen_as(static_cast<const Bf16*>(from) + first, count, to);
     case Dtype::kFloat8E4M3:
       return widen_e4m3(static_cast<const uint8_t*>(from) + first, count, to);
-    case Dtype::kFloat64: break;  // of attention alone
+    case Dtype::kFloat64: break;  // attention only
   }
 }
 

@@ -19,7 +19,7 @@ namespace {
 
 // ---- text
 
-// The lines of a file, each until the next is read; none of a file that cannot be read.
+// The lines of a file. Each is valid until the next is read; an unreadable file has none.
 class Lines {
  public:
   explicit Lines(const char* path) : file_(std::fopen(path, "re")) {}
@@ -30,7 +30,7 @@ class Lines {
   Lines(const Lines&) = delete;
   Lines& operator=(const Lines&) = delete;
 
-  // Without its end; nullptr after the last one.
+  // The next line without its end; nullptr after the last one.
   char* next() {
     if (file_ == nullptr) return nullptr;
     const ssize_t length = getline(&line_, &room_, file_);
@@ -50,7 +50,7 @@ bool join(char (&path)[PATH_MAX], const char* first, const char* second, const c
   return length >= 0 && static_cast<size_t>(length) < sizeof path;
 }
 
-// Cuts off the text up to a separator, and moves on behind it; nullptr when there is none left.
+// Cuts off the text up to a separator and moves on after it; nullptr when nothing is left.
 char* cut(char** text, char separator) {
   char* const first = *text;
   if (first == nullptr) return nullptr;
@@ -60,7 +60,7 @@ char* cut(char** text, char separator) {
   return first;
 }
 
-// Whether a list, separated by commas, has a word.
+// Whether a comma-separated list has a word.
 bool has_word(const char* list, const char* word) {
   const size_t length = std::strlen(word);
   for (const char* at = list; at != nullptr; at = std::strchr(at, ',')) {
@@ -72,7 +72,8 @@ bool has_word(const char* list, const char* word) {
   return false;
 }
 
-// In place: mountinfo has spaces, tabs, ends of lines and backslashes as \040 and the like.
+// Works in place: mountinfo escapes spaces, tabs, ends of lines and backslashes as \040 and the
+// like.
 void unescape(char* text) {
   const auto digit = [](char c) { return c >= '0' && c <= '7'; };
   char* to = text;
@@ -87,7 +88,7 @@ void unescape(char* text) {
   *to = '\0';
 }
 
-// "0-3,8"; false if it has none.
+// Reads a list such as "0-3,8"; false if it is empty.
 bool read_list(const char* text, cpu_set_t* processors) {
   CPU_ZERO(processors);
   while (*text >= '0' && *text <= '9') {
@@ -108,9 +109,9 @@ bool starts_upwards(const char* path) {
   return std::strncmp(path, "/..", 3) == 0 && (path[3] == '/' || path[3] == '\0');
 }
 
-// The process's group as a path below the mounted one; nullptr if it is not there. Both are
-// relative to the namespace's root, which may lie below the mounted group, by names that are not
-// told: then the latter is all of what holds the process that can be found.
+// The process's group as a path below the mounted group; nullptr if it is not there. Both are
+// relative to the namespace's root, which may lie below the mounted group under unknown names. Then
+// the mounted group is the only one that can be found.
 const char* path_below(const char* mounted, const char* group) {
   while (starts_upwards(mounted) && starts_upwards(group)) {
     mounted += 3;
@@ -128,7 +129,7 @@ const char* path_below(const char* mounted, const char* group) {
   return std::strcmp(below, "/") == 0 ? "" : below;
 }
 
-// The process's group of the hierarchy that has the controller, or of version two.
+// Finds the process's group in the hierarchy with the controller, or in version two.
 bool find_group(const char* root, Version version, const char* controller,
                 char (&group)[PATH_MAX]) {
   if (!join(group, root, "/proc/self/cgroup")) return false;
@@ -145,8 +146,8 @@ bool find_group(const char* root, Version version, const char* controller,
   return false;
 }
 
-// visit(folder, version) of the process's groups that have the controller, each before the one that
-// it lies in, until it returns true.
+// Calls visit(folder, version) for the process's groups that have the controller, inner groups
+// first, until it returns true.
 template <class Visit>
 void visit_groups(const char* root, const char* controller, const Visit& visit) {
   char path[PATH_MAX];
@@ -154,7 +155,8 @@ void visit_groups(const char* root, const char* controller, const Visit& visit) 
   if (!join(path, root, "/proc/self/mountinfo")) return;
   Lines lines(path);
   while (char* line = lines.next()) {
-    // id, parent, device, root, place, options, any more, "-", type, source, options of the type
+    // id, parent, device, root, place, options, optional fields, "-", type, source, options of the
+    // type
     for (int i = 0; i < 3; ++i) cut(&line, ' ');
     char* const mounted = cut(&line, ' ');
     char* const place = cut(&line, ' ');
@@ -182,7 +184,7 @@ void visit_groups(const char* root, const char* controller, const Visit& visit) 
   }
 }
 
-// The first line of a group's file, read(text); false without one.
+// Calls read(text) with the first line of a group's file; false without one.
 template <class Read>
 bool read_file(const char* folder, const char* name, const Read& read) {
   char path[PATH_MAX];
@@ -192,7 +194,7 @@ bool read_file(const char* folder, const char* name, const Read& read) {
   return line != nullptr && read(line);
 }
 
-// Microseconds of a period; none where it is "max" or, in version one, -1.
+// Microseconds per period; false if the quota is "max" or, in version one, -1.
 bool read_quota(const char* folder, Version version, long long* quota, long long* period) {
   if (version == Version::kTwo) {
     return read_file(folder, "/cpu.max", [&](const char* text) {
@@ -212,8 +214,7 @@ bool is_word(const char* text, size_t length, const char* word) {
   return std::strlen(word) == length && strncasecmp(text, word, length) == 0;
 }
 
-// The processors of all places of the OpenMP runtime that the process has, if it shows its
-// functions.
+// The processors of all places of the process's OpenMP runtime, if its functions are visible.
 bool openmp_places(cpu_set_t* processors) {
   const auto count_places = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_num_places"));
   const auto count_in_place =
@@ -250,8 +251,8 @@ void add_processors_of_all_tasks(cpu_set_t* processors) {
   closedir(tasks);
 }
 
-// Where it binds threads, all that it may use: by its own account, else by what its threads are
-// bound to. Empty where it does not.
+// All processors that OpenMP may use if it binds threads: as it reports, else those its threads are
+// bound to. Empty if it does not bind.
 cpu_set_t processors_of_openmp() {
   cpu_set_t processors;
   CPU_ZERO(&processors);
@@ -265,7 +266,7 @@ cpu_set_t processors_of_openmp() {
 }  // namespace
 
 bool openmp_binds(const char* proc_bind, const char* places) {
-  // Without a valid OMP_PROC_BIND there are places to bind to only if they are given.
+  // Without a valid OMP_PROC_BIND, OpenMP binds only if places are given.
   const bool by_default = places != nullptr && *places != '\0';
   if (proc_bind == nullptr) return by_default;
   bool alone = true;
@@ -313,7 +314,7 @@ bool cgroup_processors(const char* root, cpu_set_t* processors) {
 cpu_set_t processors_of_process() {
   static const cpu_set_t of_openmp = processors_of_openmp();
   cpu_set_t processors = of_openmp;
-  // The calling thread may have been bound alone, as may the first.
+  // The calling thread may be the only bound one, or the first thread may be.
   add_processors_of_task(0, &processors);
   add_processors_of_task(getpid(), &processors);
   return processors;
@@ -322,7 +323,7 @@ cpu_set_t processors_of_process() {
 int32_t count_processors() {
   const cpu_set_t processors = processors_of_process();
   int count = CPU_COUNT(&processors);
-  // What emulates Linux need not have bound threads to their group's.
+  // An emulator of Linux may not have bound threads to their group's processors.
   cpu_set_t group;
   if (cgroup_processors("", &group)) {
     CPU_AND(&group, &group, &processors);

@@ -1,9 +1,9 @@
-// Register-blocked products for any instruction set: what attention and the mixture of experts
-// share.
+// Register-blocked products for any instruction set, shared by attention and the mixture of
+// experts.
 //
 // Rows go through the registers kGroupRows at a time against panels of kPanel columns, both packed
-// in words of 32 bits, step of depth by step: a column of scalars broadcast against a row of
-// vectors. What a word holds, and what a step does with it, is a `Product`.
+// in 32-bit words. Each step of depth broadcasts a column of scalars against a row of vectors. A
+// `Product` defines what a word holds and what a step does with it.
 //
 // Included inside the ISA's own namespace after its `Simd`.
 
@@ -34,8 +34,8 @@ FLASHMOE_INLINE Vector exp2_polynomial(Vector x) {
 }
 
 // e^(2x): a power of two times a polynomial (relative error below 1.6e-7) in the rest of the
-// exponent, of an x whose power of two there is. e^0 is 1. A NaN stays one: the last product is of
-// floats, since adding to the exponent of a NaN's bits can make a number of them.
+// exponent, for an x whose power of two exists. e^0 is 1. NaN stays NaN: the last product is one of
+// floats, since adding to the exponent bits of a NaN can make it a number.
 constexpr float kExpOfTwiceFactor = 2.0f * kLog2E;
 
 FLASHMOE_INLINE Vector exp_of_twice_in_range(Vector x) {
@@ -46,19 +46,18 @@ FLASHMOE_INLINE Vector exp_of_twice_in_range(Vector x) {
   return Simd::multiply(exp2_polynomial(rest), Simd::power_of_two(shifted));
 }
 
-// The same of any x <= 0: 0 below 2^-126.5. max and min give their second operand where one is a
-// NaN.
+// The same for any x <= 0: 0 below 2^-126.5. max and min return their second operand if one is NaN.
 FLASHMOE_INLINE Vector exp_of_twice_nonpositive(Vector x) {
   return exp_of_twice_in_range(Simd::max(Simd::broadcast(kExp2Floor / kExpOfTwiceFactor), x));
 }
 
-// The same of any x: infinite above 2^127.5.
+// The same for any x: infinite above 2^127.5.
 FLASHMOE_INLINE Vector exp_of_twice(Vector x) {
   x = Simd::max(Simd::broadcast(kExp2Floor / kExpOfTwiceFactor), x);
   return exp_of_twice_in_range(Simd::min(Simd::broadcast(kExp2Ceiling / kExpOfTwiceFactor), x));
 }
 
-// In fp32 to a relative error of 4e-7 (core/tanh.h). A NaN stays one.
+// tanh(x) in fp32 with a relative error of 4e-7 (core/tanh.h). NaN stays NaN.
 FLASHMOE_INLINE Vector tanh_of(Vector x) {
   using namespace tanh_fit;
   x = Simd::min(Simd::broadcast(kClamp), Simd::max(Simd::broadcast(-kClamp), x));
@@ -74,7 +73,7 @@ FLASHMOE_INLINE Vector tanh_of(Vector x) {
   return Simd::divide(Simd::multiply(x, p), q);
 }
 
-// Vector by vector what `load` gives from lane i on, of the `rest` that are there; 0 behind them.
+// Fills vectors with what `load` gives from lane i on, for `rest` existing lanes; 0 after them.
 template <int kVectors, typename Load>
 FLASHMOE_INLINE void load_vectors(int64_t n, Vector (&to)[kVectors], Load load) {
 #pragma GCC unroll 2
@@ -84,31 +83,31 @@ FLASHMOE_INLINE void load_vectors(int64_t n, Vector (&to)[kVectors], Load load) 
   }
 }
 
-// Products of fp32, one per 32-bit word; T is widened on the way in.
+// Products in fp32, one per 32-bit word; T is widened while loading.
 template <typename T>
 struct Fp32Product {
   using Element = T;
   static constexpr int kPack = 1;  // elements per word
-  // Words of depth that are summed in one go. Longer sums are made of shorter ones, so that their
-  // rounding errors grow with the root of this and not of the whole. Errors of a score are the
-  // worse ones: they are exponentiated.
+  // Words of depth summed in one go. Longer sums consist of shorter ones, so that their rounding
+  // errors grow with the root of this instead of the total length. Errors of scores matter more,
+  // since they are exponentiated.
   static constexpr int64_t kScoreRun = sizeof(T) == sizeof(float) ? 32 : 64;
   static constexpr int64_t kValueRun = 64;
 
   static Vector multiply_add(Vector a, Vector b, Vector sum) {
     return Simd::multiply_add(a, b, sum);
   }
-  // The first n elements at p, packed into words; 0 behind them.
+  // Loads the first n elements at p, packed into words, padded with 0.
   static Vector load_words(const T* p, int64_t n) { return Simd::load_first(p, n); }
-  // Words that hold row `first` of V (and, with pairs, row `second`, which may be null).
+  // Loads words with row `first` of V (and, with pairs, row `second`, which may be null).
   static Vector load_values(const T* first, const T* /*second*/, int64_t n) {
     return Simd::load_first(first, n);
   }
-  // The same of values that are two apart.
+  // The same for values that are two elements apart.
   static Vector load_every_second_value(const T* p, const T* /*second*/, int64_t n) {
     return Simd::load_every_second(p, n);
   }
-  // load_values of consecutive vectors, of which n columns are there; 0 behind them.
+  // load_values for consecutive vectors with n columns in total, padded with 0.
   template <int kVectors>
   FLASHMOE_INLINE static void load_columns(const T* first, const T* second, int64_t n,
                                            Vector (&words)[kVectors]) {
@@ -121,10 +120,10 @@ struct Fp32Product {
   static void store_weights(float* row, int64_t key, Vector weights) {
     Simd::store(row + key, weights);
   }
-  // Words of kPack rows: of one column each.
+  // Stores words of kPack rows, one column each.
   static void store_rows(float* to, const Vector (&rows)[kPack]) { Simd::store(to, rows[0]); }
 
-  // Sees whether any of the words put into it is a NaN or an infinity: then 0 * word is not 0.
+  // Detects NaN and infinity among the words put into it: then 0 * word is not 0.
   struct FiniteCheck {
     Vector sum = Simd::zero();
     void put(Vector words) { sum = Simd::multiply_add(words, Simd::zero(), sum); }
@@ -153,14 +152,14 @@ FLASHMOE_INLINE void multiply_accumulate(const float* a, const float* b, int64_t
   }
 }
 
-// Nothing else is done between the steps of a product.
+// Does nothing between the steps of a product.
 struct Nothing {
-  static constexpr int64_t kEverySteps = 0;  // no call of it
+  static constexpr int64_t kEverySteps = 0;  // never called
   void operator()() const {}
 };
 
-// The whole product of one panel. `first` is given row, vector and sum of the first run and
-// stores it, also when there are no steps; `later` adds the sum of another. `meanwhile` is called
+// Computes the whole product of one panel. `first` gets row, vector and sum of the first run and
+// stores the sum, also without steps; `later` adds the sum of another run. `meanwhile` is called
 // every Meanwhile::kEverySteps steps.
 template <typename Product, int kRows, int kVectors, int kRowStride, int kStepStride,
           typename First, typename Later, typename Meanwhile = Nothing>
@@ -213,7 +212,7 @@ FLASHMOE_INLINE void load_block(const typename Product::Element* const (&from)[k
   Simd::transpose(block);
 }
 
-// Product::load_columns of columns that are two apart.
+// Product::load_columns for columns that are two apart.
 template <typename Product, int kVectors>
 FLASHMOE_INLINE void load_every_second_column(const typename Product::Element* first,
                                               const typename Product::Element* second, int64_t n,

@@ -1,5 +1,5 @@
-// Where the rows of one sequence of flashmoe_attention_sequences are, and the dense problem that it
-// is: what forward and backward share. No number of the tables leads outside of a tensor.
+// The rows of one sequence of flashmoe_attention_sequences and its dense problem, for forward and
+// backward. No number of the tables leads outside a tensor.
 #pragma once
 
 #include <algorithm>
@@ -19,20 +19,20 @@ struct Range {
 
 struct SequenceRows {
   int64_t sequence;
-  int64_t batch_q;  // row of the batch that its queries are in
+  int64_t batch_q;  // batch row of its queries
   int64_t batch_k;
   Range queries;
-  Range keys;         // of pages, as if those of its table were one behind the other
-  int64_t first_key;  // that of `keys`, counted from the first row of the sequence's
+  Range keys;         // with pages, as if the table's pages were contiguous
+  int64_t first_key;  // first of `keys`, counted from the sequence's first row
 };
 
-// What `offsets` give sequence b of `rows` rows.
+// The rows that `offsets` give sequence b, within `rows` rows.
 inline Range packed_range(const Numbers& offsets, int64_t b, int64_t rows) {
   const int64_t begin = std::clamp<int64_t>(offsets.at(b), 0, rows);
   return {begin, std::clamp<int64_t>(offsets.at(b + 1), begin, rows) - begin};
 }
 
-// What there is room for in the rows that sequence b begins with.
+// The room of sequence b: the rows before its lengths apply.
 inline Range room_of_queries(const SequenceTables& tables, int64_t b) {
   if (tables.cu_seqlens_q.data == nullptr) return {0, tables.rows_q};
   return packed_range(tables.cu_seqlens_q, b, tables.rows_q);
@@ -68,7 +68,7 @@ inline Range keys_of(const AttentionProblem& p, int64_t b) {
   return keys;
 }
 
-// Of a sequence without queries no keys are looked for.
+// A sequence without queries gets no keys.
 inline SequenceRows rows_of_sequence(const AttentionProblem& p, int64_t b) {
   const SequenceTables& tables = p.sequences;
   SequenceRows rows = {b, tables.cu_seqlens_q.data != nullptr ? 0 : b, 0, queries_of(p, b), {0, 0},
@@ -85,7 +85,7 @@ inline SequenceRows rows_of_sequence(const AttentionProblem& p, int64_t b) {
   return rows;
 }
 
-// The address of a row that the tensor has. Through bytes, as no dtype is known here.
+// The address of an existing row. In bytes, as no dtype is known here.
 template <class Data>
 Data* address_of_row(Data* data, const RowStrides& strides, int64_t bytes, int64_t batch,
                      int64_t row) {
@@ -106,7 +106,7 @@ inline void move_to_pairs(PairsView* view, int64_t bytes, const SequenceRows& ro
                                              static_cast<uintptr_t>(elements * bytes));
 }
 
-// Has the problem of all sequences become the dense one that this sequence is.
+// Narrows the problem of all sequences to the dense problem of this one.
 inline void narrow_to(const SequenceRows& rows, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
   p.batch = 1;
@@ -139,7 +139,7 @@ inline void narrow_to(const SequenceRows& rows, AttentionProblem* problem) {
   }
 }
 
-// The same with the gradients. Of a gradient that is absent a null pointer stays.
+// The same with the gradients. An absent gradient keeps its null pointer.
 inline void narrow_to(const SequenceRows& rows, AttentionBackwardProblem* problem) {
   AttentionBackwardProblem& p = *problem;
   narrow_to(rows, static_cast<AttentionProblem*>(problem));

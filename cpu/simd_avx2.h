@@ -24,16 +24,16 @@ struct Simd {
   static Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
   static Vector divide(Vector a, Vector b) { return _mm256_div_ps(a, b); }
-  // x as it is: what made it is not fused with what takes it.
+  // Returns x, and keeps the compiler from fusing its producer with its consumer.
   static Vector rounded(Vector x) {
     asm("" : "+x"(x));
     return x;
   }
-  // The second where one is a NaN.
+  // Returns the second if one is NaN.
   static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
 
-  // x, but 0 where a > b, or where a <= b. A NaN is neither.
+  // x, but 0 where a > b, or where a <= b. Comparisons with NaN are false.
   static Vector zero_where_greater(Vector a, Vector b, Vector x) {
     return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NGT_UQ), x);
   }
@@ -51,7 +51,7 @@ struct Simd {
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
   }
 
-  // to[i] += the sum of x[i], of four.
+  // to[i] += the sum of x[i], for i < 4.
   static void add_sums_of_four(const Vector* x, float* to) {
     const Vector sums = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
@@ -63,7 +63,7 @@ struct Simd {
     return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(first(n)));
   }
 
-  // The first n values at p as fp32, 0 in the rest; reads nothing behind them.
+  // The first n values at p as fp32, 0 in the rest; reads nothing beyond them.
   static Vector load_first(const float* p, int64_t n) {
     return n >= kLanes ? load(p) : _mm256_maskload_ps(p, first(n));
   }
@@ -72,7 +72,7 @@ struct Simd {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16bit(p, n)), 16));
   }
 
-  // The first n of every second value from p on; reads nothing behind the last of them.
+  // The first n of every second value from p on; reads nothing beyond the last of them.
   template <typename T>
   static Vector load_every_second(const T* p, int64_t n) {
     T copy[kLanes] = {};
@@ -115,7 +115,7 @@ struct Simd {
     store_16bit(p, _mm256_castsi256_si128(packed), n);
   }
 
-  // 2^n, or 0 for n = kExp2Floor, of an integral n in `shifted`, which is n + kRoundToInteger.
+  // 2^n for an integer n, or 0 for n = kExp2Floor. `shifted` is n + kRoundToInteger.
   static Vector power_of_two(Vector shifted) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
   }

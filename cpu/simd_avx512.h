@@ -15,8 +15,8 @@ struct Simd {
 
   static Vector zero() { return _mm512_setzero_ps(); }
   static Vector broadcast(float x) { return _mm512_set1_ps(x); }
-  // Loaded once into a register. Left alone, the compiler broadcasts from memory anew in each
-  // instruction that takes it, which makes loads the bottleneck.
+  // Loads once into a register. Otherwise the compiler broadcasts from memory in each instruction
+  // that uses it, which makes loads the bottleneck.
   static Vector load_broadcast(const float* p) {
     Vector x = _mm512_set1_ps(*p);
     asm("" : "+v"(x));
@@ -29,15 +29,15 @@ struct Simd {
   static Vector multiply(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
   static Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
   static Vector divide(Vector a, Vector b) { return _mm512_div_ps(a, b); }
-  // x as it is: what made it is not fused with what takes it.
+  // Returns x, and keeps the compiler from fusing its producer with its consumer.
   static Vector rounded(Vector x) {
     asm("" : "+v"(x));
     return x;
   }
-  // The second where one is a NaN.
+  // Returns the second if one is NaN.
   static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
   static Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
-  // x, but 0 where a > b, or where a <= b. A NaN is neither.
+  // x, but 0 where a > b, or where a <= b. Comparisons with NaN are false.
   static Vector zero_where_greater(Vector a, Vector b, Vector x) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NGT_UQ), x);
   }
@@ -47,7 +47,7 @@ struct Simd {
   static float sum_of(Vector x) { return _mm512_reduce_add_ps(x); }
   static float max_of(Vector x) { return _mm512_reduce_max_ps(x); }
 
-  // to[i] += the sum of x[i], of four.
+  // to[i] += the sum of x[i], for i < 4.
   static void add_sums_of_four(const Vector* x, float* to) {
     const Vector a = add(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
     const Vector b = add(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
@@ -63,7 +63,7 @@ struct Simd {
     return _mm512_mask_mov_ps(other, first(n), x);
   }
 
-  // The first n values at p as fp32, 0 in the rest; reads nothing behind them.
+  // The first n values at p as fp32, 0 in the rest; reads nothing beyond them.
   static Vector load_first(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static Vector load_first(const Fp16* p, int64_t n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
@@ -73,7 +73,7 @@ struct Simd {
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
   }
 
-  // The first n of every second value from p on; reads nothing behind the last of them.
+  // The first n of every second value from p on; reads nothing beyond the last of them.
   static Vector load_every_second(const float* p, int64_t n) {
     const __m512i even =
         _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -121,7 +121,7 @@ struct Simd {
     _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
   }
 
-  // 2^n, or 0 for n = kExp2Floor, of an integral n in `shifted`, which is n + kRoundToInteger.
+  // 2^n for an integer n, or 0 for n = kExp2Floor. `shifted` is n + kRoundToInteger.
   static Vector power_of_two(Vector shifted) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(shifted), 23));
   }

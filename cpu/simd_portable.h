@@ -1,5 +1,5 @@
-// Four 32-bit lanes by the compiler's vector extension: whatever the platform's baseline has.
-// Included inside the namespace of one translation unit.
+// Four 32-bit lanes in the compiler's vector extension, for the platform's baseline. Included
+// inside the namespace of one translation unit.
 
 struct Simd {
   using Vector = float __attribute__((vector_size(16)));
@@ -24,17 +24,17 @@ struct Simd {
   static Vector multiply(Vector a, Vector b) { return a * b; }
   static Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
   static Vector divide(Vector a, Vector b) { return a / b; }
-  // x as it is: what made it is not fused with what takes it.
+  // Returns x, and keeps the compiler from fusing its producer with its consumer.
   static Vector rounded(Vector x) {
 #ifdef __aarch64__
     asm("" : "+w"(x));
 #endif
     return x;
   }
-  // The second where one is a NaN.
+  // Returns the second if one is NaN.
   static Vector max(Vector a, Vector b) { return select(a > b, a, b); }
   static Vector min(Vector a, Vector b) { return select(a < b, a, b); }
-  // x, but 0 where a > b, or where a <= b. A NaN is neither.
+  // x, but 0 where a > b, or where a <= b. Comparisons with NaN are false.
   static Vector zero_where_greater(Vector a, Vector b, Vector x) {
     return select(a > b, Vector{}, x);
   }
@@ -48,7 +48,7 @@ struct Simd {
     return a > b ? a : b;
   }
 
-  // to[i] += the sum of x[i], of four.
+  // to[i] += the sum of x[i], for i < 4.
   static void add_sums_of_four(const Vector* x, float* to) {
     for (int i = 0; i < 4; ++i) to[i] += sum_of(x[i]);
   }
@@ -59,7 +59,7 @@ struct Simd {
     return select(Bits{0, 1, 2, 3} < Bits{count, count, count, count}, x, other);
   }
 
-  // The first n values at p as fp32, 0 in the rest; reads nothing behind them.
+  // The first n values at p as fp32, 0 in the rest; reads nothing beyond them.
   template <typename T>
   static Vector load_first(const T* p, int64_t n) {
     Vector x = {};
@@ -67,7 +67,7 @@ struct Simd {
     return x;
   }
 
-  // The first n of every second value from p on; reads nothing behind the last of them.
+  // The first n of every second value from p on; reads nothing beyond the last of them.
   template <typename T>
   static Vector load_every_second(const T* p, int64_t n) {
     Vector x = {};
@@ -91,7 +91,7 @@ struct Simd {
     for (int lane = 0; lane < kLanes && lane < n; ++lane) from_float(x[lane], &p[lane]);
   }
 
-  // 2^n, or 0 for n = kExp2Floor, of an integral n in `shifted`, which is n + kRoundToInteger.
+  // 2^n for an integer n, or 0 for n = kExp2Floor. `shifted` is n + kRoundToInteger.
   static Vector power_of_two(Vector shifted) {
     using Words = uint32_t __attribute__((vector_size(16)));  // so that bits may be shifted out
     return reinterpret_cast<Vector>(reinterpret_cast<Words>(shifted) << 23);
@@ -135,7 +135,7 @@ struct Simd {
     to->bits = static_cast<uint16_t>((x != x ? bits | 0x400000u : rounded) >> 16);
   }
   static void from_float(float x, Fp16* to) {
-    constexpr float kOverflow = 65520.0f;  // halfway to what would be 2^16
+    constexpr float kOverflow = 65520.0f;  // halfway between the largest number and 2^16
     constexpr float kSmallestNormal = 0x1p-14f;
     const uint32_t sign = (bits_of(x) >> 16) & 0x8000u;
     const float magnitude = x < 0 ? -x : x;

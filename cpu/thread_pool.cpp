@@ -22,8 +22,8 @@ namespace {
 
 constexpr int32_t kMaxThreads = 4096;
 
-// A helper that finds no work, and a caller whose helpers are not done, look for this long before
-// they sleep: waking a sleeper takes tens of microseconds, as long as a whole small call.
+// How long a helper without work, or a caller waiting for helpers, spins before it sleeps: waking a
+// sleeper takes tens of microseconds, as long as a whole small call.
 constexpr std::chrono::microseconds kSpin{50};
 
 void relax() {
@@ -32,8 +32,9 @@ void relax() {
 #endif
 }
 
-// std::condition_variable::wait. That has a new symbol since GCC 12, the only one that would keep a
-// library built by it from distributions with GCC 11, such as Red Hat Enterprise Linux 9.
+// Replaces std::condition_variable::wait. Since GCC 12 that has a new symbol, the only one that
+// would keep a library built with it off distributions with GCC 11, such as Red Hat Enterprise
+// Linux 9.
 template <class Ready>
 void wait(std::condition_variable* changed, std::unique_lock<std::mutex>* lock, Ready ready) {
   while (!ready()) {
@@ -55,7 +56,7 @@ class Pool {
  public:
   Pool() {
 #ifdef __linux__
-    processors_of_process();  // which asks OpenMP, once: not while the mutex is locked
+    processors_of_process();  // asks OpenMP, once; must not run while the mutex is locked
 #endif
   }
 
@@ -102,12 +103,12 @@ class Pool {
     }
   }
 
-  // Keeps helpers from the caller's processor. Linux in a virtual machine does not count processors
-  // as available that have idled for a while, and wakes helpers on the waker's own, behind it:
-  // until its time slice ends, which may be as long as the call. Callers at the same time leave
-  // helpers where they are: moving one takes a third of a microsecond, and more where it runs. A
-  // caller that is bound to fewer processors than it has threads, by OpenMP for one, leaves them
-  // those of the process.
+  // Keeps helpers off the caller's processor. Linux in a virtual machine does not count processors
+  // that have idled for a while as available. It wakes helpers on the waker's processor, where they
+  // wait until its time slice ends, perhaps as long as the call. Concurrent callers leave helpers
+  // where they are: moving one takes a third of a microsecond, and more while it runs. A caller
+  // bound to fewer processors than it has threads, by OpenMP for example, leaves helpers the
+  // processors of the process.
   void stay_off_this_cpu([[maybe_unused]] int32_t threads) {
 #ifdef __linux__
     const int cpu = sched_getcpu();
@@ -173,12 +174,12 @@ class Pool {
   Job* jobs_ = nullptr;
   std::vector<pthread_t> helpers_;
 #ifdef __linux__
-  cpu_set_t helpers_cpus_{};  // where all helpers may run; empty: not all alike
+  cpu_set_t helpers_cpus_{};  // where all helpers may run; empty: they differ
 #endif
 };
 
-// Leaked on purpose: its threads outlive main(). A forked child has none of them, and perhaps a
-// locked mutex, so it begins with a pool of its own.
+// Leaked on purpose: its threads outlive main(). A forked child has none of these threads, and
+// perhaps a locked mutex, so it begins with its own pool.
 std::atomic<Pool*> current_pool{nullptr};
 
 Pool* pool() {

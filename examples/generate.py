@@ -117,7 +117,7 @@ def documents(generator: torch.Generator) -> Iterator[torch.Tensor]:
 
 
 class PackedRow:
-    """Documents one behind the other that do not see one another."""
+    """Packed documents that do not see one another."""
 
     def __init__(self, pieces: list[torch.Tensor], device: str) -> None:
         self.tokens = torch.cat(pieces).to(device)
@@ -170,7 +170,7 @@ class Pages:
         shape = (len(model.blocks), batch * each, PAGE_SIZE, block.heads // GROUP, HEAD_DIM)
         self.k, self.v = (torch.empty(shape, device=device, dtype=weight.dtype) for _ in range(2))
         self.cos, self.sin = rotary(most, str(device))
-        self.tokens = torch.cat(prompts)[None]  # packed, one behind the other
+        self.tokens = torch.cat(prompts)[None]  # packed
         self.starts: torch.Tensor | None = functional.pad(self.new_rows.cumsum(0), (1, 0)).int()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

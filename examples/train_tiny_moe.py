@@ -1,10 +1,10 @@
 r"""Trains a small GPT with a mixture of experts, once by FlashMoE, once by torch.
 
-As train_tiny_gpt.py beside it, of which it takes the text, attention and the loop of training; but
-each block has experts, of which every character takes some. FlashMoE's run computes attention and
-experts by FlashMoE, torch's attention by torch and experts by a loop over them. Both begin with the
-same weights and see the same batches. A picture has both curves, and how many characters each
-expert of FlashMoE's run had in the last steps. Of the experts these lines differ:
+Like train_tiny_gpt.py, whose text, attention and training loop it uses, but each block has experts,
+and every character takes some of them. FlashMoE's run computes attention and experts by FlashMoE;
+torch's run computes attention by torch and experts by a loop over them. Both begin with the same
+weights and see the same batches. A picture has both curves, and how many characters each expert of
+FlashMoE's run had in the last steps. These lines differ for the experts:
 
     routing = moe_route(logits, top_k, renormalize=True)
     out = moe_forward(x, w_gate_up, w_down, routing)

@@ -109,7 +109,7 @@ def routes() -> list[RouteChain]:
 
 @dataclass(frozen=True)
 class LayerChain:
-    """kernels: Of the layer, with {} for the dtype; none where the family refuses the call."""
+    """kernels: The layer's kernels, with {} for the dtype; none if the family refuses the call."""
 
     what: str
     case: Case
@@ -196,7 +196,7 @@ def _stream_chains() -> list[LayerChain]:
         case = Case(tokens=tokens, hidden=hidden, inner=inner, experts=4, top_k=2)
         what = f"{tokens} of {hidden} by {inner}"
         made.append(few_tokens(what, case, "bulk", crowded=crowded))
-    # Of the options every tile has its own code; layouts are strides.
+    # Every tile has its own code for the options; layouts are only strides.
     for tokens, base in ((3, _SHORT), (20, _SHORT), (3, _LONG)):
         tile = "bulk" if base is _LONG else "r16_n8" if tokens <= 8 else "r32_n16"
         for case in (
@@ -311,8 +311,9 @@ def _sm89_chains() -> list[LayerChain]:
 
 
 def _unnamed_chains() -> list[LayerChain]:
-    """Who serves a call that names no kernel: the family whose estimate is least. Of one token, and
-    of few with long rows, that is sm89_few_tokens, else sm90, where it can."""
+    """The chain that serves a call without a named kernel: that of the family with the least
+    estimate. For one token, and for few with long rows, that is sm89_few_tokens, otherwise sm90 if
+    it can."""
     interleaved = {"gate": "interleaved", "transposed": True}
     made = [
         sm90("4 tokens of short rows", _with(_SHORT, tokens=4), "swiglu_up_narrow"),

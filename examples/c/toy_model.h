@@ -32,7 +32,7 @@ static inline void fill_random(float* values, size_t count) {
   while (count-- > 0) *values++ = (float)random_bits() / 8388608.0f - 1.0f;
 }
 
-/* Of a prompt, or of what is generated behind it. */
+/* The length of a prompt, or of what is generated after it. */
 static inline int random_length(void) { return 1 + (int)(random_bits() % (kMostTokens / 2)); }
 
 /* Returns how many tokens the prompt has. */

@@ -48,7 +48,7 @@ class Tensor {
     return const_cast<Tensor*>(this)->row(head, position);
   }
 
-  // Of [batch, heads, seq, dim], or [batch, heads, seq].
+  // A view of [batch, heads, seq, dim], or [batch, heads, seq].
   flashmoe::TensorView view() {
     if (shape_.size() == 3) return {values_.data(), {shape_[0], shape_[1], shape_[2]}};
     return {values_.data(), {shape_[0], shape_[1], shape_[2], shape_[3]}};

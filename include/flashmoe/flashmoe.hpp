@@ -11,19 +11,17 @@
 //   flashmoe::run(call, workspace);
 //
 // A call is a plain struct of views and options: AttentionForward, AttentionBackward, MergeStates,
-// MoeRoute, MoeForward, FusedMoe or GroupedProduct. What its fields mean is said where the C ABI
-// says it, in flashmoe.h and moe.h; a field that is left alone is "none" or the default. Every call
-// has the same four functions: plan, workspace_size, run with memory of the caller's, run with a
-// workspace that grows by itself.
+// MoeRoute, MoeForward, FusedMoe or GroupedProduct. flashmoe.h and moe.h say what the fields mean;
+// an unset field is "none" or the default. Every call has the same four functions: plan,
+// workspace_size, run with the caller's memory, and run with a workspace that grows by itself.
 //
 // Errors: the functions return Result<T>. With exceptions that is T, and a failure throws Error,
-// whose what() is the library's sentence. With FLASHMOE_NO_EXCEPTIONS defined (it is where the
-// compiler has no exceptions) it is T or a status with the sentence, to be looked at before use.
-// Both kinds may be linked into one program.
+// whose what() is the library's sentence. With FLASHMOE_NO_EXCEPTIONS (defined by default if the
+// compiler has no exceptions) it is T or a status with the sentence; check it before use. Both
+// kinds may be linked into one program.
 //
-// A call costs what it costs in C and the filling of C's structs: views and calls are trivially
-// copyable, and nothing here allocates but Buffer, Workspace and Routing, and those only what they
-// are asked for.
+// A call costs as much as in C plus filling C's structs. Views and calls are trivially copyable.
+// Only Buffer, Workspace and Routing allocate, and only what they are asked for.
 #ifndef FLASHMOE_FLASHMOE_HPP_
 #define FLASHMOE_FLASHMOE_HPP_
 
@@ -46,14 +44,14 @@
 #include <stdexcept>
 #endif
 
-// CUDA's 16-bit numbers, whose headers are not needed here.
+// CUDA's 16-bit types, declared here so that CUDA's headers are not needed.
 struct __half;
 struct __nv_bfloat16;
 
 namespace flashmoe {
 
-// Two kinds of the same functions must not be taken for one another by the linker, nor for what
-// libflashmoe.a holds within.
+// The linker must not mix up the two kinds of these functions, nor confuse them with what
+// libflashmoe.a holds.
 #ifdef FLASHMOE_NO_EXCEPTIONS
 inline namespace without_exceptions {
 #else
@@ -64,7 +62,7 @@ inline namespace with_exceptions {
 
 namespace detail {
 
-// A status and its sentence: the library's, which is valid until the next failure on this thread.
+// A status and the library's sentence, which is valid until the next failure on this thread.
 struct Outcome {
   flashmoe_status status = FLASHMOE_OK;
   const char* message = "";
@@ -86,7 +84,7 @@ constexpr std::size_t kOwnSentence = 160;
 
 #ifdef FLASHMOE_NO_EXCEPTIONS
 
-// A T, or why there is none. Look at it before using the value, as at a std::expected.
+// A T, or why there is none. Check it before using the value, like a std::expected.
 template <class T>
 class [[nodiscard]] Result {
  public:
@@ -152,7 +150,7 @@ class Error : public std::runtime_error {
   flashmoe_status status_;
 };
 
-// What a function returns that throws Error when it fails.
+// The result type of a function that throws Error when it fails.
 template <class T>
 using Result = T;
 
@@ -173,12 +171,12 @@ std::decay_t<T> result(Outcome outcome, T&& value) {
 
 // ---- devices and dtypes -------------------------------------------------------------------------
 
-// Where a tensor's elements are.
+// The place of a tensor's elements.
 class Device {
  public:
   static constexpr Device cpu() noexcept { return Device(FLASHMOE_DEVICE_CPU, 0); }
   static constexpr Device cuda(int32_t id = 0) noexcept { return Device(FLASHMOE_DEVICE_CUDA, id); }
-  // Pinned memory of the host, computed on the CPU.
+  // Pinned host memory, computed on the CPU.
   static constexpr Device cuda_host() noexcept { return Device(FLASHMOE_DEVICE_CUDA_HOST, 0); }
   // No device: a model of GPUs, to plan for.
   static constexpr Device model(flashmoe_gpu_model model) noexcept {
@@ -246,7 +244,7 @@ struct DtypeOf<::__nv_bfloat16> {
 
 // ---- views --------------------------------------------------------------------------------------
 
-// The most dimensions that a view keeps; no tensor of any call has more.
+// The most dimensions of a view; no tensor of any call has more.
 inline constexpr int kMaxRank = 8;
 
 // Extents or strides of a view, in elements. Valid as long as the view.
@@ -266,9 +264,9 @@ class Extents {
 };
 
 // A strided view of elements that somebody else owns: a pointer, a device, a dtype, and up to
-// kMaxRank extents and strides, which it holds itself, so that it can be copied and returned.
-// `Void` is void, or const void where the library only reads. A view that was default-constructed
-// is absent: "not wanted", or "none".
+// kMaxRank extents and strides. It holds these itself, so it can be copied and returned. `Void` is
+// void, or const void where the library only reads. A default-constructed view is absent: "not
+// wanted", or "none".
 template <class Void>
 class BasicTensorView {
   template <class T>
@@ -288,7 +286,7 @@ class BasicTensorView {
                   Device device = Device::cpu()) noexcept
       : BasicTensorView(data, DtypeOf<std::remove_const_t<T>>::value, shape, strides, device) {}
 
-  // Of a dtype that is known at run time only.
+  // For a dtype known only at run time.
   template <std::size_t kRank>
   BasicTensorView(Void* data, flashmoe_dtype dtype, const int64_t (&shape)[kRank],
                   Device device = Device::cpu()) noexcept {
@@ -302,23 +300,23 @@ class BasicTensorView {
     assign(data, dtype, static_cast<int>(kRank), shape, strides, device);
   }
 
-  // Of a DLPack DLTensor, cast to flashmoe_tensor. One of more than kMaxRank dimensions is refused
-  // by the call that it is given to.
+  // From a DLPack DLTensor, cast to flashmoe_tensor. A call refuses one with more than kMaxRank
+  // dimensions.
   explicit BasicTensorView(const flashmoe_tensor& tensor) noexcept {
     assign(moved(tensor.data, tensor.byte_offset), tensor.dtype, tensor.ndim, tensor.shape,
            tensor.strides, Device(tensor.device));
   }
 
-  // A view for writing is one for reading, too.
+  // A view for writing converts to one for reading.
   template <class Other, class = std::enable_if_t<std::is_same_v<Void, const Other>>>
-  BasicTensorView(const BasicTensorView<Other>& other) noexcept {  // NOLINT: as of std::span
+  BasicTensorView(const BasicTensorView<Other>& other) noexcept {  // NOLINT: as std::span does
     if (other) {
       assign(other.data(), other.dtype(), other.rank(), other.shape().data(),
              other.strides().data(), other.device());
     }
   }
 
-  // Whether there is a tensor.
+  // Whether the view has a tensor.
   constexpr explicit operator bool() const noexcept { return rank_ >= 0; }
 
   constexpr Void* data() const noexcept { return data_; }
@@ -328,7 +326,7 @@ class BasicTensorView {
   constexpr Extents shape() const noexcept { return {shape_, kept()}; }
   constexpr Extents strides() const noexcept { return {strides_, kept()}; }
 
-  // Positions [first, first + count) of an axis. No copy: another view of the same elements.
+  // Positions [first, first + count) of an axis: another view of the same elements, no copy.
   BasicTensorView slice(int axis, int64_t first, int64_t count) const noexcept {
     assert(axis >= 0 && axis < rank_ && axis < kMaxRank);
     assert(first >= 0 && count >= 0 && first <= shape_[axis] - count);
@@ -347,10 +345,10 @@ class BasicTensorView {
     return result;
   }
 
-  // As the C ABI and DLPack have it. Points into this view, which must outlive it.
+  // The struct of the C ABI and DLPack. It points into this view, which must outlive it.
   flashmoe_tensor c() const noexcept {
     flashmoe_tensor tensor = {};
-    tensor.data = const_cast<void*>(data_);  // what is const is an input, which is not written
+    tensor.data = const_cast<void*>(data_);  // const data is an input, never written
     tensor.device = device_;
     tensor.ndim = rank_;
     tensor.dtype = dtype_;
@@ -364,7 +362,7 @@ class BasicTensorView {
     return static_cast<std::size_t>(rank_ < 0 ? 0 : rank_ < kMaxRank ? rank_ : kMaxRank);
   }
 
-  // As a number, since an empty tensor's pointer may be null.
+  // Computed as a number, since an empty tensor's pointer may be null.
   static Void* moved(Void* data, uint64_t bytes) noexcept {
     return reinterpret_cast<Void*>(reinterpret_cast<std::uintptr_t>(data) + bytes);
   }
@@ -391,7 +389,7 @@ class BasicTensorView {
   int64_t strides_[kMaxRank] = {};
 };
 
-// For what is written, and for what is read.
+// Views of outputs, and of inputs.
 using TensorView = BasicTensorView<void>;
 using ConstTensorView = BasicTensorView<const void>;
 
@@ -400,7 +398,7 @@ using ConstTensorView = BasicTensorView<const void>;
 // Order of the axes of q, k, v and out: [batch, seq, heads, dim] or [batch, heads, seq, dim].
 enum class Layout : int32_t { bshd = FLASHMOE_LAYOUT_BSHD, bhsd = FLASHMOE_LAYOUT_BHSD };
 
-// Which numbers of a head are pairs: the two halves, or neighbours.
+// Which numbers of a head form pairs: the two halves, or neighbours.
 enum class Rotary : int32_t {
   neox = FLASHMOE_ROTARY_NEOX,
   interleaved = FLASHMOE_ROTARY_INTERLEAVED
@@ -420,7 +418,7 @@ enum class Scoring : int32_t {
   sigmoid = FLASHMOE_MOE_SIGMOID
 };
 
-// Where the rows of the gate and of up are.
+// The order of the rows of the gate and of up.
 enum class Gate : int32_t {
   gate_up = FLASHMOE_MOE_GATE_UP,
   up_gate = FLASHMOE_MOE_UP_GATE,
@@ -446,7 +444,7 @@ struct AttentionSequences {
   ConstTensorView k_begin;       // [batch]
   ConstTensorView batch_index;   // [batch]
   ConstTensorView page_table;    // [batch, pages of a sequence]
-  int64_t max_seqlen_q = 0;      // bounds; 0: what the tensors have room for
+  int64_t max_seqlen_q = 0;      // bounds; 0: as many as the tensors hold
   int64_t max_seqlen_k = 0;
   int64_t split_size = 0;    // keys of a chunk; 0: as suits all lengths
   ConstTensorView q_offset;  // [batch]: the key at which query 0 stands
@@ -458,7 +456,7 @@ struct AttentionForward {
   ConstTensorView k;  // [batch, seq_k, heads_kv, dim] of q's dtype, or fp8
   ConstTensorView v;  // [batch, seq_k, heads_kv, dim_v] of k's dtype
   TensorView out;     // [batch, seq_q, heads_q, dim_v]
-  TensorView lse;     // [batch, heads_q, seq_q] fp32, of fp64 fp64; absent: not wanted
+  TensorView lse;     // [batch, heads_q, seq_q] fp32, for fp64 fp64; absent: not wanted
   Layout layout = Layout::bshd;
   Causal causal = Causal::none;
   float scale = 0;                              // 0: 1 / sqrt(dim)
@@ -470,22 +468,22 @@ struct AttentionForward {
   std::optional<AttentionSequences> sequences;  // absent: a dense batch
   ConstTensorView k_scale;                      // fp32 of rank 0, 1 or 2, see flashmoe.h; absent: 1
   ConstTensorView v_scale;
-  // [batch, heads_q, seq_q, seq_k], of which any extent may be 1 for all; absent: none.
+  // [batch, heads_q, seq_q, seq_k]; any extent may be 1, which broadcasts; absent: none.
   ConstTensorView attn_bias;  // fp32 or q's dtype, added to the logits
   ConstTensorView attn_mask;  // bool or uint8: not 0 where a query may see a key
-  // A partial result of other keys that is merged in, as of MergeStates; absent: none.
+  // A partial result of other keys to merge in, as in MergeStates; absent: none.
   ConstTensorView prior_out;  // [batch, seq_q, heads_q, dim_v]; out may be it
   ConstTensorView prior_lse;  // [batch, heads_q, seq_q]; lse may be it
 };
 
-// Attention, backward: flashmoe_attention_backward. Of dq, dk, dv and dsinks one at least.
+// Attention, backward: flashmoe_attention_backward. Requires at least one of dq, dk, dv and dsinks.
 struct AttentionBackward {
   ConstTensorView dout;   // [batch, seq_q, heads_q, dim_v], in layout bshd
   ConstTensorView q;      // [batch, seq_q, heads_q, dim]
   ConstTensorView k;      // [batch, seq_k, heads_kv, dim]
   ConstTensorView v;      // [batch, seq_k, heads_kv, dim_v]
   ConstTensorView out;    // [batch, seq_q, heads_q, dim_v]
-  ConstTensorView lse;    // [batch, heads_q, seq_q] fp32, of fp64 fp64
+  ConstTensorView lse;    // [batch, heads_q, seq_q] fp32, for fp64 fp64
   ConstTensorView dlse;   // as lse; absent: 0
   ConstTensorView sinks;  // [heads_q] fp32 or q's dtype; absent: none, and no dsinks
   TensorView dq;          // as q, or fp32; absent: not wanted
@@ -501,7 +499,7 @@ struct AttentionBackward {
   bool accumulate = false;                      // add to the gradients
   const char* kernel = nullptr;                 // nullptr: the best here
   std::optional<AttentionSequences> sequences;  // absent: a dense batch
-  // As of the forward call; absent: none.
+  // As in the forward call; absent: none.
   ConstTensorView attn_bias;
   ConstTensorView attn_mask;
 };
@@ -509,7 +507,7 @@ struct AttentionBackward {
 // The merge of partial results of attention: flashmoe_merge_states.
 struct MergeStates {
   ConstTensorView outs;  // [partials, batch, seq, heads, dim_v], in layout bshd, or one of rank 4
-  ConstTensorView lses;  // [partials, batch, heads, seq] fp32, of fp64 fp64, or of rank 3
+  ConstTensorView lses;  // [partials, batch, heads, seq] fp32, for fp64 fp64, or of rank 3
   ConstTensorView prior_out;  // [batch, seq, heads, dim_v]: one more, before them; absent: none
   ConstTensorView prior_lse;  // [batch, heads, seq]
   TensorView out;             // [batch, seq, heads, dim_v]; may be prior_out
@@ -518,13 +516,13 @@ struct MergeStates {
   const char* kernel = nullptr;  // nullptr: the best here
 };
 
-// New keys and values into a cache, rotated on the way: flashmoe_kv_append.
+// Appends new keys and values to a cache, rotated on the way: flashmoe_kv_append.
 struct KvAppend {
   ConstTensorView k;              // [batch, seq, heads_kv, dim], in layout bshd
   ConstTensorView v;              // [batch, seq, heads_kv, dim_v]
   TensorView k_cache;             // [batch or pages, rows, heads_kv, dim]
   TensorView v_cache;             // [batch or pages, rows, heads_kv, dim_v]
-  ConstTensorView slots;          // [batch, seq] int32, int64; absent, as all below: without
+  ConstTensorView slots;          // [batch, seq] int32, int64; may be absent, like all below
   ConstTensorView cache_seqlens;  // [batch] int32
   ConstTensorView cu_seqlens;     // [batch + 1] int32
   ConstTensorView seqused;        // [batch] int32
@@ -539,13 +537,13 @@ struct KvAppend {
   bool q_stays = false;  // all queries of a sequence stand where its first does
   Layout layout = Layout::bshd;
   const char* kernel = nullptr;  // nullptr: the best here
-  ConstTensorView k_scale;       // fp32, of caches of fp8, see flashmoe.h; absent: 1
+  ConstTensorView k_scale;       // fp32, for fp8 caches, see flashmoe.h; absent: 1
   ConstTensorView v_scale;
 };
 
-// What is wrong with the tables of an attention call: flashmoe_check_sequences.
+// Checks the tables of an attention call: flashmoe_check_sequences.
 struct CheckSequences {
-  ConstTensorView q;  // as of the attention call: the extents alone are looked at
+  ConstTensorView q;  // as in the attention call: only the extents are used
   ConstTensorView k;
   AttentionSequences sequences;
   TensorView status;  // [batch] int32: bits of flashmoe_sequence_fault
@@ -553,18 +551,18 @@ struct CheckSequences {
   const char* kernel = nullptr;  // nullptr: the best here
 };
 
-// Keys and values out of a cache, one behind the other: flashmoe_kv_gather.
+// Copies keys and values out of a cache into consecutive rows: flashmoe_kv_gather.
 struct KvGather {
   ConstTensorView k_cache;       // [batch or pages, rows, heads_kv, dim], in layout bshd
   ConstTensorView v_cache;       // [batch or pages, rows, heads_kv, dim_v]; absent without v
-  ConstTensorView cu_seqlens_k;  // [batch + 1] int32; absent, as all below but k: without
+  ConstTensorView cu_seqlens_k;  // [batch + 1] int32; may be absent, like all below except k
   ConstTensorView seqused_k;     // [batch] int32
   ConstTensorView k_begin;       // [batch] int32
   ConstTensorView batch_index;   // [batch] int32
   ConstTensorView page_table;    // [batch, pages of a sequence] int32
   TensorView k;                  // [batch, seq, heads_kv, dim]
   TensorView v;                  // [batch, seq, heads_kv, dim_v]
-  ConstTensorView k_scale;       // fp32, of caches of fp8, see flashmoe.h; absent: 1
+  ConstTensorView k_scale;       // fp32, for fp8 caches, see flashmoe.h; absent: 1
   ConstTensorView v_scale;
   Layout layout = Layout::bshd;
   const char* kernel = nullptr;  // nullptr: the best here
@@ -573,12 +571,12 @@ struct KvGather {
 // Routing of T tokens to K of E experts each: flashmoe_moe_route.
 struct MoeRoute {
   ConstTensorView logits;          // [T, E]; absent with given_ids
-  ConstTensorView selection_bias;  // [E] fp32, of fp64 logits also fp64; absent: none
+  ConstTensorView selection_bias;  // [E] fp32, for fp64 logits also fp64; absent: none
   ConstTensorView given_ids;       // [T, K] int32, int64; absent with logits
   ConstTensorView given_weights;   // [T, K]; absent: all 1
   ConstTensorView expert_map;      // [any] int32; absent: as is
   TensorView ids;                  // [T, K] int32
-  TensorView weights;              // [T, K] fp32, of fp64 scores fp64
+  TensorView weights;              // [T, K] fp32, for fp64 scores fp64
   TensorView offsets;              // [E + 1] int32
   TensorView pairs;                // [T * K] int32
   TensorView slots;                // [T, K] int32
@@ -620,7 +618,7 @@ struct FusedMoe {
   ConstTensorView router_weights;  // [E, H]; absent with logits
   ConstTensorView router_bias;     // [E]; absent: none
   ConstTensorView logits;          // [T, E]; absent with router_weights
-  ConstTensorView selection_bias;  // [E] fp32, of fp64 logits also fp64; absent: none
+  ConstTensorView selection_bias;  // [E] fp32, for fp64 logits also fp64; absent: none
   ConstTensorView w_gate_up;       // as in MoeForward, like the next five
   ConstTensorView w_up;
   ConstTensorView w_down;
@@ -643,7 +641,7 @@ struct FusedMoe {
   const char* kernel = nullptr;  // nullptr: the best here
 };
 
-// One product an expert: flashmoe_grouped_product.
+// One product per expert: flashmoe_grouped_product.
 struct GroupedProduct {
   ConstTensorView x;        // [rows, K] with offsets, or [E, M, K] with counts
   ConstTensorView w;        // [E, N, K]
@@ -669,7 +667,7 @@ struct MoeBackward {
   ConstTensorView pairs;
   ConstTensorView slots;
   ConstTensorView pre_activation;  // that of MoeForward; absent: computed again
-  TensorView dx;                   // as what they are of; absent: not wanted
+  TensorView dx;                   // gradients, shaped as their tensors; absent: not wanted
   TensorView dw_gate_up;
   TensorView dw_up;
   TensorView dw_down;
@@ -686,12 +684,12 @@ struct MoeBackward {
   bool accumulate = false;                // add to what the outputs hold
   const char* kernel = nullptr;           // nullptr: the best here
   uint64_t max_workspace_bytes = 0;       // 0: no bound
-  bool overwrite_pre_activation = false;  // it may be workspace, and holds nothing afterwards
+  bool overwrite_pre_activation = false;  // the call may use it as workspace
 };
 
 // The gradients of a routing: flashmoe_moe_route_backward.
 struct MoeRouteBackward {
-  ConstTensorView dweights;       // [T, K] fp32, of fp64 scores fp64
+  ConstTensorView dweights;       // [T, K] fp32, for fp64 scores fp64
   ConstTensorView ids;            // as MoeRoute wrote them
   ConstTensorView logits;         // [T, E]; absent with given_weights
   ConstTensorView given_weights;  // [T, K]
@@ -728,7 +726,7 @@ class Argument {
       : tensor_(view.c()), present_(static_cast<bool>(view)) {}
   Argument(const Argument&) = delete;
   Argument& operator=(const Argument&) = delete;
-  operator const flashmoe_tensor*() const noexcept {  // NOLINT: that is what it is for
+  operator const flashmoe_tensor*() const noexcept {  // NOLINT: implicit on purpose
     return present_ ? &tensor_ : nullptr;
   }
 
@@ -741,7 +739,7 @@ class Argument {
 template <class Call>
 struct Bound;
 
-// What both directions of attention are told of their scores.
+// Sets the options of the scores, in both directions of attention.
 template <class Call, class Params>
 void set_scores(const Call& call, Params* params) noexcept {
   params->layout = static_cast<int32_t>(call.layout);
@@ -1305,7 +1303,7 @@ struct Bound<GroupedProductBackward> {
 
 }  // namespace detail
 
-// How a call would be computed. Launches nothing and reads no tensor data.
+// Tells how a call would be computed. Launches nothing and reads no tensor data.
 template <class Call>
 Result<flashmoe_plan> plan(const Call& call) {
   const detail::Bound<Call> bound(call);
@@ -1333,8 +1331,8 @@ Result<void> run(const Call& call, void* workspace, std::size_t bytes, void* str
 
 // ---- memory -------------------------------------------------------------------------------------
 
-// Memory of the host, aligned as every call accepts it. Other kinds of memory are classes like this
-// one: `allocate` returns nullptr when there is none left, `deallocate` takes back what it gave.
+// Host memory, aligned as every call needs. Other kinds of memory are classes like this one:
+// `allocate` returns nullptr when no memory is left; `deallocate` takes back what it gave.
 struct HostMemory {
   static constexpr std::align_val_t kAlignment{256};
 
@@ -1344,7 +1342,7 @@ struct HostMemory {
   void deallocate(void* memory, std::size_t) noexcept { ::operator delete(memory, kAlignment); }
 };
 
-// Memory that it owns: moved, not copied; given back when it goes.
+// An owner of memory: moved, not copied; freed by the destructor.
 template <class Memory = HostMemory>
 class Buffer {
  public:
@@ -1369,9 +1367,9 @@ class Buffer {
   void* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return size_; }
 
-  // At least `bytes` bytes. What was held is given back first where it is too small, so on a GPU no
-  // work that uses it may be under way, unless `Memory` sees to that (cudaFree does; so does
-  // cudaFreeAsync on the stream of the calls).
+  // Holds at least `bytes` bytes. A buffer that is too small is freed first, so no GPU work may be
+  // using it, unless `Memory` waits for that (cudaFree does; so does cudaFreeAsync on the stream of
+  // the calls).
   Result<void> reserve(std::size_t bytes) { return detail::result(try_reserve(bytes)); }
 
   detail::Outcome try_reserve(std::size_t bytes) {
@@ -1399,10 +1397,10 @@ class Buffer {
   std::size_t size_ = 0;
 };
 
-// The workspace of one thread's or one stream's calls, on the host: kept, it stops growing.
+// A host workspace for the calls of one thread or one stream. Keep it, and it stops growing.
 using Workspace = Buffer<HostMemory>;
 
-// Runs a call in a workspace that grows where it is too small.
+// Runs a call in a workspace that grows when too small.
 template <class Call, class Memory>
 Result<void> run(const Call& call, Buffer<Memory>& workspace, void* stream = nullptr) {
   const detail::Bound<Call> bound(call);
@@ -1415,7 +1413,7 @@ Result<void> run(const Call& call, Buffer<Memory>& workspace, void* stream = nul
   return detail::result(outcome);
 }
 
-// What routing writes and the layer reads, in one piece of memory.
+// What the routing writes and the layer reads, in one buffer.
 template <class Memory>
 class BasicRouting {
  public:
@@ -1448,7 +1446,7 @@ class BasicRouting {
     call.pairs = pairs_;
     call.slots = slots_;
   }
-  // Lets its gradients read it.
+  // Lets the layer's gradients read it.
   void attach(MoeBackward& call) const noexcept {
     call.weights = weights_;
     call.offsets = offsets_;
@@ -1460,7 +1458,7 @@ class BasicRouting {
   explicit BasicRouting(Buffer<Memory> buffer) noexcept : buffer_(std::move(buffer)) {}
 
   detail::Outcome allocate(int64_t tokens, int64_t top_k, int64_t num_experts, Device device) {
-    // The most pairs that any call takes; more experts than this are refused by the call.
+    // More pairs than any call takes are refused here; the call itself refuses too many experts.
     if (tokens < 0 || top_k < 0 || num_experts < 0 || tokens > INT32_MAX || top_k > INT32_MAX ||
         num_experts >= INT32_MAX || tokens * top_k > INT32_MAX) {
       std::snprintf(detail::own_sentence(), detail::kOwnSentence,
@@ -1504,7 +1502,7 @@ inline Result<flashmoe_build_info> build_info() {
   return detail::result(outcome, info);
 }
 
-// CUDA devices that can be used.
+// Number of usable CUDA devices.
 inline int32_t cuda_device_count() noexcept { return flashmoe_cuda_device_count(); }
 
 inline Result<flashmoe_device_info> device_info(Device device) {
@@ -1530,14 +1528,14 @@ inline Result<Launches> last_launches() {
   return detail::result(outcome, launches);
 }
 
-// Threads of the CPU backend; 0 restores the default.
+// Sets the threads of the CPU backend; 0 restores the default.
 inline Result<void> set_num_threads(int32_t n) {
   return detail::result(flashmoe_set_num_threads(n));
 }
 inline int32_t num_threads() noexcept { return flashmoe_get_num_threads(); }
 
-// Level and destination of the log. Without a callback the destination stays. A callback may still
-// be running on another thread when it has been replaced, so keep what `user` points to.
+// Sets level and destination of the log. Without a callback the destination stays. A replaced
+// callback may still be running on another thread, so keep what `user` points to.
 inline Result<void> set_log(flashmoe_log_level level, flashmoe_log_callback callback = nullptr,
                             void* user = nullptr) {
   return detail::result(flashmoe_set_log(level, callback, user));

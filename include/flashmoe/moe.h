@@ -1,13 +1,13 @@
 /* FlashMoE: mixture of experts. Included by flashmoe.h, whose rules hold here too; include that.
  *
- * A layer of E experts over T tokens of which each takes K experts:
+ * A layer of E experts over T tokens, each of which takes K experts:
  *
  *   flashmoe_moe_route      logits [T, E] -> which experts, with what weights, in what order
  *   flashmoe_moe_forward    x [T, H], that, and the experts' weights -> out [T, H]
  *   flashmoe_fused_moe      x and a router's weights, or logits -> out: all of it
  *   flashmoe_grouped_product   the products alone (grouped GEMM), for rows that are sorted already
  *
- * and the gradients of three of them: flashmoe_moe_backward, flashmoe_moe_route_backward and
+ * Three of them have gradients: flashmoe_moe_backward, flashmoe_moe_route_backward and
  * flashmoe_grouped_product_backward. flashmoe_fused_moe's are those of its three parts.
  *
  * Words: a *pair* is one token with one of its experts, numbered t * K + k. A *slot* is a place in
@@ -26,7 +26,7 @@ extern "C" {
 /* ------------------------------------------------------------------------------------------------
  * Routing
  *
- * From logits: `choice` orders the experts of a token, the K greatest win, `score` gives weights.
+ * From logits: `choice` ranks the experts of a token and the K greatest win; `score` gives weights.
  *
  *   SOFTMAX        choice = logits             score = softmax of all E logits
  *   TOPK_SOFTMAX   choice = logits             score = softmax of the K chosen logits
@@ -36,18 +36,18 @@ extern "C" {
  *   weight = score, with `renormalize` divided by the sum of the token's K scores (if that is not
  *   0), then times `scale`.
  *
- * With num_groups > 1 (SIGMOID only) experts come in groups of E / num_groups neighbours; a group
- * counts as the sum of its two greatest sigmoid(logits) + selection_bias, and only experts of the
- * top_groups greatest groups are chosen from (DeepSeek-V3, arXiv:2412.19437).
+ * With num_groups > 1 (SIGMOID only) experts form groups of E / num_groups neighbours. A group's
+ * score is the sum of its two greatest sigmoid(logits) + selection_bias, and experts are chosen
+ * only from the top_groups greatest groups (DeepSeek-V3, arXiv:2412.19437).
  *
- * Equal choices go to the lower expert (group). A NaN is chosen last, as a -inf is; the K experts
- * of a token are distinct whatever the logits are. Scores are computed in fp32, on the CPU those of
- * fp64 logits and weights in fp64, and a NaN or Inf goes into them where IEEE arithmetic takes it.
+ * Ties go to the lower expert (group). NaN ranks last, as -inf does; the K experts of a token are
+ * distinct whatever the logits are. Scores are computed in fp32, or for fp64 logits and weights
+ * (CPU only) in fp64. NaN and Inf propagate into scores by IEEE arithmetic.
  *
- * Instead of logits the choice itself may be given: given_ids, of which a negative one or one that
- * is not below E - with an expert_map: below its length, and mapped so - is no expert of this call
- * ("not mine"): its pair has no slot, id -1, and weight 0. The scores are given_weights then; a sum
- * to renormalize by is that of all K, not mine included.
+ * Instead of logits the choice itself may be given, as given_ids. An id that is negative or not
+ * below E is no expert of this call ("not mine"): its pair has no slot, id -1 and weight 0. With an
+ * expert_map, ids must be below its length and are checked after the mapping. The scores are then
+ * given_weights; renormalize divides by the sum of all K, including those not mine.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_moe_scoring {
@@ -64,17 +64,17 @@ typedef struct flashmoe_moe_route_params {
                                             with given_ids */
   const flashmoe_tensor* selection_bias; /* [E] fp32, with fp64 logits also fp64; NULL: none */
   const flashmoe_tensor* given_ids;      /* [T, K] int32, int64; NULL with logits */
-  const flashmoe_tensor* given_weights;  /* [T, K] dtypes as of logits; NULL: all 1 */
+  const flashmoe_tensor* given_weights;  /* [T, K] dtypes of logits; NULL: all 1 */
   const flashmoe_tensor* expert_map;     /* [any] int32, id -> expert of this call; NULL: as is */
   const flashmoe_tensor* ids;            /* out [T, K] int32: experts, greatest choice first */
-  const flashmoe_tensor* weights;        /* out [T, K] fp32, of fp64 logits or given weights
+  const flashmoe_tensor* weights;        /* out [T, K] fp32, for fp64 logits or given weights
                                             fp64 */
   const flashmoe_tensor* offsets;        /* out [E + 1] int32: expert e has the slots offsets[e] to
                                             offsets[e + 1] - 1 */
-  const flashmoe_tensor* pairs;          /* out [T * K] int32: the pair of each slot; -1 at
-                                            offsets[E] and behind */
+  const flashmoe_tensor* pairs;          /* out [T * K] int32: the pair of each slot; -1 from
+                                            offsets[E] on */
   const flashmoe_tensor* slots;          /* out [T, K] int32: the slot of each pair, or -1 */
-  const flashmoe_tensor* lse; /* out [T] dtype as of weights: log sum exp of the logits; NULL:
+  const flashmoe_tensor* lse; /* out [T] dtype of weights: log sum exp of the logits; NULL:
                                  not wanted */
   int32_t scoring;            /* flashmoe_moe_scoring; 0 with given_ids */
   int32_t renormalize;        /* 0 or 1 */
@@ -114,7 +114,7 @@ FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params*
  *   act     : SILU z * sigmoid(alpha * z), GELU z * Phi(z), GELU_TANH its approximation by tanh,
  *             RELU max(z, 0), RELU2 max(z, 0)^2
  *
- * With `limit` g is cut to at most limit, and u to -limit..limit, before that (gpt-oss: limit 7,
+ * With `limit`, g is first clamped to at most limit, and u to -limit..limit (gpt-oss: limit 7,
  * alpha 1.702, up_offset 1). With weight_on_input weights[t, k] multiplies x[t] instead of y.
  *
  *   x    [T, H]             fp16, bf16; on the CPU also fp32 and fp64
@@ -125,22 +125,22 @@ FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params*
  *   w_down     [E, H, I]    same
  *   b_...                   [E, rows of that matrix], fp32 or x's dtype, last stride 1; NULL: none
  *
- * H and I are multiples of 8. Of an expert's matrix either the last stride or the one before it is
- * 1: a weight stored as [E, H, 2I] is passed as its transposed view. Other strides, of x and out
- * too, are multiples of 16 bytes, as is where tensors begin; any stride from one expert to the
- * next. w_down may be transposed where w_gate_up is not, and the other way round; w_gate_up and
- * w_up, where they are two, are both transposed or neither, but for "cpu". "sm89_few_tokens" takes
- * no transposed weights. Products are accumulated in fp32, of fp64 in fp64; a and y are kept in x's
- * dtype, the sum over k is in the dtype of the products, in the order of k. The same inputs give
- * the same bits on every run. A token without experts gets 0. A NaN or Inf of a token, or of an
- * expert, reaches the tokens and experts that meet it and no others. weights, offsets, pairs and
- * slots are those of flashmoe_moe_route, for the same T and K; whatever they hold, nothing outside
- * the tensors is read or written.
+ * H and I are multiples of 8. In an expert's matrix either the last stride or the one before it is
+ * 1: a weight stored as [E, H, 2I] is passed as its transposed view. Other strides, also of x and
+ * out, and the start of every tensor are multiples of 16 bytes; the stride between experts is free.
+ * w_down may be transposed where w_gate_up is not, and vice versa. Separate w_gate_up and w_up are
+ * both transposed or neither, except for "cpu". "sm89_few_tokens" takes no transposed weights.
+ * Products are accumulated in fp32, or in fp64 for fp64 inputs. a and y are kept in x's dtype; the
+ * sum over k is in the dtype of the products, in the order of k. The same inputs give the same bits
+ * on every run. A token without experts gets 0. A NaN or Inf in a token or an expert reaches only
+ * the experts and tokens it is paired with. weights, offsets, pairs and slots are those of
+ * flashmoe_moe_route for the same T and K. Whatever they hold, nothing outside the tensors is read
+ * or written.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef enum flashmoe_moe_gate {
   FLASHMOE_MOE_GATE_UP = 0,     /* rows 0 .. I - 1 gate, I .. 2I - 1 up */
-  FLASHMOE_MOE_UP_GATE = 1,     /* the other way round */
+  FLASHMOE_MOE_UP_GATE = 1,     /* vice versa */
   FLASHMOE_MOE_INTERLEAVED = 2, /* row 2i gate, row 2i + 1 up */
   FLASHMOE_MOE_SEPARATE = 3,    /* two tensors */
   FLASHMOE_MOE_NO_GATE = 4
@@ -163,13 +163,13 @@ typedef struct flashmoe_moe_forward_params {
   const flashmoe_tensor* b_gate_up;
   const flashmoe_tensor* b_up; /* NULL unless SEPARATE */
   const flashmoe_tensor* b_down;
-  const flashmoe_tensor* weights; /* [T, K] fp32, with an x of fp64 also fp64 */
+  const flashmoe_tensor* weights; /* [T, K] fp32, with an fp64 x also fp64 */
   const flashmoe_tensor* offsets; /* [E + 1] int32 */
   const flashmoe_tensor* pairs;   /* [T * K] int32 */
   const flashmoe_tensor* slots;   /* [T, K] int32 */
   const flashmoe_tensor* out;     /* [T, H] */
-  /* Out [T * K, 2I] (g, then u), without a gate [T * K, I], x's dtype, last stride 1, by slot: what
-   * act was applied to, before `limit`; rows without a pair are not written. NULL: not wanted */
+  /* Output [T * K, 2I] (g, then u), without a gate [T * K, I], x's dtype, last stride 1, by slot:
+   * the input of act before `limit`. Rows without a pair are not written. NULL: not wanted */
   const flashmoe_tensor* pre_activation;
   int32_t gate;                   /* flashmoe_moe_gate */
   int32_t activation;             /* flashmoe_activation */
@@ -178,7 +178,7 @@ typedef struct flashmoe_moe_forward_params {
   float up_offset;                /* finite; 0 without a gate */
   int32_t weight_on_input;        /* 0 or 1 */
   const char* kernel;             /* NULL: the best here. Else a kernel family, as in attention */
-  const flashmoe_tensor* x_scale; /* of tensors of 8 bits, which this version does not take: NULL */
+  const flashmoe_tensor* x_scale; /* for 8-bit tensors, which this version does not take: NULL */
   const flashmoe_tensor* w_gate_up_scale;
   const flashmoe_tensor* w_up_scale;
   const flashmoe_tensor* w_down_scale;
@@ -207,12 +207,12 @@ FLASHMOE_API flashmoe_status flashmoe_moe_forward(const flashmoe_moe_forward_par
  *   out[r] = w[e] x[r] + bias[e]     for every row r of every expert e
  *
  *   x    [rows, K] with offsets [E + 1]: expert e has rows offsets[e] to offsets[e + 1] - 1; or
- *        [E, M, K] with counts [E]: it has the first counts[e] of its M rows
+ *        [E, M, K] with counts [E]: expert e has the first counts[e] of its M rows
  *   w    [E, N, K], strides as those of an expert's matrix above
- *   out  [rows, N] or [E, M, N]; rows that no expert has are not written
- * Offsets and counts are cut to the rows that there are, so that {0, 2^31 - 1} gives one expert
- * all. K and N are multiples of 8, rows and M at most 2^31 - 2^16; dtypes, alignment and
- * accumulation as above.
+ *   out  [rows, N] or [E, M, N]; rows that belong to no expert are not written
+ * Offsets and counts are clamped to the existing rows, so that {0, 2^31 - 1} gives one expert all.
+ * K and N are multiples of 8, rows and M at most 2^31 - 2^16; dtypes, alignment and accumulation as
+ * above.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_grouped_product_params {
@@ -224,7 +224,7 @@ typedef struct flashmoe_grouped_product_params {
   const flashmoe_tensor* counts;  /* [E] int32, with a rank 3 x */
   const flashmoe_tensor* out;
   const char* kernel;
-  const flashmoe_tensor* x_scale; /* of tensors of 8 bits, which this version does not take: NULL */
+  const flashmoe_tensor* x_scale; /* for 8-bit tensors, which this version does not take: NULL */
   const flashmoe_tensor* w_scale;
 } flashmoe_grouped_product_params;
 
@@ -249,15 +249,14 @@ FLASHMOE_API flashmoe_status flashmoe_grouped_product(const flashmoe_grouped_pro
  *   logits = router_weights tokens[t] + router_bias, in the dtype of tokens, or given
  *   out    = flashmoe_moe_forward(tokens, flashmoe_moe_route(logits))
  *
- * with all that lies between in the workspace. The same bits as by three calls. Arguments are those
- * of the two, but for:
+ * with all intermediate results in the workspace. The bits are those of three calls. Arguments are
+ * those of the two, except:
  *
  *   tokens          [T, H]  x of the layer
- *   router_weights  [E, H]  dtype of tokens, strides as those of an expert's matrix; E is
- *                           a multiple of 8 (of other E's give logits); NULL with logits
+ *   router_weights  [E, H]  dtype of tokens, strides as those of an expert's matrix; E is a
+ *                           multiple of 8 (for other E give logits); NULL with logits
  *   router_bias     [E]     fp32 or the dtype of tokens; NULL: none, and with logits
- *   logits          [T, E]  fp16, bf16, fp32, beside tokens of fp64 also fp64; NULL with
- *                           router_weights
+ *   logits          [T, E]  fp16, bf16, fp32, with fp64 tokens also fp64; NULL with router_weights
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_fused_moe_params {
@@ -296,8 +295,8 @@ static inline flashmoe_fused_moe_params flashmoe_fused_moe_params_init(void) {
   return params;
 }
 
-/* The plan has the launches of all three, in order, and is otherwise the layer's; workspace, stream
- * and errors are as in flashmoe_moe_route. */
+/* The plan lists the launches of all three, in order, and otherwise is the layer's. workspace,
+ * stream and errors are as in flashmoe_moe_route. */
 FLASHMOE_API flashmoe_status flashmoe_fused_moe_plan(const flashmoe_fused_moe_params* params,
                                                      flashmoe_plan* plan);
 FLASHMOE_API flashmoe_status
@@ -309,41 +308,40 @@ FLASHMOE_API flashmoe_status flashmoe_fused_moe(const flashmoe_fused_moe_params*
 /* ------------------------------------------------------------------------------------------------
  * Layer, backward
  *
- * The gradients of flashmoe_moe_forward, from dout [T, H], in x's dtype, and what the forward was
- * given.
+ * Computes the gradients of flashmoe_moe_forward from dout [T, H], in x's dtype, and the forward's
+ * inputs.
  *
  *   dx          [T, H]            rows as those of x
- *   dw_...      shape of the weights; layout, strides and alignment are their own, and like the
- *               weights' either the last stride or the one before it is 1
- *   db_...      [E, rows of that matrix], last stride 1; wanted or not as the caller likes, whether
- *               or not the forward had that bias
- *   dweights    [T, K] dtype of weights, contiguous: of the routing's weights; 0 of a pair without
- * a slot
+ *   dw_...      shape of the weights, with their own layout, strides and alignment; as for weights,
+ *               either the last stride or the one before it is 1
+ *   db_...      [E, rows of that matrix], last stride 1; optional, whether or not the forward had
+ *               that bias
+ *   dweights    [T, K] dtype of weights, contiguous: of the routing's weights; 0 without a slot
  *
- * Any of them may be NULL: it is not wanted, and what only it needs is not computed. One at least
- * is required. They are fp32 or of x's dtype. With `accumulate` they are added to, in fp32 or fp64,
- * and else written: an expert without rows has gradients of 0. So two calls, one for dx and
- * dweights and one for the rest, do what one does, to the same bits, but for what both compute.
+ * Any of them may be NULL (not wanted); what only it needs is then not computed. At least one is
+ * required. They are fp32 or x's dtype. With `accumulate` they are added to, in fp32 or fp64;
+ * otherwise they are written, and an expert without rows has gradients of 0. So two calls, one for
+ * dx and dweights and one for the rest, give the bits of one call; they repeat what both need.
  *
- * The workspace is for T * K pairs whatever the routing is. With max_workspace_bytes the call goes
- * in chunks of 256 columns, or a multiple, of I and of H, each over all pairs, to the same bits.
- * The gradient of what act was applied to stays whole where dx is wanted. A bound that is too low
- * for chunks of 256 is refused.
+ * The workspace holds T * K pairs whatever the routing is. With max_workspace_bytes the call goes
+ * in chunks of 256 columns, or a multiple, of I and of H, each over all pairs, with the same bits.
+ * The gradient of act's input stays whole if dx is wanted. A bound too low for chunks of 256 is
+ * refused.
  *
- * pre_activation is what the forward returned, or NULL: then it is computed again, to the same
- * bits as by the family's forward; w_gate_up and w_up are then on a GPU both transposed or neither.
- * With overwrite_pre_activation its memory may take what the workspace else would, and its contents
- * are undefined behind the call; it then overlaps nothing, as outputs do. With INTERLEAVED it is of
- * no use, and the workspace is planned that is without. What the gradients that are written hold
- * before is of no matter, nor what they hold until the call is over.
+ * pre_activation is what the forward returned. If NULL, it is computed again with the bits of the
+ * family's forward; on a GPU w_gate_up and w_up are then both transposed or neither. With
+ * overwrite_pre_activation the call may use its memory as workspace: its contents are undefined
+ * afterwards, and like outputs it must overlap nothing. With INTERLEAVED this saves nothing, and
+ * the workspace is that of a call without it. Gradients that are written (not added to) may hold
+ * anything before the call, and hold anything until it ends.
  *
- * Beyond `limit` g and u have gradients of 0; at it they have their own. RELU has the slope 0 at 0.
- * Products are accumulated in fp32, of fp64 in fp64. What lies between them, the gradient of what
- * act was applied to and the rows of dx before their sum over k, is kept in x's dtype. The same
- * inputs give the same bits on every run and with any number of threads. A NaN of a token reaches
- * its own dx and dweights and the dw and db of its experts, and nothing else. Whatever the routing
- * holds, nothing outside the tensors is read or written; a slot counts where `slots` and `pairs`
- * agree on it.
+ * Beyond `limit`, g and u have gradients of 0; at the limit they have their own. RELU has slope 0
+ * at 0. Products are accumulated in fp32, or in fp64 for fp64 inputs. Intermediate results, the
+ * gradient of act's input and the rows of dx before their sum over k, are kept in x's dtype. The
+ * same inputs give the same bits on every run and with any number of threads. A NaN in a token
+ * reaches its own dx and dweights and the dw and db of its experts, and nothing else. Whatever the
+ * routing holds, nothing outside the tensors is read or written; a slot counts if `slots` and
+ * `pairs` agree on it.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_moe_backward_params {
@@ -376,9 +374,9 @@ typedef struct flashmoe_moe_backward_params {
   float up_offset;
   int32_t weight_on_input;          /* 0 or 1 */
   int32_t accumulate;               /* 1: add to what the outputs hold */
-  int32_t overwrite_pre_activation; /* 1: it may be workspace, and holds nothing afterwards */
+  int32_t overwrite_pre_activation; /* 1: the call may use it as workspace */
   const char* kernel;               /* NULL: the best here. Else a kernel family */
-  uint64_t max_workspace_bytes;     /* the most that the workspace may have; 0: no bound */
+  uint64_t max_workspace_bytes;     /* bound of the workspace; 0: no bound */
 } flashmoe_moe_backward_params;
 
 static inline flashmoe_moe_backward_params flashmoe_moe_backward_params_init(void) {
@@ -405,10 +403,10 @@ FLASHMOE_API flashmoe_status flashmoe_moe_backward(const flashmoe_moe_backward_p
  *   dw[e]     = sum over its rows of dout[r] x[r]^T   [E, N, K]
  *   dbias[e]  = sum over its rows of dout[r]          [E, N]
  *
- * x, w, offsets and counts are those of flashmoe_grouped_product, dout is shaped as its out, and
- * dx, dw and dbias as x, w and bias. Outputs may be NULL, are of a dtype and are added to as in
- * flashmoe_moe_backward, and where they are, too. x may be NULL without dw, w without dx; then the
- * other tells K. Rows that no expert has get dx = 0.
+ * x, w, offsets and counts are those of flashmoe_grouped_product. dout has the shape of its out,
+ * and dx, dw and dbias those of x, w and bias. The rules of flashmoe_moe_backward hold for outputs
+ * that are NULL, their dtypes, `accumulate` and layouts. x may be NULL without dw, w without dx;
+ * the other then tells K. Rows that belong to no expert get dx = 0.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_grouped_product_backward_params {
@@ -445,20 +443,20 @@ flashmoe_grouped_product_backward(const flashmoe_grouped_product_backward_params
 /* ------------------------------------------------------------------------------------------------
  * Routing, backward
  *
- * The gradients of flashmoe_moe_route's weights, and of its lse, by what it was given: of logits,
- * or of given weights. The choice of experts has no gradient, and neither have groups and a
- * selection bias, which decide nothing else.
+ * Computes the gradient of logits, or of given weights, from those of flashmoe_moe_route's weights
+ * and lse. The choice of experts has no gradient; neither have groups and a selection bias, which
+ * decide nothing else.
  *
- * With `accumulate` they are added to what the output holds: the gradient of an auxiliary loss by
- * the same logits, for one. An id that is no expert has no gradient of its own; its given weight
- * takes part in the sum of `renormalize`, and has that sum's. A sum of 0, by which nothing is
- * divided, has none.
+ * With `accumulate` it is added to what the output holds, such as the gradient of an auxiliary loss
+ * on the same logits. An id that is no expert has no gradient of its own; its given weight takes
+ * part in the sum of `renormalize` and gets that sum's gradient. A sum of 0 divides nothing and has
+ * no gradient.
  * ---------------------------------------------------------------------------------------------- */
 
 typedef struct flashmoe_moe_route_backward_params {
   size_t struct_size;
-  const flashmoe_tensor* dweights; /* [T, K] fp32, with scores of fp64 fp64; contiguous */
-  const flashmoe_tensor* ids;      /* [T, K] int32: those that the routing wrote */
+  const flashmoe_tensor* dweights; /* [T, K] fp32, with fp64 scores fp64; contiguous */
+  const flashmoe_tensor* ids;      /* [T, K] int32: as written by the routing */
   const flashmoe_tensor* logits;   /* [T, E] as in flashmoe_moe_route; NULL: weights were given */
   const flashmoe_tensor* given_weights;  /* [T, K] as there; NULL with logits */
   const flashmoe_tensor* dlse;           /* [T] dtype of dweights, contiguous: gradient of lse;

@@ -5,8 +5,8 @@
     out = fm.flash_attention(q, k, v, causal=True)
     out = fm.fused_moe(tokens, router_weights, w_gate_up, w_down, top_k=8, renormalize=True)
 
-takes NumPy, torch, JAX and CuPy tensors, or any with DLPack, and returns the same kind. Names are
-loaded when they are first used: importing this package loads neither the library nor a framework.
+takes NumPy, torch, JAX and CuPy tensors, or any with DLPack, and returns the same kind. Names load
+when first used: importing this package loads neither the library nor a framework.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
-if not TYPE_CHECKING:  # whose eyes would otherwise see every name in this module
+if not TYPE_CHECKING:  # type checkers would otherwise see every name in this module
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":

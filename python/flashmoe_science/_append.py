@@ -1,6 +1,6 @@
 """kv_append for tensors whose type has no DLPack exchange API: see _dispatch.
 
-The function is called by the native one: everything by its name, of optional tensors those that are
+The native function calls this one with everything by name, and only with optional tensors that are
 given.
 """
 

@@ -1,8 +1,8 @@
-"""Attention as torch's autograd and autocast have it.
+"""Attention in torch's autograd and autocast.
 
-The native half comes here with calls of flash_attention that torch records gradients of, or casts
-the tensors of; the operators of flashmoe_science.torch share what is below. Imported when the first
-such call comes, by which time torch is.
+The native half calls this module for flash_attention calls whose gradients torch records or whose
+tensors it casts; the operators of flashmoe_science.torch share the code below. It is imported at
+the first such call, when torch is already imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TWICE = (
 
 
 def is_recorded(*tensors: Any) -> bool:
-    """Whether torch records what becomes of one of these."""
+    """Whether torch records operations on one of these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -47,7 +47,7 @@ _CODES = {
     torch.bfloat16: 4,
     torch.bool: 6,
     torch.float8_e4m3fn: 10,
-}  # DLPack's; of other dtypes by their kind
+}  # DLPack's; other dtypes by their kind
 _FLOAT, _COMPLEX, _SIGNED, _UNSIGNED = 2, 5, 0, 1
 _LACKING = (
     "{0}: requires grad, but no kernel computes the gradients of this call ({1}); call under "
@@ -73,7 +73,7 @@ NO_MERGE_GRADIENT = (
     "in has no gradients in this version; call under torch.no_grad() or on detached tensors"
 )
 _MOST_KEPT = 1024
-_kept_reasons: dict[Any, str] = {}  # by problem: asking takes longer than a call may
+_kept_reasons: dict[Any, str] = {}  # by problem: asking would take too long for a call
 
 
 def described(
@@ -82,7 +82,7 @@ def described(
     device: torch.device,
     strides: tuple[int, ...] | None = None,
 ) -> Any:
-    """A tensor as plans take those that need not exist; without strides a contiguous one."""
+    """A description of a tensor for plans, where it need not exist; contiguous without strides."""
     code = _CODES.get(dtype)
     if code is None and dtype.is_complex:
         code = _COMPLEX
@@ -95,8 +95,7 @@ def described(
 
 
 def split(sequences: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The tables and the bounds of ragged, padded and paged batches; none of those of a dense
-    one."""
+    """The tables and the bounds of ragged, padded and paged batches; empty for a dense one."""
     if sequences is None or all(x is None for x in sequences):
         return {}, ()
     bounds = (None if x is None else operator.index(x) for x in sequences[-BOUNDS:])
@@ -104,7 +103,7 @@ def split(sequences: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
 
 
 def joined(tables: Sequence[Any], bounds: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What was split."""
+    """Joins what `split` split."""
     return (*tables, *bounds) or None
 
 
@@ -118,8 +117,8 @@ def lacks_gradients(
     tables: dict[str, Any] | None = None,
     bounds: tuple[Any, ...] = (),
 ) -> str:
-    """Why the library cannot give the gradients that torch records of q, k, v and sinks, "" when it
-    can. Of a call that is wrong "" too, for that has a sentence of its own."""
+    """Why the library cannot compute the gradients that torch records for q, k, v and sinks, "" if
+    it can. Also "" for a wrong call, which has a sentence of its own."""
     of = [_facts(x) for x in tensors.values()]
     sequences = {name: _facts(x) for name, x in (tables or {}).items()}
     wanted = tuple(x is not None and x.requires_grad for x in tensors.values())
@@ -138,8 +137,7 @@ def lacks_gradients(
 def _why_not(
     tensors: Sequence[Any], options: dict[str, Any], tables: dict[str, Any] | None = None
 ) -> str:
-    """What the library says against the backward of q, k, v and sinks, each as `described` takes
-    it."""
+    """Why the library refuses the backward of q, k, v and sinks, each as `described` takes it."""
     q, k, v, sinks = tensors
     for name, (_, dtype, *_) in (("k", k), ("v", v)):
         if dtype.itemsize == 1:
@@ -163,13 +161,13 @@ def _why_not(
         _core.plan("attention_backward", given, options)
     except UnsupportedError as error:
         return str(error)
-    except FlashMoEError as error:  # the call's own, or that of an extent without gradients
+    except FlashMoEError as error:  # the call's own error, or that of an extent without gradients
         return str(error) if _is_served(given, options) else ""
     return ""
 
 
 def _is_served(given: dict[str, Any], options: dict[str, Any]) -> bool:
-    """Whether the call whose backward takes these is computed."""
+    """Whether the forward call for this backward is served."""
     inputs = {name: x for name, x in given.items() if name not in ("dout", "out", "lse")}
     kept = {name: option for name, option in options.items() if name != "wanted"}
     try:
@@ -190,9 +188,9 @@ def _lacks_gradients_of_dims(dtype: torch.dtype, device: torch.device, dim: int,
 
 
 def graph_lacks_gradients(query: torch.Tensor, value: torch.Tensor) -> str:
-    """The same of a call that torch.compile traces, as far as a graph can know: its lengths may be
+    """The same for a call that torch.compile traces, as far as a graph can know: its lengths may be
     any."""
-    # Makes the graph take a variable for a constant.
+    # Makes the graph treat a variable as a constant.
     dim, dim_v = operator.index(query.shape[-1]), operator.index(value.shape[-1])
     reason: str = _lacks_gradients_of_dims(query.dtype, query.device, dim, dim_v)
     return reason
@@ -221,7 +219,7 @@ class _Attention(torch.autograd.Function):
 def gradients(
     differentiate: Callable[..., Any], dout: Any, dlse: Any, saved: _Tensors, wanted: _Flags
 ) -> _Tensors:
-    """By `differentiate`, as of attend. Of an output that is not used the gradient is None."""
+    """Gradients by `differentiate`, as in attend. The gradient of an unused output is None."""
     if dout is None:
         if dlse is None:
             return (None,) * len(wanted)
@@ -247,17 +245,18 @@ def refuse_second() -> NoReturn:
 def attend(
     compute: Callable[..., Any], differentiate: Callable[..., Any], tensors: dict[str, Any]
 ) -> Any:
-    """(out, lse) of tensors that is_recorded, of which nothing lacks_gradients.
+    """(out, lse) of tensors with is_recorded and without lacks_gradients.
 
-    `compute` makes them of the tensors; `differentiate` of (dout, dlse or None, *tensors, out, lse,
-    whether each tensor's gradient is wanted) these gradients, or None.
+    `compute` makes them from the tensors. `differentiate` makes the gradients, or None, from (dout,
+    dlse or None, *tensors, out, lse, whether each tensor's gradient is wanted).
     """
     apply: Any = _Attention.apply
     return apply(compute, differentiate, *tensors.values())
 
 
 def once(compute: Callable[..., Any], *tensors: Any) -> Any:
-    """compute(*tensors), where that is what has no derivative: who differentiates it is told so."""
+    """compute(*tensors) for a function without derivative: differentiating it raises an error that
+    says so."""
     if not is_recorded(*tensors):
         return compute(*tensors)
     apply: Any = _Gradients.apply
@@ -265,7 +264,8 @@ def once(compute: Callable[..., Any], *tensors: Any) -> Any:
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """As kernels take it: a gradient that torch has for out may be expanded, or lie anywhere."""
+    """A gradient in a layout that kernels take: torch's gradient of out may be expanded, or lie
+    anywhere."""
     if is_transformed(x):
         return x
     size = x.element_size()
@@ -290,7 +290,8 @@ def _is_cast(*tensors: torch.Tensor) -> bool:
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Where torch.autocast is on and one of these is fp32, all in its dtype; but fp64 and fp8."""
+    """Casts all of these to autocast's dtype if torch.autocast is on and one is fp32; fp64 and fp8
+    stay."""
     if not _is_cast(*tensors):
         return tensors
     kind = tensors[0].device.type
@@ -307,7 +308,7 @@ def is_handled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any = None, attn_bias: Any = None,
     attn_mask: Any = None, prior_out: Any = None, prior_lse: Any = None,
 ) -> bool:  # fmt: skip
-    """Whether a call of these is for the function below."""
+    """Whether the function below handles a call with these."""
     recorded = is_recorded(q, k, v, sinks, attn_bias, prior_out, prior_lse)
     return recorded or _is_cast(q, k, v)
 
@@ -318,8 +319,8 @@ def flash_attention(
     sequences: Any = None, attn_bias: Any = None, attn_mask: Any = None, prior_out: Any = None,
     prior_lse: Any = None,
 ) -> Any:  # fmt: skip
-    """flash_attention, called by the native one, to which what is_handled goes back as what is not:
-    cast, and without grad mode."""
+    """The native flash_attention calls this for calls with is_handled. It calls back with tensors
+    that need no handling: cast, and without grad mode."""
     q, k, v = autocast(q, k, v)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     options = (causal, window, scale, softcap)

@@ -1,7 +1,7 @@
 """check_sequences for tensors whose type has no DLPack exchange API: see _dispatch.
 
-The function is called by the native one: everything by its name, of optional tensors those that are
-given; but for `sequences`, which may be None.
+The native function calls this one with everything by name, and only with optional tensors that are
+given; only `sequences` may be None.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tensors whose type has no DLPack exchange API, and flash_attention on them.
 
-The fast path is native. What comes here is NumPy, CuPy, JAX, torch older than 2.10, other DLPack
-objects, and attention on a GPU that needs workspace. Each framework says how its tensors are
-viewed, where new ones come from, and which stream is current. The mixture of experts on such
-tensors is in _moe.
+The fast path is native. This path serves NumPy, CuPy, JAX, torch older than 2.10, other DLPack
+objects, and attention on a GPU that needs workspace. Each framework defines how its tensors are
+viewed, how new ones are made, and which stream is current. The mixture of experts on such tensors
+is in _moe.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _INFERENCE = (
     "as its clone()"
 )
 _LEGACY_STREAM = 1  # cudaStreamLegacy, which DLPack's protocol also calls 1
-_DLPACK = (1, 0)  # the newest that capsules may be of
-# DLPack's kCUDAHost and kCUDAManaged: memory that one of our devices reads as its own.
+_DLPACK = (1, 0)  # the newest version of capsules DLPack's kCUDAHost and kCUDAManaged: memory that
+# one of our devices can read.
 _HOME_OF = {3: CPU, 13: CUDA}
 
 
@@ -41,15 +41,15 @@ Context = contextlib.AbstractContextManager[Any]
 
 
 class Words(NamedTuple):
-    """How messages speak of an operation; the native half has the same."""
+    """Words for an operation in messages; the native half has the same."""
 
     name: str
     tensors: str
     outputs: str
-    """What to pass where no output can be made."""
+    """What to pass if no output can be made."""
     gradients: str = "has no backward pass yet"
     has_gradients: bool = False
-    """Whether those of torch's tensors are recorded."""
+    """Whether torch's gradients are recorded."""
 
 
 ATTENTION = Words(
@@ -60,7 +60,7 @@ ATTENTION_BACKWARD = Words("attention backward", "all tensors of a call", "dq, d
 
 
 class Framework:
-    """Tensors of the Python array API standard (2021.12 or newer), or with DLPack alone."""
+    """Tensors of the Python array API standard (2021.12 or newer), or with DLPack only."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -71,13 +71,13 @@ class Framework:
         return Device(home, 0 if home == CPU else int(ordinal))
 
     def check(self, name: str, tensor: Any, words: Words) -> None:
-        """Raises what only this framework knows to be wrong with an argument."""
+        """Raises errors in an argument that only this framework can detect."""
 
     def check_output(self, name: str, tensor: Any, words: Words) -> None:
-        """The same of one that is to be written to."""
+        """The same for an output."""
 
     def finish(self, *outputs: Any) -> None:
-        """That these have been written to."""
+        """Reports that these have been written to."""
 
     def view(self, tensor: Any, stream: int | None) -> Any:
         """What the native side can read: the tensor, or a DLPack capsule ordered on `stream`."""
@@ -93,7 +93,7 @@ class Framework:
         return _LEGACY_STREAM
 
     def on_stream(self, like: Any, stream: int | None) -> Context:
-        """Has the framework's own work on `like`'s device go on that stream, if there is one."""
+        """Makes the framework's own work on `like`'s device go on that stream, if given."""
         return contextlib.nullcontext()
 
     def out(self, q: Any, shape: tuple[int, ...]) -> Any:
@@ -103,10 +103,10 @@ class Framework:
     def empty(
         self, like: Any, shape: tuple[int, ...], dtype: str, stream: int | None = None
     ) -> Any:
-        """A new tensor beside `like`; with a stream, memory for work on that stream alone."""
+        """A new tensor on `like`'s device; with a stream, memory for work on that stream only."""
         xp = self.namespace(like)
         device = self.device(like)
-        # As a handle the legacy stream is 0, too.
+        # As a handle, the legacy stream is also 0.
         if (
             stream is not None
             and device.type == CUDA
@@ -119,8 +119,8 @@ class Framework:
         return xp.empty(shape, dtype=getattr(xp, dtype), device=like.device)
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
-        """The same memory in another shape; None where only a copy would do."""
-        copy = None if 0 in shape else False  # of nothing
+        """The same memory in another shape; None if that needs a copy."""
+        copy = None if 0 in shape else False  # empty: nothing to copy
         try:
             return self.namespace(tensor).reshape(tensor, shape, copy=copy)
         except (ValueError, BufferError, AttributeError):  # the last is array-api-strict's
@@ -136,12 +136,12 @@ class Framework:
 
 
 def makes_tensors(like: Any) -> bool:
-    """Whether it follows the array API standard as far as that takes."""
+    """Whether it follows the array API standard far enough to make tensors."""
     return hasattr(like, "__array_namespace__") and hasattr(like, "device")
 
 
 def _rows_kept(made: Any, xp: Any) -> Any:
-    """`made` of empty_like(q), unless q's repeated axes (stride 0) have come to lie innermost."""
+    """`made` from empty_like(q), unless q's repeated axes (stride 0) became the innermost ones."""
     if made.shape[-1] == 1 or made.strides[-1] == made.itemsize or made.size == 0:
         return made
     return xp.empty(made.shape, made.dtype)
@@ -161,7 +161,7 @@ class NumPy(Framework):
     ) -> Any:
         import numpy
 
-        # NumPy takes bfloat16 from the package that made `like`, so the dtype is that of `like`.
+        # NumPy's bfloat16 comes from the package that made `like`, so use the dtype of `like`.
         return numpy.empty(shape, like.dtype if dtype == "bfloat16" else dtype)
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
@@ -172,7 +172,7 @@ class NumPy(Framework):
 
 
 def refuse_gradient(name: str, tensor: Any, words: Words) -> None:
-    """Raises where torch would record the gradient of this argument."""
+    """Raises if torch would record the gradient of this argument."""
     import torch
 
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -180,7 +180,7 @@ def refuse_gradient(name: str, tensor: Any, words: Words) -> None:
 
 
 def refuse_tangent(name: str, tensor: Any, words: Words) -> None:
-    """Raises where torch differentiates through this argument in forward mode."""
+    """Raises if torch differentiates through this argument in forward mode."""
     if _has_tangent(tensor):
         raise InvalidArgumentError(NO_DERIVATIVE.format(name, words.name))
 
@@ -192,13 +192,14 @@ def _has_tangent(tensor: Any) -> bool:
     try:
         return forward_ad.unpack_dual(tensor).tangent is not None
     except RuntimeError:
-        # Older versions unpack neither inference tensors nor, inside an operator, any: there are
-        # no tangents there.
+        # Older versions cannot unpack inference tensors or, inside an operator, any tensor: there
+        # are no tangents there.
         return False
 
 
 def is_transformed(tensor: Any) -> bool:
-    """Whether it is a tensor of a transform of torch.func: one as all others, without memory."""
+    """Whether it is a tensor of a transform of torch.func: it looks like all others but has no
+    memory."""
     import torch
 
     return (
@@ -217,7 +218,7 @@ def refuse_nested(name: str, tensor: Any) -> None:
 
 
 def refuse_without_memory(name: str, tensor: Any, operation: str) -> None:
-    """Raises of a nested tensor, and of one of a transform of torch.func."""
+    """Raises for a nested tensor, and for a tensor of a transform of torch.func."""
     refuse_nested(name, tensor)
     if is_transformed(tensor):
         raise _TransformedError(
@@ -275,8 +276,8 @@ class Torch(Framework):
     ) -> Any:
         import torch
 
-        # Made where that stream is current: what else is free may still be used by work of the
-        # current one, for which this stream does not wait.
+        # Allocates while that stream is current: other free memory may still be used by work on the
+        # current stream, for which this stream does not wait.
         with self.on_stream(like, stream):
             return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
 
@@ -291,7 +292,7 @@ class Torch(Framework):
     def _stream(self, like: Any, stream: int) -> Any:
         import torch
 
-        if stream in (0, _LEGACY_STREAM):  # of 0 torch would make an ExternalStream of its pool
+        if stream in (0, _LEGACY_STREAM):  # for 0 torch would take an ExternalStream from its pool
             return torch.cuda.default_stream(like.device)
         external_stream: Any = torch.cuda.ExternalStream
         return external_stream(stream, device=like.device)
@@ -310,7 +311,7 @@ class CuPy(Framework):
     def check(self, name: str, tensor: Any, words: Words) -> None:
         super().check(name, tensor, words)
         if min(tensor.strides, default=0) < 0:
-            # CuPy divides byte strides by the item size as unsigned numbers when it exports them.
+            # When exporting, CuPy divides byte strides by the item size as unsigned numbers.
             raise InvalidArgumentError(
                 f"{name}: got a CuPy array with strides {tensor.strides} bytes; CuPy cannot export "
                 f"negative strides, pass cupy.ascontiguousarray({name})"
@@ -362,7 +363,7 @@ def type_name(tensor: object) -> str:
     return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
 
-JAX = Framework("jax")  # served by flashmoe_science.jax and _moe; only its name is used
+JAX = Framework("jax")  # flashmoe_science.jax and _moe serve it; only its name is used
 
 _KNOWN = (
     (NUMPY, "numpy", "ndarray"),
@@ -374,7 +375,7 @@ _KNOWN = (
 @functools.lru_cache(maxsize=64)
 def _framework_of_type(kind: Any) -> Framework | None:
     for framework, module, name in _KNOWN:
-        # Whoever made the tensor has imported its module; nothing is imported here.
+        # The tensor's maker has imported its module, so nothing is imported here.
         base = getattr(sys.modules.get(module), name, None)
         if base is not None and issubclass(kind, base):
             return framework
@@ -387,7 +388,7 @@ def _framework_of_type(kind: Any) -> Framework | None:
 
 
 def framework_of(name: str, tensor: Any) -> Framework:
-    """Raises TypeError for what is no tensor."""
+    """The framework of a tensor. Raises a TypeError for other objects."""
     framework = _framework_of_type(tensor.__class__)
     if framework is None:
         raise ArgumentTypeError(
@@ -398,7 +399,7 @@ def framework_of(name: str, tensor: Any) -> Framework:
 
 
 def on_stream(like: Any, stream: int | None) -> Context:
-    """See Framework.on_stream; of a framework that is not known, nothing."""
+    """See Framework.on_stream; does nothing for an unknown framework."""
     framework = _framework_of_type(like.__class__)
     return contextlib.nullcontext() if framework is None else framework.on_stream(like, stream)
 
@@ -414,8 +415,8 @@ def common_framework(tensors: dict[str, Any], words: Words = ATTENTION) -> Frame
     framework = framework_of(first_name, first)
     if framework is NUMPY and any(map(is_jax, tensors.values())):
         framework = JAX
-    # Where new tensors are NumPy's, an earlier call's results may be among these; among JAX's
-    # NumPy's are constants, as in JAX's own functions.
+    # If new tensors are NumPy's, these may include an earlier call's results. Among JAX arrays,
+    # NumPy arrays are constants, as in JAX's own functions.
     also = NUMPY if framework is JAX or is_dlpack_alone(framework, first) else framework
     for name, tensor in tensors.items():
         other = framework_of(name, tensor)
@@ -429,7 +430,7 @@ def common_framework(tensors: dict[str, Any], words: Words = ATTENTION) -> Frame
 
 
 def is_dlpack_alone(framework: Framework, tensor: Any) -> bool:
-    """Whether it is of host memory, by DLPack and nothing else."""
+    """Whether it is in host memory and has DLPack but nothing else."""
     return (
         type(framework) is Framework
         and framework is not JAX
@@ -439,12 +440,12 @@ def is_dlpack_alone(framework: Framework, tensor: Any) -> bool:
 
 
 def workspace(like: Any, size: int, stream: int) -> Any:
-    """Bytes beside `like` for work on a stream that is not its framework's current one."""
+    """Memory on `like`'s device for work on a stream that is not its framework's current one."""
     return framework_of("workspace", like).empty(like, (size,), "uint8", stream)
 
 
 def through_numpy(arguments: dict[str, Any], words: Words = ATTENTION) -> dict[str, Any]:
-    """Views of CPU objects that have DLPack and nothing else, which may be read-only."""
+    """Views, perhaps read-only, of CPU objects that have DLPack and nothing else."""
     import numpy
 
     made = {}
@@ -461,7 +462,7 @@ def through_numpy(arguments: dict[str, Any], words: Words = ATTENTION) -> dict[s
 
 
 class _Unlocked:
-    """The memory of a NumPy array, to be written to."""
+    """The memory of a NumPy array, for writing."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = array.__array_interface__ | {"data": (array.ctypes.data, False)}
@@ -469,17 +470,17 @@ class _Unlocked:
 
 
 def output_through_numpy(name: str, tensor: Any, words: Words) -> Any:
-    """The same of an output. Raises for one that is read-only."""
+    """The same for an output. Raises if it is read-only."""
     import numpy
 
     _core.check_writable(name, tensor)
     made = through_numpy({name: tensor}, words)[name]
-    # An old capsule does not tell whether it is read-only, which NumPy then takes it for.
+    # An old capsule does not tell whether it is read-only, so NumPy assumes that it is.
     return made if made.flags.writeable else numpy.asarray(_Unlocked(made))
 
 
 def tables_and_bounds(sequences: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of ragged, padded and paged batches that are given, by their names."""
+    """The given tables and bounds of ragged, padded and paged batches, by name."""
     from flashmoe_science.attention import BOUNDS, NO_SEQUENCES, SEQUENCES
 
     tables = {
@@ -498,8 +499,8 @@ def flash_attention(
     stream: Any,
     sequences: Any = None,
 ) -> Any:
-    """flash_attention, called by the native one: everything by its name, of outputs and of optional
-    tensors those that are given; but for `sequences`, which may be None."""
+    """The native flash_attention calls this with everything by name, and only with outputs and
+    optional tensors that are given; only `sequences` may be None."""
     tables, bounds = tables_and_bounds(sequences)
     given = tensors | tables | outputs
     framework = common_framework(given)
@@ -553,7 +554,7 @@ def flash_attention_backward(
     stream: Any,
     sequences: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """The same of flash_attention_backward, with `wanted` among the options."""
+    """The same for flash_attention_backward, with `wanted` among the options."""
     tables, bounds = tables_and_bounds(sequences)
     given = tensors | tables | outputs
     framework = common_framework(given, ATTENTION_BACKWARD)

@@ -11,7 +11,7 @@ from flashmoe_science.errors import ArgumentTypeError, InvalidArgumentError
 CPU = 1  # DLPack's device types
 CUDA = 2
 CUDA_HOST = 3
-GPU_MODEL = 256  # of the C ABI alone; the ordinal is that of the model
+GPU_MODEL = 256  # the C ABI's own; the ordinal is the model's
 
 GPU_MODELS = ("h100", "h200", "l4", "rtx4090")  # in the order of flashmoe_gpu_model
 
@@ -44,11 +44,11 @@ _DTYPES = {
 
 
 FP8_E4M3 = Dtype(10, 8)
-"""Of caches of keys and values."""
+"""For caches of keys and values."""
 
 
 def parse_dtype(dtype: object, name: str = "dtype") -> Dtype:
-    """From "bf16", "bfloat16", or an object that prints as one, such as torch.bfloat16."""
+    """Parses "bf16", "bfloat16", or an object that prints as one, such as torch.bfloat16."""
     found = _DTYPES.get(str(dtype).rpartition(".")[2])
     if found is None:
         given = printable(str(dtype))
@@ -59,8 +59,8 @@ def parse_dtype(dtype: object, name: str = "dtype") -> Dtype:
 
 
 def parse_device(device: object) -> Device:
-    """From "cpu", "cuda", "cuda:1", a model of GPUs such as "h200", or an object that prints as
-    one, such as a torch.device."""
+    """Parses "cpu", "cuda", "cuda:1", a GPU model such as "h200", or an object that prints as one,
+    such as a torch.device."""
     text = str(device)
     if text in ("cpu", "cpu:0"):
         return Device(CPU, 0)
@@ -76,12 +76,13 @@ def parse_device(device: object) -> Device:
 
 
 def printable(text: str) -> str:
-    """Escapes surrogates, which no encoding has."""
+    """Escapes surrogates, which no encoding supports."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def parse_extent(name: str, extent: Any, end: int, accepted: str) -> int:
-    """From an int, or what stands for one, of 0 to end - 1; `accepted` says so in words."""
+    """Parses an int, or an object that stands for one, from 0 to end - 1; `accepted` says so in
+    words."""
     if isinstance(extent, bool) or not hasattr(type(extent), "__index__"):
         raise ArgumentTypeError(
             f"{name}: got {extent!r} of type {type(extent).__name__}, accepted are {accepted}"
@@ -101,7 +102,7 @@ def parse_flag(name: str, flag: Any) -> bool:
 
 
 def device_name(device: Device) -> str:
-    """What parse_device takes."""
+    """The name that parse_device parses."""
     if device.type == GPU_MODEL:
         return GPU_MODELS[device.id]
     return f"cuda:{device.id}" if device.type == CUDA else "cpu"

@@ -1,4 +1,4 @@
-"""The arguments of flash_attn.py's functions as those of flash_attention."""
+"""Converts the arguments of flash_attn.py's functions to those of flash_attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashmoe_science.errors import (
 )
 from flashmoe_science.plan import attention_plan
 
-_CHUNK = 1024  # keys, of num_splits=1
+_CHUNK = 1024  # keys, for num_splits=1
 
 
 def options(
@@ -35,7 +35,7 @@ def options(
     s_aux: Any,
     learnable_sink: Any,
 ) -> dict[str, Any]:
-    """What all functions have, unless something is asked for that is not there."""
+    """The options that all functions share. Raises if an unsupported one is asked for."""
     if not isinstance(dropout_p, (int, float)):
         raise ArgumentTypeError(
             f"dropout_p: got {type(dropout_p).__name__}, accepted is 0.0: arguments by position "
@@ -76,7 +76,7 @@ def options(
 
 
 def window(window_size: Any) -> tuple[int | None, int | None]:
-    """flash_attention's, of FlashAttention's pair, in which a negative number is no bound."""
+    """flash_attention's window from FlashAttention's pair, where a negative number is no bound."""
     try:
         left, right = window_size
         return _extent(left), _extent(right)
@@ -90,19 +90,19 @@ def window(window_size: Any) -> tuple[int | None, int | None]:
 def _extent(extent: Any) -> int | None:
     if extent is None:
         return None
-    if not isinstance(extent, int):  # which a graph may have a symbol for
+    if not isinstance(extent, int):  # in a graph it may be a symbol
         extent = operator.index(extent)
     return None if extent < 0 else extent
 
 
 def split_size(num_splits: Any) -> int | None:
-    """flash_attention's, of FlashAttention's number of parts."""
+    """flash_attention's split_size from FlashAttention's number of parts."""
     splits = integer("num_splits", num_splits, "a number of parts, 0 for any")
     return _CHUNK if splits == 1 else None
 
 
 def integer(name: str, number: Any, accepted: str) -> int:
-    """Of 0 or more."""
+    """Checks an integer of 0 or more."""
     try:
         number = number if isinstance(number, int) else operator.index(number)
     except TypeError:
@@ -115,13 +115,13 @@ def integer(name: str, number: Any, accepted: str) -> int:
 
 
 def _is_positive(name: str, number: Any) -> bool:
-    """Of a number at all, which NaN is not."""
+    """Whether it is a positive number; NaN is not."""
     try:
         if number > 0:
             return True
         if number <= 0:
             return False
-    except (TypeError, ValueError, RuntimeError):  # of arrays and tensors of several numbers
+    except (TypeError, ValueError, RuntimeError):  # arrays and tensors of several numbers
         pass
     raise ArgumentTypeError(
         f"{name}: got {number!r} of type {type(number).__name__}, accepted is a number, 0 or less "
@@ -130,7 +130,7 @@ def _is_positive(name: str, number: Any) -> bool:
 
 
 def one_of(**named: Any) -> Any:
-    """The value of an argument of two names."""
+    """The value of an argument with two names."""
     given = [name for name, value in named.items() if value is not None]
     if len(given) > 1:
         error = InvalidArgumentError(
@@ -144,7 +144,7 @@ def one_of(**named: Any) -> Any:
 def scales(k: Any, k_descale: Any, v_descale: Any, *, of_sequences: bool) -> dict[str, Any]:
     """k_scale and v_scale. `of_sequences`: whether k has a row for each sequence."""
     check_tensor("k", k)
-    if k.dtype.itemsize > 1:  # of which FlashAttention 3 reads none
+    if k.dtype.itemsize > 1:  # FlashAttention 3 reads none for these
         return {}
     found = {}
     for name, given in (("k_descale", k_descale), ("v_descale", v_descale)):
@@ -164,7 +164,7 @@ def scales(k: Any, k_descale: Any, v_descale: Any, *, of_sequences: bool) -> dic
 
 
 def lengths(name: str, given: Any, batch: int, device: torch.device) -> torch.Tensor | None:
-    """Of tables or one number for all."""
+    """Lengths from a table, or from one number for all."""
     if isinstance(given, int) and not isinstance(given, bool):
         return torch.full((batch,), given, dtype=torch.int32, device=device)
     if given is not None:
@@ -176,7 +176,8 @@ def lengths(name: str, given: Any, batch: int, device: torch.device) -> torch.Te
 def positions(
     begin: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, stays: bool = False
 ) -> torch.Tensor:
-    """Where each row stands, [batch, rows] or [1, rows]: a sequence's first stands at `begin`."""
+    """The position of each row, [batch, rows] or [1, rows]; a sequence's first row stands at
+    `begin`."""
     row = torch.arange(rows, dtype=torch.int32, device=begin.device)
     if cu_seqlens is None:
         return begin[:, None] + (torch.zeros_like(row) if stays else row)
@@ -190,8 +191,8 @@ def positions(
 def unpacked(
     name: str, packed: Any, parts: int, rows: str = "batch, seq"
 ) -> tuple[torch.Tensor, ...]:
-    """Views of the parts, which are behind `rows`. By unbind: its gradient is one stack, where that
-    of an index is zeros of the whole for each part, and their sum."""
+    """Views of the parts, along the axis after `rows`. Uses unbind, whose gradient is one stack;
+    that of indexing is a zero tensor of the whole per part, and their sum."""
     check_tensor(name, packed)
     axis = 1 + rows.count(",")
     if packed.dim() != axis + 3 or packed.shape[axis] != parts:
@@ -203,7 +204,7 @@ def unpacked(
 
 
 def with_batch(name: str, tensor: Any) -> torch.Tensor | None:
-    """A tensor that may be there, as one row of a batch."""
+    """An optional tensor as one row of a batch."""
     if tensor is None:
         return None
     check_tensor(name, tensor)
@@ -219,22 +220,22 @@ attend_to_cache: Any = _of_cache(flash_attention)  # with either kind of result
 def check_before_append(
     q: torch.Tensor, k: Any, v: Any, how: dict[str, Any], return_lse: Any, out: Any
 ) -> None:
-    """Raises what attention over a cache would raise when new keys are in it already."""
-    if is_traced():  # in a graph all is checked before anything runs
+    """Raises what attention over a cache would raise only after new keys have been written."""
+    if is_traced():  # a graph is checked before anything runs
         return
     if is_recorded(q, how["sinks"]):
         into = None if out is None else out[:, :0]
         attend_to_cache(q[:, :0], k, v, **how, return_lse=return_lse, out=into)
     try:
         attention_plan(q, k, v, **how, return_lse=return_lse, out=out)
-    except _TransformedError:  # which torch's operators take, that check it again
+    except _TransformedError:  # torch's operators take these and check again
         return
     if out is not None and _may_overlap(out, (q, k, v, *how.values())):
-        attend_to_cache(q, k, v, **how, return_lse=return_lse, out=out)  # no plan knows of that
+        attend_to_cache(q, k, v, **how, return_lse=return_lse, out=out)  # plans do not check that
 
 
 def _may_overlap(out: torch.Tensor, others: tuple[Any, ...]) -> bool:
-    """Whether the first byte to the last of it has some of another's on its device."""
+    """Whether its range of bytes meets another's on its device."""
     begin, end = _bytes_of(out)
     for given in others:
         if given is None or not isinstance(given, torch.Tensor):
@@ -247,7 +248,7 @@ def _may_overlap(out: torch.Tensor, others: tuple[Any, ...]) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
-    if tensor.is_contiguous():  # as nearly all are, and the rest takes long
+    if tensor.is_contiguous():  # nearly all are, and the rest is slow
         return begin, begin + tensor.nbytes
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((n - 1) * stride for n, stride in axes)
@@ -263,7 +264,7 @@ def check_tensor(name: str, tensor: Any) -> None:
 
 
 def check_tensors(**tensors: Any) -> None:
-    """Of those that may be None."""
+    """Checks tensors that may be None."""
     for name, tensor in tensors.items():
         if tensor is not None:
             check_tensor(name, tensor)

@@ -1,4 +1,4 @@
-"""JAX's own function of attention, jax.nn.dot_product_attention, by ours."""
+"""JAX's own attention function, jax.nn.dot_product_attention, computed by FlashMoE."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dot_product_attention(
     implementation: None = None,
     return_residual: bool = False,
 ) -> Any:
-    """jax.nn.dot_product_attention, by FlashMoE alone.
+    """jax.nn.dot_product_attention, computed only by FlashMoE.
 
     Lengths are read when the program runs.
 
@@ -46,25 +46,25 @@ def dot_product_attention(
         key: [batch, seq_k, heads_kv, dim], or [seq_k, heads_kv, dim], same dtype; heads_kv divides
             heads_q.
         value: [batch, seq_k, heads_kv, dim_v], or [seq_k, heads_kv, dim_v], same dtype.
-        bias: Added to the logits, behind scale: [batch, heads_q, seq_q, seq_k], of which any may be
-            1, and the first ones left out; fp32 or query's dtype. -inf hides a key. It has no
-            gradient: who differentiates it is told so.
-        mask: The same of bool: which keys a query may see.
+        bias: Added to the logits after scale: [batch, heads_q, seq_q, seq_k]; any extent may be 1,
+            and leading ones may be left out; fp32 or query's dtype. -inf hides a key. It has no
+            gradient: differentiating it is an error.
+        mask: The same in bool: which keys a query may see.
         scale: Factor of the logits, positive; None is 1 / sqrt(dim).
         is_causal: Query i sees the keys up to i, counted from the first of both.
-        query_seq_lengths: [batch], int32: of so many queries each row of the batch has the results;
-            the others' are 0.
-        key_value_seq_lengths: [batch], int32: so many keys of each row are seen.
+        query_seq_lengths: [batch], int32: the number of queries of each row of the batch; the
+            results of others are 0.
+        key_value_seq_lengths: [batch], int32: the number of visible keys of each row.
         local_window_size: (left, right), or a number for both: query i sees the keys from i - left
             to i + right, counted from the first of both.
         implementation: None.
         return_residual: Also return the log-sum-exp of each row's logits, [batch, seq_q, heads_q],
-            of key's dtype and without a gradient.
+            in key's dtype and without a gradient.
 
     Returns:
         [batch, seq_q, heads_q, dim_v], or with return_residual (that, residual); without a batch if
-        query has none. A query that sees no key gives 0 and -inf, where JAX's own function has the
-        mean of all values.
+        query has none. A query that sees no key gives 0 and -inf; JAX's own function gives the mean
+        of all values.
 
     Raises:
         NotImplementedError: A bias is differentiated, or no kernel serves the call.
@@ -92,14 +92,14 @@ def dot_product_attention(
 
         pairs["attn_bias"] = without_gradient("bias", pairs["attn_bias"])
     window = _window(local_window_size, is_causal)
-    # Without is_causal windows stand at the last query and key, unless it is said where.
+    # Without is_causal, windows align at the last query and key unless q_offset says otherwise.
     stands = None if window is None or is_causal or aligned else jnp.zeros(batch, np.int32)
     out, lse = flash_attention(
         q, k, v, causal="top_left" if is_causal else False, scale=scale, window=window,
         q_offset=stands, seqused_q=used_q, seqused_k=used_k, return_lse=True, **pairs,
     )  # fmt: skip
     residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2)).astype(k.dtype)
-    if used_q is not None:  # others are not written
+    if used_q is not None:  # other rows are not written
         seen = (jnp.arange(seq_q) < used_q[:, None])[..., None]
         residual = jnp.where(seen, residual, -jnp.inf)
         out = jnp.where(seen[..., None], out, 0)
@@ -118,7 +118,7 @@ def _with_batch(name: str, array: Any, rank: int) -> Any:
 
 
 def _pairs(name: str, array: Any, full: tuple[int, ...]) -> Any:
-    """[batch, heads_q, seq_q, seq_k] or 1 in the place of each."""
+    """[batch, heads_q, seq_q, seq_k], where each extent may be 1."""
     if array is None:
         return None
     array = jnp.asarray(array)
@@ -149,7 +149,7 @@ def _lengths(name: str, lengths: Any, batch: int, most: int) -> Any:
 
 
 def _window(size: Any, is_causal: bool) -> tuple[int, int | None] | None:
-    """flash_attention's, in which a causal mask is the right end."""
+    """flash_attention's window, where a causal mask is the right end."""
     if size is None:
         return None
     try:

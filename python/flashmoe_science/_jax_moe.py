@@ -1,18 +1,18 @@
-"""What JAX's transformations do to the mixture of experts, and jax.lax.ragged_dot by our products.
+"""JAX's transformations of the mixture of experts, and jax.lax.ragged_dot by our products.
 
-Rules are those of the primitives, where jax.custom_vjp would be told too little: a transposition
-knows which gradients are wanted, so that what is frozen costs nothing, and a call that vmap folds
-into one is differentiated as that one.
+The rules belong to primitives, because jax.custom_vjp would know too little. A transposition knows
+which gradients are wanted, so frozen tensors cost nothing, and a call that vmap folds into one is
+differentiated as one.
 
-Of a product of grouped rows the derivatives are products, too. With rows r of expert e
+The derivatives of a product of grouped rows are products, too. With rows r of expert e
 
     P   out[r] = w[e] x[r]               grouped_product
-    Q   dx[r]  = w[e]^T dout[r]          grouped_product_backward; 0 in rows that no expert has
+    Q   dx[r]  = w[e]^T dout[r]          grouped_product_backward; 0 in rows of no expert
     R   dw[e]  = sum of dout[r] x[r]^T   the same
 
-each is linear in both of its factors, and the transpose of one is another one. So they have
-derivatives of every order, in both modes. Layers, routing and biases have those of reverse mode,
-once, by the operations of the C ABI.
+each is linear in both of its factors, and the transpose of each is another of them. So they have
+derivatives of every order, in both modes. Layers, routing and biases have first derivatives in
+reverse mode, by the operations of the C ABI.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _zero(primal: Any) -> Any:
 
 
 def _perturbed(call: Any, tangents: Sequence[Any]) -> _Arrays:
-    """The tangents that are there, by name."""
+    """The existing tangents, by name."""
     return {n: t for n, t in zip(call.names, tangents, strict=True) if not _is_zero(t)}
 
 
@@ -83,12 +83,12 @@ def _batch(arrays: Sequence[Any], axes: Sequence[Any], *, call: Any, **_: Any) -
 
 
 def _outputs(call: Any, *arrays: Any) -> list[Any]:
-    """In the order of the primitive's, which a dict would lose on its way through JAX."""
+    """In the order of the primitive's outputs, which a dict would lose on its way through JAX."""
     return list(calls._bind(call, *arrays).values())
 
 
 def _folded(call: Any, batched: Sequence[bool], arrays: Sequence[Any]) -> list[Any] | None:
-    """Tokens of an outer batch are tokens. None where something else has one, too."""
+    """Folds tokens of an outer batch into the tokens. None if something else is batched, too."""
     size = next(x.shape[0] for x, b in zip(arrays, batched, strict=True) if b)
     wide = calls._widened(call.names, ("tokens", "logits"), size, batched, arrays)
     if wide is None:
@@ -102,7 +102,7 @@ def _folded(call: Any, batched: Sequence[bool], arrays: Sequence[Any]) -> list[A
     return [out.reshape((size, tokens, out.shape[-1]))]
 
 
-# ---- tangents that have a transpose alone ----------------------------------------------------
+# ---- tangents that only have a transpose -----------------------------------------------------
 
 # bind(*tangents, *kept, wanted=, kept=, call=, results=): what a call's first output gets from the
 # tangents of its tensors `wanted`, with the arrays `kept` by name. `results` has its types.
@@ -126,8 +126,8 @@ def _batch_tangent(arrays: Sequence[Any], axes: Sequence[Any], **params: Any) ->
 
 
 _Gradients = Callable[[Any, _Arrays, Sequence[Any], dict[str, Any]], _Arrays]
-"""Of a call, the arrays that were kept, cotangents of the outputs that have some, and the types of
-what is asked for by name."""
+"""For a call: the kept arrays, the existing cotangents of outputs, and the types of the requested
+results, by name."""
 
 
 def _tangents(
@@ -195,7 +195,7 @@ def _layer_gradients(
 def _differentiate_route(
     primals: Sequence[Any], tangents: Sequence[Any], *, call: Any, **_: Any
 ) -> Any:
-    """By logits, or weights that were given. The choice of experts has no derivative."""
+    """Differentiates by logits or given weights. The choice of experts has no derivative."""
     named = dict(zip(call.names, primals, strict=True))
     made = calls._bind(call, *primals)
     dots = {
@@ -234,7 +234,7 @@ def _product(x: Any, w: Any, bounds: _Arrays, **options: Any) -> Any:
 
 
 def _times_transpose(dout: Any, w: Any, bounds: _Arrays, turned: bool = False) -> Any:
-    """Q; with `turned` the array has w's last two axes the other way round."""
+    """Q; with `turned` the array has w's last two axes swapped."""
     arrays = {"dout": dout, _W_TURNED if turned else "w": w} | bounds
     return _call("grouped_product_backward", arrays, wanted=(True, False, False))["dx"]
 
@@ -246,7 +246,7 @@ def _outer(dout: Any, x: Any, bounds: _Arrays) -> Any:
 
 
 def _row_sums(dout: Any, bounds: _Arrays, dtype: Any) -> Any:
-    """Of each expert's rows: the gradient of a bias."""
+    """Sums of each expert's rows: the gradient of a bias."""
     options = {"wanted": (False, False, True), "dbias": np.dtype(dtype).name}
     return _call("grouped_product_backward", {"dout": dout} | bounds, **options)["dbias"]
 
@@ -291,7 +291,7 @@ def _transpose_product(cotangents: Sequence[Any], *arrays: Any, call: Any, **_: 
 def _differentiate_gradients(
     primals: Sequence[Any], tangents: Sequence[Any], *, call: Any, **params: Any
 ) -> Any:
-    """Q and R, and sums, of which one call can be several."""
+    """Differentiates Q, R and sums; one call can be several of these."""
     outs = calls._CALLS[call.operation].bind(*primals, call=call, **params)
     named, dots = dict(zip(call.names, primals, strict=True)), _perturbed(call, tangents)
     names, bounds = tuple(calls._outputs(call, named)), _bounds_of(named)
@@ -313,7 +313,7 @@ def _differentiate_gradients(
 
 
 def _transpose_gradients(cotangents: Sequence[Any], *arrays: Any, call: Any, **_: Any) -> Any:
-    """Of what the rule above makes: of one gradient, in one factor."""
+    """Transposes what the rule above makes: one gradient, in one factor."""
     (ct,) = cotangents
     if _is_zero(ct):
         return [None] * len(arrays)
@@ -337,7 +337,7 @@ def _transpose_gradients(cotangents: Sequence[Any], *arrays: Any, call: Any, **_
 
 
 def _rows_of(sums: Any, bounds: _Arrays, like: Any) -> Any:
-    """For every row what its expert has of `sums`, 0 where it has no expert."""
+    """For every row its expert's row of `sums`, 0 without an expert."""
     row = jnp.arange(like.shape[-2])
     if "counts" in bounds:
         taken = row < bounds["counts"][:, None]
@@ -353,7 +353,7 @@ def _rows_of(sums: Any, bounds: _Arrays, like: Any) -> Any:
 
 
 def _in_parts(call: Any, named: _Arrays) -> Any:
-    """fused_moe by its three operations, to the same bits where the same kernels serve them."""
+    """fused_moe by its three operations, with the same bits if the same kernels serve them."""
     tokens, logits = named["tokens"], named.get("logits")
     if logits is None:
         every = jnp.asarray([0, np.iinfo(np.int32).max], jnp.int32)
@@ -421,7 +421,7 @@ ad.primitive_transposes[_tangent] = _transpose_tangent
 
 # ---- functions -------------------------------------------------------------------------------
 
-_MULTIPLE = 8  # of the extents of matrices
+_MULTIPLE = 8  # of matrices' extents
 _MOST_GROUPS = 1024
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -434,28 +434,28 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: None = None,
 ) -> Any:
-    """jax.lax.ragged_dot, by FlashMoE alone: rows of one group after another, each group with a
-    matrix of its own.
+    """jax.lax.ragged_dot, computed only by FlashMoE: rows in consecutive groups, each group with
+    its own matrix.
 
-    Neither rhs nor its gradient is copied or transposed on the way. Differentiable by lhs and rhs,
-    in both modes and to any order. jax.vmap makes one call after another.
+    Neither rhs nor its gradient is copied or transposed. Differentiable in lhs and rhs, in both
+    modes and to any order. jax.vmap makes one call after another.
 
     Args:
         lhs: [m, k], fp16 or bf16, on the CPU also fp32 and fp64. k is a multiple of 8.
         rhs: [groups, k, n], lhs's dtype; n is a multiple of 8. At most 1024 groups.
-        group_sizes: [groups], integers: so many rows of lhs belong to each group, in their order.
-            They are read when the program runs. Rows behind the last group give 0.
-        precision: As in jax.lax.dot. Sums are fp32, of fp64 fp64, whatever it is, so that
-            of any named precision there is at least that much; an algorithm is refused.
-        preferred_element_type: lhs's dtype, which None is, too.
+        group_sizes: [groups], integers: the number of rows of lhs in each group, in order. They are
+            read when the program runs. Rows after the last group give 0.
+        precision: As in jax.lax.dot. Sums are always fp32, for fp64 fp64, which satisfies any named
+            precision; an algorithm is refused.
+        preferred_element_type: lhs's dtype, or None, which means the same.
         group_offset: None.
 
     Returns:
-        [m, n] of lhs's dtype.
+        [m, n], lhs's dtype.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: A shape, a dtype or an option is wrong, or not
-            here.
+        ValueError, TypeError, NotImplementedError: A shape, a dtype or an option is wrong or not
+            supported.
     """
     lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
     _check_ragged(lhs, rhs, group_sizes)

@@ -1,6 +1,6 @@
 """merge_states for tensors whose type has no DLPack exchange API: see _dispatch.
 
-The function is called by the native one: everything by its name, of optional tensors those that are
+The native function calls this one with everything by name, and only with optional tensors that are
 given.
 """
 
@@ -59,7 +59,7 @@ def merge_states(
 def like_of_dtype(
     dtype: str, framework: Framework, like: Any, tensors: dict[str, Any], outputs: str
 ) -> Any:
-    """The tensor beside which one of this dtype can be made: NumPy has no bfloat16 of its own."""
+    """The tensor next to which one of this dtype can be made: NumPy itself has no bfloat16."""
     if framework is not NUMPY or dtype != "bfloat16":
         return like
     for tensor in (like, *tensors.values()):

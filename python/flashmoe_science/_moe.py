@@ -1,7 +1,7 @@
 """The mixture of experts for tensors whose type has no DLPack exchange API: see _dispatch.
 
-The functions of the same names are called by the native ones: everything by its name, of optional
-tensors those that are given.
+The native functions call those of the same names with everything by name, and only with optional
+tensors that are given.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = Words(
 )  # fmt: skip
 BACKWARD = Words("the backward of the mixture of experts", "all tensors of a call", "all gradients")
 
-ROUTER_MULTIPLE = 8  # of experts, for the router's product
+ROUTER_MULTIPLE = 8  # experts, for the router's product
 _MAX_EXPERTS = 1024
 
 
@@ -33,7 +33,7 @@ class Jax(Framework):
     """JAX arrays and tracers, on which flashmoe_science.jax computes."""
 
     def device(self, tensor: Any) -> Device:
-        return Device(CPU, 0)  # XLA's affair, which has its own workspace
+        return Device(CPU, 0)  # irrelevant: XLA has its own workspace
 
     def reshaped(self, tensor: Any, shape: tuple[int, ...]) -> Any:
         return tensor.reshape(shape)
@@ -52,7 +52,7 @@ def _present(**tensors: Any) -> dict[str, Any]:
 
 
 def _parts(name: str, routing: Any) -> dict[str, Any]:
-    """The tensors of a routing by their names."""
+    """The tensors of a routing by name."""
     if not isinstance(routing, tuple) or len(routing) != len(MoeRouting._fields):
         raise ArgumentTypeError(
             f"{name}: got {_dispatch.type_name(routing)}, accepted is a MoeRouting, which "
@@ -62,7 +62,7 @@ def _parts(name: str, routing: Any) -> dict[str, Any]:
 
 
 class _Calls:
-    """Operations on the tensors of one call, all of one framework."""
+    """Operations on the tensors of one call, all from one framework."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class _Calls:
         outputs: dict[str, Any] | None = None,
         words: Words = WORDS,
     ) -> None:
-        """Tensors by their names. The first says where the call computes.
-        Of outputs those that are None are not given."""
+        """Tensors by name. The first one's device computes the call. Outputs that are None are not
+        given."""
         outputs = _present(**(outputs or {}))
         self.framework = _framework(tensors | outputs, words)
         self._outputs = tuple(outputs.values())
@@ -100,7 +100,7 @@ class _Calls:
         tensors: dict[str, Any],
         options: dict[str, Any],
     ) -> dict[str, Any]:
-        """Outputs by their names: those among `tensors`, and new ones."""
+        """Outputs by name: those among `tensors`, and new ones."""
         if self.framework is _JAX:
             from flashmoe_science import jax
 
@@ -190,8 +190,7 @@ def differentiate(
     outputs: dict[str, Any],
     stream: Any,
 ) -> tuple[Any, ...]:
-    """The outputs in their order, of which those that are not given are None: new where the library
-    makes one."""
+    """The outputs in order. One that is not given is new if the library makes it, else None."""
     given, written = _present(**outputs), {}
     if options.get("overwrite_pre_activation"):
         written = _present(pre_activation=tensors.get("pre_activation"))
@@ -209,7 +208,7 @@ def differentiate(
 
 
 def all_rows(like: Any) -> Any:
-    """Offsets by which a product of one expert has all rows of `like`, beside it."""
+    """Offsets on `like`'s device that give a product of one expert all rows of `like`."""
     import numpy
 
     framework = _framework({"tokens": like})
@@ -238,7 +237,8 @@ def _rows(framework: Framework, name: str, tensor: Any) -> Any:
 
 
 def check_router(tokens: Any, router_weights: Any, router_bias: Any, w_gate_up: Any) -> None:
-    """In the library's words, which it has for logits that are made of these alone."""
+    """Checks the router with the library's sentences, which the library has only for logits made
+    from these."""
     name = "router_weights"
     experts, columns = router_weights.shape
     if experts > _MAX_EXPERTS:
@@ -268,7 +268,7 @@ def check_router(tokens: Any, router_weights: Any, router_bias: Any, w_gate_up: 
 def router_product(
     tokens: Any, router_weights: Any, router_bias: Any, w_gate_up: Any, stream: Any
 ) -> Any:
-    """Logits by the tensors' own library. Of w_gate_up the shape tells the experts."""
+    """Logits by the tensors' own library. The shape of w_gate_up tells the number of experts."""
     if not (hasattr(tokens, "__matmul__") and hasattr(router_weights, "T")):
         raise ArgumentTypeError(
             f"router_weights: {_dispatch.type_name(tokens)} knows no product of matrices, and here "
@@ -297,11 +297,11 @@ def fused_moe(given: dict[str, Any], options: dict[str, Any], out: Any, stream: 
 
 
 def _has_dlpack_alone(framework: Framework, tokens: Any) -> bool:
-    """Whether NumPy must reshape and multiply; raises where it cannot."""
+    """Whether NumPy must reshape and multiply; raises if it cannot."""
     if type(framework) is not Framework or _dispatch.makes_tensors(tokens):
         return False
     if framework.device(tokens).type == CUDA:
-        framework.namespace(tokens, WORDS)  # raises: nothing can be made here
+        framework.namespace(tokens, WORDS)  # raises: no tensor can be made here
     return True
 
 
@@ -310,11 +310,11 @@ def _fused_of_jax(given: dict[str, Any], options: dict[str, Any]) -> Any:
 
 
 def _fused(calls: _Calls, given: dict[str, Any], options: dict[str, Any], given_out: Any) -> Any:
-    """out, of the shape of tokens; given_out where there is one."""
+    """out, with the shape of tokens; given_out if given."""
     framework = calls.framework
 
     def multiply(tokens: Any, router: Any, bias: Any) -> Any:
-        if framework is _dispatch.NUMPY:  # whose product knows masked arrays, as we do not
+        if framework is _dispatch.NUMPY:  # NumPy's product supports masked arrays; ours does not
             for name in {"tokens", "router_weights", "router_bias"} & given.keys():
                 _core.check_readable(name, given[name])
         return router_product(tokens, router, bias, given["w_gate_up"], calls.given_stream)
@@ -327,8 +327,8 @@ def _fused(calls: _Calls, given: dict[str, Any], options: dict[str, Any], given_
 def _as_rows(
     framework: Framework, given: dict[str, Any], multiply: Callable[[Any, Any, Any], Any]
 ) -> dict[str, Any]:
-    """The tensors of the C ABI's call. Where the library has no product for the router, logits are
-    what `multiply` makes of tokens, router_weights and router_bias."""
+    """The tensors of the C ABI's call. If the library has no product for the router, `multiply`
+    makes logits from tokens, router_weights and router_bias."""
     tensors = given | {"tokens": _rows(framework, "tokens", given["tokens"])}
     if "out" in given:
         if tuple(given["out"].shape) != tuple(given["tokens"].shape):
@@ -346,7 +346,7 @@ def _as_rows(
 
 
 def tensors_of_fused_plan(given: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of the C ABI's call, logits among them that need not exist."""
+    """The tensors of the C ABI's call, including logits that need not exist."""
     given = _present(**given)
     framework = _framework(given)
     if _has_dlpack_alone(framework, given["tokens"]):

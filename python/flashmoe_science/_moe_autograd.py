@@ -1,8 +1,8 @@
-"""The mixture of experts as torch's autograd has it.
+"""The mixture of experts in torch's autograd.
 
-The native half comes here with calls that torch records gradients of, and these go on to the
-operators of flashmoe_science.torch, which share what is below. Imported when the first such call
-comes, by which time torch is.
+The native half calls this module when torch records gradients. Calls go on to the operators of
+flashmoe_science.torch, which share the code below. It is imported at the first such call, when
+torch is already imported.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _TWICE = (
 
 
 class Steps(NamedTuple):
-    """How a call is computed, and differentiated. What a transform of torch.func has wrapped is
-    among the tensors: functions know options alone."""
+    """How a call is computed and differentiated. Objects that a transform of torch.func has wrapped
+    must be among the tensors: the functions close over options only."""
 
     names: tuple[str, ...]
-    """Of the tensors."""
+    """Names of the tensors."""
     compute: Callable[..., tuple[Any, ...]]
-    """Outputs, of tensors."""
+    """Computes the outputs from the tensors."""
     differentiate: Callable[..., Sequence[Any]]
-    """The gradients of the tensors, or None: of those of the outputs, the tensors, the outputs that
-    are kept, and whether each tensor's is wanted."""
+    """Computes the tensors' gradients, or None, from the outputs' gradients, the tensors, the kept
+    outputs, and whether each tensor's gradient is wanted."""
     differentiable: tuple[int, ...]
-    """Which of the outputs have gradients."""
+    """The outputs that have gradients."""
     kept: tuple[int, ...] = ()
-    """Which of the outputs the gradients are computed from. No other is saved."""
+    """The outputs that the gradients are computed from. No other is saved."""
     overwrite: Callable[..., Sequence[Any] | None] | None = None
-    """As `differentiate`, in the memory of the outputs that are kept; None where others may read
-    them. A graph that is retained then differentiates without them."""
+    """Like `differentiate`, but in the memory of the kept outputs; None if others may read them. A
+    retained graph then differentiates without them."""
 
 
 def _each(call: Callable[..., Any], info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -100,7 +100,7 @@ class _Recorded(torch.autograd.Function):
 
 
 def recorded(steps: Steps, *tensors: Any) -> tuple[Any, ...]:
-    """The outputs, with what torch differentiates them by."""
+    """The outputs, attached to torch's autograd."""
     apply: Any = _Recorded.apply
     made: tuple[Any, ...] = apply(steps, *tensors)
     return made
@@ -129,7 +129,8 @@ class _Once(torch.autograd.Function):
 
 
 def once(compute: Callable[..., Any], *tensors: Any) -> Any:
-    """compute(*tensors), where that is what has no derivative: who differentiates it is told so."""
+    """compute(*tensors) for a function without derivative: differentiating it raises an error that
+    says so."""
     if not is_recorded(*(x for x in tensors if isinstance(x, torch.Tensor))):
         return compute(*tensors)
     apply: Any = _Once.apply
@@ -140,8 +141,8 @@ def once(compute: Callable[..., Any], *tensors: Any) -> Any:
 
 
 def cast(*tensors: Any) -> list[Any]:
-    """What torch.autocast casts, where it is on: fp32 among these, of which optional ones are None.
-    Of master weights in fp32 the gradients are fp32."""
+    """Casts the fp32 tensors among these if torch.autocast is on; optional ones may be None.
+    Gradients of fp32 master weights are fp32."""
     made = iter(autocast(*(x for x in tensors if x is not None)))
     return [None if x is None else next(made) for x in tensors]
 
@@ -151,7 +152,7 @@ def _is_recorded(*arguments: Any) -> bool:
 
 
 def _below_autocast(call: Callable[..., Any], first: torch.Tensor, *arguments: Any) -> Any:
-    """By the native half, for which what is here has cast."""
+    """Calls the native half with autocast off; tensors are already cast."""
     with torch.autocast(first.device.type, enabled=False):
         return call(first, *arguments)
 
@@ -241,7 +242,7 @@ _FUSED_MATRICES = (0, 1, 2, 3, 13)  # tokens, router_weights, w_gate_up, w_down,
 
 
 def cast_layer(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments of fused_moe, cast: what is multiplied, but no bias, which may be fp32."""
+    """The arguments of fused_moe, cast: operands of products, but not biases, which may be fp32."""
     made = list(arguments)
     for i, tensor in zip(_FUSED_MATRICES, cast(*(made[i] for i in _FUSED_MATRICES)), strict=True):
         made[i] = tensor

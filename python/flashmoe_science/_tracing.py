@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
 
 def is_traced() -> bool:
-    """Imports nothing: who traces has imported torch, which another thread may be about to do."""
+    """Imports nothing: a tracer has imported torch, while another thread may be about to."""
     try:
         return _self.compiler.is_dynamo_compiling()  # type: ignore[no-any-return]
     except (KeyError, AttributeError):

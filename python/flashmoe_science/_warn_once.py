@@ -1,4 +1,4 @@
-"""Warnings that are given once in a process, also of calls that are traced. Imports torch."""
+"""Warnings given once per process, also for traced calls. Imports torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _warned: set[tuple[str, str]] = set()
 def warn_once(logger: str, sentence: str) -> None:
     """Warns by the logger of that name, unless it has warned with the same sentence before.
 
-    torch.compile and torch.export run this while they trace, and keep nothing of it in the graph:
-    arguments are constants there, hence a logger's name. A size in the sentence becomes a constant
-    of the graph too, so what varies from call to call, as lengths do, has no place in it.
+    torch.compile and torch.export run this while they trace, and keep nothing of it in the graph.
+    Arguments are constants there, hence a logger's name. A size in the sentence becomes a constant
+    of the graph, so the sentence must not contain what varies between calls, such as lengths.
     """
     with _lock:
         if (logger, sentence) in _warned:
@@ -27,6 +27,6 @@ def warn_once(logger: str, sentence: str) -> None:
 
 
 def forget() -> None:
-    """Forgets all warnings that were given."""
+    """Forgets all given warnings."""
     with _lock:
         _warned.clear()

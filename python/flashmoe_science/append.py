@@ -37,55 +37,53 @@ def kv_append(
 ) -> Any:
     """Writes new keys and values to rows of a cache, and rotates keys and queries on the way.
 
-    Each row is read once and written once. What it wrote, flash_attention reads by the same tables:
-    its seqused_k are cache_seqlens and the new rows.
+    Each row is read once and written once. flash_attention reads what it wrote with the same
+    tables; seqused_k is then cache_seqlens plus the new rows.
 
-    Takes tensors as flash_attention does. Of JAX's, which cannot be written to, it makes new
-    caches, in the memory of the old ones where XLA may: under jit, of donated arrays and of what a
-    loop carries. It has no derivative.
+    Takes tensors as flash_attention does. JAX arrays cannot be written, so it makes new caches from
+    them, in the memory of the old ones where XLA may: under jit, for donated arrays and what a loop
+    carries. It has no derivative.
 
     Args:
         k: [batch, seq, heads_kv, dim] in layout "bshd", [batch, heads_kv, seq, dim] in "bhsd": new
             keys. fp16, bf16 or fp32, on the CPU also fp64. dim is a multiple of 8 up to 1024. Here
             and below the last dimension is contiguous and rows begin on 16-byte boundaries.
-        v: [batch, seq, heads_kv, dim_v]: new values, of k's dtype.
+        v: [batch, seq, heads_kv, dim_v]: new values, k's dtype.
         k_cache: [batch, rows, heads_kv, dim], or with page_table or slots [pages, page_size,
-            heads_kv, dim], in the same layout, of k's dtype or float8_e4m3fn; written in place.
-            Other rows stay as they are.
+            heads_kv, dim], in the same layout, k's dtype or float8_e4m3fn; written in place. Other
+            rows stay as they are.
         v_cache: The same with dim_v.
-        slots: [batch, seq], int32 or int64, any strides: row i of k[b] becomes row
-            slots[b, i] % page_size of the page slots[b, i] // page_size, and with a number below 0
-            none. Without any of the next five.
+        slots: [batch, seq], int32 or int64, any strides: row i of k[b] becomes row slots[b, i] %
+            page_size of page slots[b, i] // page_size; a row with a negative slot is not written.
+            Excludes the next five.
         cache_seqlens: [batch], int32: the i-th new row of sequence b becomes row
-            cache_seqlens[b] + i of its keys. None is 0 of each.
+            cache_seqlens[b] + i of its keys. None is 0 for each.
         cu_seqlens: [batch + 1], int32: sequence b has the new rows from cu_seqlens[b] to before
             cu_seqlens[b + 1] of a k of [1, total, heads_kv, dim].
-        seqused: [batch], int32: of its new rows sequence b has the first seqused[b].
+        seqused: [batch], int32: sequence b has only the first seqused[b] of its new rows.
         batch_index: [batch], int32: sequence b has its keys in k_cache[batch_index[b]].
-        page_table: [batch, pages of a sequence], int32: it has them in the pages that
-            page_table[b] names, one behind the other.
-        positions: [batch, seq], int32 or int64: where each row of k, and of q, stands. None is
-            cache_seqlens[b] + i for the i-th.
-        rotary_cos, rotary_sin: [positions, rotary_dim / 2], of k's dtype or fp32: the first
-            rotary_dim numbers of each head of k, and of q, are rotated by them in fp32. None is no
-            rotation.
+        page_table: [batch, pages of a sequence], int32: it has them in the pages that page_table[b]
+            names, in order.
+        positions: [batch, seq], int32 or int64: the position of each row of k and of q. None is
+            cache_seqlens[b] + i for row i.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2], k's dtype or fp32: they rotate the
+            first rotary_dim numbers of each head of k and of q, in fp32. None is no rotation.
         interleaved: Pairs are numbers 2 i and 2 i + 1, else (NeoX) i and i + rotary_dim / 2.
-        q: [batch, seq_q, heads_q, dim]: queries to be rotated in the same call, with rotary_cos.
-            With cu_seqlens or positions seq_q is seq.
+        q: [batch, seq_q, heads_q, dim]: queries to rotate in the same call, with rotary_cos. With
+            cu_seqlens or positions, seq_q is seq.
         q_stays: All queries of a sequence stand where its first does.
         layout: "bshd" or "bhsd".
-        q_out: Where to write the rotated queries; it may be q.
-        k_scale, v_scale: Of caches of float8_e4m3fn, as flash_attention takes them. To the cache
-            goes the nearest number of a new one (rotated, in k's dtype) divided by these in fp32,
-            of those beyond 448 that. None is 1.
-        kernel, stream: As of flash_attention.
+        q_out: Where to write the rotated queries; may be q.
+        k_scale, v_scale: Scales of float8_e4m3fn caches, as flash_attention takes them. Each new
+            number (rotated, in k's dtype) is divided by its scale in fp32, rounded to nearest and
+            saturated at 448. None is 1.
+        kernel, stream: As in flash_attention.
 
     Returns:
-        q_out, None without q; of JAX's arrays (k_cache, v_cache) or (k_cache, v_cache, q_out). A
-        row is not written whose place the cache does not have or whose
-        position the tables do not have, and of a sequence of negative cache_seqlens none: nothing
-        outside of the tensors is read or written. What a row holds that two new ones go to is
-        undefined.
+        q_out, or None without q; for JAX arrays (k_cache, v_cache) or (k_cache, v_cache, q_out). A
+        row is not written if the cache has no such place, if the tables have no such position, or
+        if its sequence's cache_seqlens is negative: nothing outside the tensors is read or written.
+        If two new rows go to the same place, its content is undefined.
 
     Raises: What flash_attention raises. A message names the argument.
     """
@@ -130,7 +128,7 @@ def kv_append_plan(
     v_scale: Any = None,
     kernel: str | None = None,
 ) -> Plan:
-    """What kv_append would do with these arguments. Reads no data and launches nothing.
+    """Plans what kv_append would do with these arguments. Reads no data and launches nothing.
 
     Raises what kv_append would raise for its arguments.
     """

@@ -17,23 +17,23 @@ SEQUENCES = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "k_begin", "batch_index",
     "page_table", "q_offset", "k_scale", "v_scale", "max_seqlen_q", "max_seqlen_k", "split_size",
 )  # fmt: skip
-"""The arguments of ragged, padded and paged batches, and scales of their keys and values, in the
-order in which tuples have them."""
+"""The arguments of ragged, padded and paged batches, and the scales of their keys and values, in
+the order of tuples."""
 BOUNDS = 3
-"""So many of them, at the end, are numbers; those before are tables."""
+"""This many, at the end, are numbers; those before are tables."""
 NO_SEQUENCES = (None,) * len(SEQUENCES)
 SCALES = ("k_scale", "v_scale")
-"""Of them, those that backward does not have."""
+"""Those that backward does not take."""
 
 
 def of_backward(sequences: Sequence[Any]) -> dict[str, Any]:
-    """By name, those that backward has."""
+    """By name, those that backward takes."""
     named = dict(zip(SEQUENCES, sequences, strict=True))
     return {name: value for name, value in named.items() if name not in SCALES}
 
 
 class AttentionGradients(NamedTuple):
-    """What flash_attention_backward returns: tensors, or None where one was not computed."""
+    """The result of flash_attention_backward: tensors, or None for those not computed."""
 
     dq: Any
     dk: Any
@@ -170,42 +170,41 @@ def flash_attention(
 
     Takes tensors of NumPy, torch (CPU and CUDA), JAX, CuPy or any library with DLPack, all of one
     library and on one device, and returns the same kind. GPU work goes on the library's current
-    stream and is not waited for. torch's autograd and JAX differentiate it once, through out and
-    lse; where no kernel computes the gradients that torch would record, the call is refused. Under
-    torch.autocast fp32 tensors of torch are cast to its dtype.
+    stream, and the call does not wait for it. torch's autograd and JAX differentiate it once,
+    through out and lse; if no kernel computes the gradients that torch would record, the call is
+    refused. Under torch.autocast, torch's fp32 tensors are cast to its dtype.
 
     Args:
         q: [batch, seq_q, heads_q, dim] in layout "bshd", [batch, heads_q, seq_q, dim] in "bhsd".
-            fp16 or bf16; on the CPU also fp32 and fp64. dim is a multiple of 8, at most 576, and
-            beyond 256 without gradients, on GPUs where v is in k. Here and below the last
+            fp16 or bf16; on the CPU also fp32 and fp64. dim is a multiple of 8, at most 576. Beyond
+            256 there are no gradients, and on GPUs v must lie in k. Here and below the last
             dimension is contiguous and rows begin on 16-byte boundaries; nothing is copied.
-        k: [batch, seq_k, heads_kv, dim], same dtype, or float8_e4m3fn beside a q of at most 32
-            bits: its numbers are widened to q's dtype, which holds all of them. heads_kv divides
-            heads_q.
-        v: [batch, seq_k, heads_kv, dim_v], of k's dtype; dim_v may differ from dim.
+        k: [batch, seq_k, heads_kv, dim], same dtype, or float8_e4m3fn if q has at most 32 bits: its
+            numbers are widened to q's dtype, which holds all of them. heads_kv divides heads_q.
+        v: [batch, seq_k, heads_kv, dim_v], k's dtype; dim_v may differ from dim.
         causal: False; "bottom_right" or True: query i sees keys j <= i + seq_k - seq_q; "top_left":
-            j <= i, as torch's scaled_dot_product_attention has it.
-        window: (left, right), numbers of keys: query i, which stands at key p = i + seq_k - seq_q
-            (at p = i with "top_left"), sees keys p - left <= j <= p + right. None in either place
-            is no bound. With causal right is 0 or None.
-        scale: Factor of the logits, rounded to fp32, for fp64 tensors, too, as softcap is; None is
-            1 / sqrt(dim) in full.
+            j <= i, as in torch's scaled_dot_product_attention.
+        window: (left, right), numbers of keys. Query i stands at key p = i + seq_k - seq_q (p = i
+            with "top_left") and sees keys p - left <= j <= p + right. None is no bound. With
+            causal, right is 0 or None.
+        scale: Factor of the logits. It is rounded to fp32 even for fp64 tensors, like softcap; None
+            is 1 / sqrt(dim) at full precision.
         softcap: Logits become softcap * tanh(logit / softcap), before the mask; None is no cap.
-        sinks: [heads_q], fp32 or q's dtype, any stride: a logit of each head that takes part in
-            every softmax and has no value, as gpt-oss learns it. scale and softcap do not touch it,
-            the log-sum-exp counts it. None is no sinks.
-        attn_bias: [batch, heads_q, seq_q, seq_k] in either layout, of fp32 or q's dtype, any
-            strides; every extent may be 1, which stands for all. It is added to the logits, behind
-            scale and softcap; -inf hides the key, as attn_mask does. It has no gradient: that of
-            one that requires it is refused. None is none. Beside sequences, below, queries count
-            from the first of each and keys from its first one, before k_begin.
-        attn_mask: The same of bool or uint8: where it is not 0 a query may see a key, beside causal
-            and window. What it hides is not read: a NaN there reaches nothing.
+        sinks: [heads_q], fp32 or q's dtype, any stride: one logit per head that takes part in every
+            softmax and has no value, as in gpt-oss. scale and softcap do not apply to it; the
+            log-sum-exp counts it. None is no sinks.
+        attn_bias: [batch, heads_q, seq_q, seq_k] in either layout, fp32 or q's dtype, any strides;
+            any extent may be 1, which broadcasts. It is added to the logits after scale and
+            softcap; -inf hides the key, as attn_mask does. It has no gradient: a bias that requires
+            grad is refused. None is no bias. With sequences (below), queries count from the first
+            of each sequence and keys from its first one, before k_begin.
+        attn_mask: The same in bool or uint8: a query may see a key where it is not 0, on top of
+            causal and window. Hidden keys and values are not read: a NaN there reaches nothing.
         layout: "bshd" or "bhsd".
         return_lse: Also return the log-sum-exp of each row's logits, natural logarithm.
         out: Where to write the result, [batch, seq_q, heads_q, dim_v] in the same layout. A new one
-            has q's order in memory. Like lse it may overlap no other tensor. Not for JAX.
-        lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32; of fp64 fp64. Not for
+            has q's memory order. Like lse it must overlap no other tensor. Not for JAX.
+        lse: Where to write the log-sum-exp, [batch, heads_q, seq_q], fp32, for fp64 fp64. Not for
             JAX.
         kernel: Kernel family to use ("cpu", "sm89_few_rows", "sm89_decode", "mixed", "sm89",
             "sm90", "sm90_mla"), or a schedule of one ("sm90_whole_tiles", "sm90_split_kv"): that
@@ -213,43 +212,43 @@ def flash_attention(
         stream: cudaStream_t as an int, or an object with __cuda_stream__(), cuda_stream or ptr.
             None is the current stream of the tensors' library. Ignored on the CPU. Not for JAX.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table: Ragged,
-            padded and paged batches; the last two have no gradients. int32, of the library and on
-            the device of q, any strides; what they say is described below.
-        q_offset: [batch], int32: the key of each sequence at which its query 0 stands, any number,
-            for causal and window, whatever alignment is asked for.
-        k_scale, v_scale: fp32 factors, by which numbers of k and v stand for themselves times
-            these: one of all ([] or [1]), of each KV head ([heads_kv]), or of each row of k's
-            batch, or page, and head ([k.shape[0] or 1, heads_kv or 1]), any strides. They multiply
-            scores, and weights or outputs, in fp32, so that nothing is rounded in q's dtype. Of k
-            and v that are not fp8 on the CPU alone, and not of fp64. No gradients. None is 1.
-        max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; what is longer is cut
-            off at the end. None is what the tensors have room for.
-        split_size: On a GPU, share the keys of a sequence among blocks by chunks of so many,
-            counted from its first key (beyond 32 chunks by a multiple of so many): then its bits
-            depend on nothing else in the batch, nor on how many sequences there are, or on pages.
-            None is equal shares of all keys, which is fastest. The CPU's bits depend on neither.
-        prior_out, prior_lse: A partial result of other keys, of the shapes of out and lse: out and
-            lse become those of its keys and this call's, as merge_states makes them of the two. It
-            may be of fp16, bf16 or fp32 whatever q is (beside fp64 fp64), and so may out, whose new
-            ones are of its dtype; out may be prior_out, and lse prior_lse. The call's own part is
-            rounded to q's dtype before it is merged in fp32. There are no gradients through them.
+            padded and paged batches; the last two have no gradients. int32, of q's library and on
+            its device, any strides; described below.
+        q_offset: [batch], int32: the key at which query 0 of each sequence stands, any number. It
+            applies to causal and window, whatever the alignment.
+        k_scale, v_scale: fp32 factors of the numbers of k and v: one for all ([] or [1]), one per
+            KV head ([heads_kv]), or one per row of k's batch, or page, and head ([k.shape[0] or 1,
+            heads_kv or 1]), any strides. They multiply scores, and weights or outputs, in fp32, so
+            that nothing is rounded in q's dtype. If k and v are not fp8, scales work on the CPU
+            only, and not for fp64. No gradients. None is 1.
+        max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; longer sequences are
+            cut off at the end. None is as many as the tensors hold.
+        split_size: On a GPU, divide the keys of a sequence among blocks in chunks of this many,
+            counted from its first key (beyond 32 chunks, a multiple of it). Then its bits depend on
+            nothing else in the batch, nor on the number of sequences or on pages. None is equal
+            shares of all keys, which is fastest. The CPU's bits never depend on these.
+        prior_out, prior_lse: A partial result of other keys, with the shapes of out and lse: out
+            and lse then cover its keys and this call's, as if merge_states merged the two. It may
+            be fp16, bf16 or fp32 whatever q is (with fp64, fp64), and so may out; a new out has its
+            dtype. out may be prior_out, and lse may be prior_lse. The call's own part is rounded to
+            q's dtype before it is merged in fp32. There are no gradients through them.
 
-    Sequences of different lengths: sequence b has as its queries the rows of q[b], or with
-    cu_seqlens_q [batch + 1] those from cu_seqlens_q[b] to before cu_seqlens_q[b + 1] of a q of
-    [1, total_q, heads_q, dim], and of these with seqused_q [batch] the first seqused_q[b]. Its keys
-    are the rows of k[b]; or with batch_index [batch] of k[batch_index[b]]; or with cu_seqlens_k
-    [batch + 1] rows of a k of [1, total_k, heads_kv, dim]; or with page_table [batch, pages of a
-    sequence] those of the pages that it names one after the other, k being [pages of all,
-    page_size, heads_kv, dim] of any page size. Of these seqused_k [batch] keeps the first
-    seqused_k[b], and k_begin [batch] leaves out the first k_begin[b] of what is left. v is as k,
-    causal and window count by each sequence's own lengths, and each has the bits of a call of its
-    own. Rows of out and lse that no sequence has are not written: in new ones they may hold
-    anything. What is out of range counts as no query and no key, and nothing outside of the tensors
-    is read.
+    Sequences of different lengths: the queries of sequence b are the rows of q[b]. With
+    cu_seqlens_q [batch + 1] they are rows cu_seqlens_q[b] to before cu_seqlens_q[b + 1] of a q of
+    [1, total_q, heads_q, dim]. seqused_q [batch] keeps the first seqused_q[b] of them. Its keys are
+    the rows of k[b]. With batch_index [batch] they are the rows of k[batch_index[b]]; with
+    cu_seqlens_k [batch + 1], rows of a k of [1, total_k, heads_kv, dim]; with page_table [batch,
+    pages of a sequence], the rows of the pages that it names, in order, where k is [all pages,
+    page_size, heads_kv, dim] with any page size. seqused_k [batch] keeps the first seqused_k[b] of
+    these, and k_begin [batch] skips the first k_begin[b] of the rest. v is like k. causal and
+    window use each sequence's own lengths, and each sequence has the bits of a separate call. Rows
+    of out and lse that belong to no sequence are not written: in new tensors they may hold
+    anything. Entries out of range count as no query and no key, and nothing outside the tensors is
+    read.
 
     Returns:
-        out, or (out, lse) with return_lse. A query that sees no key gives out 0, and as
-        lse its head's sink or -inf.
+        out, or (out, lse) with return_lse. A query that sees no key gives an out of 0 and an lse of
+        its head's sink or -inf.
 
     Raises:
         ValueError: A shape, stride, alignment or option is wrong. The message names the argument.
@@ -268,7 +267,7 @@ def flash_attention(
                 q, k, v, causal, window, scale, softcap, sinks, layout, return_lse, out, lse,
                 kernel, stream, sequences, attn_bias, attn_mask, prior_out, prior_lse,
             )  # fmt: skip
-        except _TransformedError:  # which torch's operators take
+        except _TransformedError:  # torch's operators take these
             pass
     return operators().flash_attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, sinks=sinks,
@@ -315,36 +314,36 @@ def flash_attention_backward(
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
 ) -> AttentionGradients:
-    """The gradients of a loss by q, k, v and sinks, of those by flash_attention's out and lse.
+    """Computes the gradients of a loss for q, k, v and sinks from those for flash_attention's out
+    and lse.
 
-    On the CPU, and on GPUs where attention_backward_plan finds a kernel. Nothing of size
-    seq_q x seq_k is stored; sums are accumulated in fp32, and the same
-    inputs give the same bits on every run, whatever the number of threads. A query that sees no key
-    has a gradient of 0, and so has a key that no query sees.
+    Runs on the CPU, and on GPUs where attention_backward_plan finds a kernel. Nothing of size seq_q
+    x seq_k is stored; sums are accumulated in fp32, and the same inputs give the same bits on every
+    run, whatever the number of threads. A query that sees no key has a gradient of 0, and so has a
+    key that no query sees.
 
-    Kinds of tensors as in flash_attention. With JAX's there is nothing to accumulate into or to
-    write to, and no stream.
+    Takes tensors as flash_attention does. With JAX arrays there is no accumulate, no output to
+    write to and no stream.
 
     Args:
-        dout: The gradient of out, of its shape and dtype.
-        q, k, v, causal, window, scale, softcap, layout: As of flash_attention.
+        dout: The gradient of out, with its shape and dtype.
+        q, k, v, causal, window, scale, softcap, layout: As in flash_attention.
         out, lse: What it returned, with return_lse.
-        dlse: The gradient of lse, of its shape and dtype; None if lse is not used.
-        sinks: As of flash_attention. They are read for dsinks alone: lse counts them.
-        attn_bias, attn_mask: As of flash_attention. There is no gradient of the bias.
-        wanted: Whether dq, dk, dv and dsinks are to be made, where none is given.
+        dlse: The gradient of lse, with its shape and dtype; None if lse is not used.
+        sinks: As in flash_attention. They are read for dsinks alone, since lse counts them.
+        attn_bias, attn_mask: As in flash_attention. The bias has no gradient.
+        wanted: Whether to make each of dq, dk, dv and dsinks that is not given.
         accumulate: Add to those of dq, dk, dv and dsinks that are given, and make none.
-        dq, dk, dv, dsinks: Where to write the gradients of q, k, v and sinks, of their shape, and
-            of their dtype or fp32. They may overlap no other tensor.
-        kernel, stream: As of flash_attention.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, max_seqlen_q, max_seqlen_k: As of
-            flash_attention. Gradients of rows and keys that no sequence has are 0, and
-            stay what they are with accumulate.
-        split_size: As of flash_attention; it changes nothing here.
+        dq, dk, dv, dsinks: Where to write the gradients of q, k, v and sinks: their shape, and
+            their dtype or fp32. They must overlap no other tensor.
+        kernel, stream: As in flash_attention. cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            k_begin, max_seqlen_q, max_seqlen_k: As in flash_attention. Gradients of rows and keys
+                of no sequence are 0, or stay as they are with accumulate.
+        split_size: As in flash_attention; it changes nothing here.
         batch_index, page_table: None: keys that sequences may share have no gradients.
 
     Returns:
-        AttentionGradients (dq, dk, dv, dsinks), in place of those that are not computed None.
+        AttentionGradients (dq, dk, dv, dsinks), None for those not computed.
 
     Raises: What flash_attention raises. A message names the argument.
     """
@@ -376,7 +375,7 @@ def _flash_attention_backward(
     dk: Any, dv: Any, dsinks: Any, kernel: Any, stream: Any, sequences: Any, attn_bias: Any,
     attn_mask: Any,
 ) -> Any:  # fmt: skip
-    """Of tensors with memory."""
+    """For tensors with memory."""
     made: Any = _core.flash_attention_backward(
         dout, q, k, v, out, lse, dlse, sinks, causal, window, scale, softcap, layout,
         parse_wanted(wanted), accumulate, dq, dk, dv, dsinks, kernel, stream, sequences, attn_bias,

@@ -11,8 +11,8 @@ from flashmoe_science.plan import Plan
 
 
 class SequenceFault(enum.IntFlag):
-    """What is wrong with the tables of a sequence, of which check_sequences gives the bits: each of
-    the argument of its name."""
+    """What is wrong with the tables of a sequence, as bits from check_sequences. Each names the
+    argument at fault."""
 
     CU_SEQLENS_Q = 1
     SEQUSED_Q = 2
@@ -43,23 +43,23 @@ def check_sequences(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """Finds what is out of range in the tables of a call of flash_attention, which counts it as no
-    query and no key, and says nothing.
+    """Finds entries that are out of range in the tables of a flash_attention call, which silently
+    counts them as no query and no key.
 
-    It reads the tables alone, and on a GPU waits for nothing: what it finds stays on the device
-    until it is asked for, as by `status.any()`. A CUDA graph can have it.
+    It reads only the tables and does not wait for the GPU: the findings stay on the device until
+    they are read, for example by `status.any()`. It can be captured in a CUDA graph.
 
     Args:
-        q, k: As of the call, of any dtype: their extents alone are looked at. Of kv_gather, and of
-            kv_append with seqused_k of cache_seqlens and the new rows, k is the cache.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: As of the call.
-        k_begin, batch_index, page_table: As of the call.
-        max_seqlen_q, max_seqlen_k, layout: As of the call.
-        status: Where to write the result, [sequences] of int32. Not for JAX.
-        kernel, stream: As of flash_attention.
+        q, k: As in the call, of any dtype: only their extents are used. For kv_gather, k is the
+            cache; also for kv_append, with seqused_k = cache_seqlens plus the new rows.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: As in the call.
+        k_begin, batch_index, page_table: As in the call.
+        max_seqlen_q, max_seqlen_k, layout: As in the call.
+        status: Where to write the result, [sequences] int32. Not for JAX.
+        kernel, stream: As in flash_attention.
 
     Returns:
-        Of each sequence bits of SequenceFault, 0 where nothing is wrong. A page number counts if
+        Bits of SequenceFault for each sequence, 0 if nothing is wrong. A page number is checked if
         the sequence has a key in that page.
 
     Raises: What flash_attention raises. A message names the argument.
@@ -97,7 +97,7 @@ def check_sequences_plan(
     status: Any = None,
     kernel: str | None = None,
 ) -> Plan:
-    """What check_sequences would do with these arguments. Reads no data and launches nothing.
+    """Plans what check_sequences would do with these arguments. Reads no data and launches nothing.
 
     Raises what check_sequences would raise for its arguments.
     """

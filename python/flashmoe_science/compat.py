@@ -1,16 +1,16 @@
-"""Names of the predecessor of this package that still make sense.
+"""Names of this package's predecessor that still make sense.
 
 Its tensors were [batch, heads, seq, dim] and its options positional. New code uses
-flash_attention, of which these are thin aliases. Gradients are flash_attention_backward's, with
-arguments of today, and torch's and JAX's differentiation calls it by itself. FlashMoELayer and
+flash_attention, of which these are thin aliases. flash_attention_backward computes gradients, with
+its current arguments; torch and JAX call it automatically. FlashMoELayer and
 FlashMoEScienceAttention are in flashmoe_science.torch, and train.
 
 fused_moe is flashmoe_science.fused_moe under its old name, with other arguments: the predecessor's
-took one matrix an expert and dense probabilities, and returned its input. What it promised is
+took one matrix an expert and dense probabilities, and returned its input. Today's equivalent is
 
     fused_moe(tokens, router_weights, w_gate_up, w_down, top_k)
 
-with gate="none" where experts have no gate, and `logits` where the router's are already there.
+with gate="none" if experts have no gate, and `logits` if the router's are already computed.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ def flash_attention_forward(
 def flash_attention_warp_specialized(
     Q: _T, K: _T, V: _T, causal: bool = False, softmax_scale: float | None = None
 ) -> _T:
-    """The same as flash_attention_forward: which kernel runs is no longer the caller's to name."""
+    """The same as flash_attention_forward: callers no longer name the kernel."""
     return flash_attention_forward(Q, K, V, causal, softmax_scale)

@@ -1,4 +1,4 @@
-"""What the package raises. Every exception is a FlashMoEError and one of Python's own kinds.
+"""The package's exceptions. Each is a FlashMoEError and one of Python's own kinds.
 
 The message is the library's sentence: it names the argument, what it got and what is accepted.
 """
@@ -21,7 +21,7 @@ class FlashMoEError(Exception):
     """
 
     status: str = "FLASHMOE_ERROR_INTERNAL"
-    _names_both: bool = False  # both names of one argument, which _naming leaves apart
+    _names_both: bool = False  # both names of one argument are given, which _naming leaves alone
 
 
 class InvalidArgumentError(FlashMoEError, ValueError):
@@ -31,7 +31,7 @@ class InvalidArgumentError(FlashMoEError, ValueError):
 
 
 class _TransformedError(InvalidArgumentError):
-    """An argument is a tensor of a transform of torch.func, which operators of torch take."""
+    """An argument is a tensor of a transform of torch.func, which torch's operators take."""
 
 
 class ArgumentTypeError(FlashMoEError, TypeError):
@@ -79,27 +79,27 @@ def _from_status(status: int, sentence: str) -> FlashMoEError:
     """The exception of a failed call of the C ABI."""
     name, kind = _STATUSES.get(status, ("FLASHMOE_ERROR_INTERNAL", InternalError))
     if kind is InvalidArgumentError and ": got dtype " in sentence:
-        kind = ArgumentTypeError  # Python's habit: a wrong dtype is a TypeError
+        kind = ArgumentTypeError  # by Python's convention a wrong dtype is a TypeError
     error = kind(sentence)
     error.status = name
     return error
 
 
 def _without_addresses(error: FlashMoEError) -> str:
-    """The sentence, less what differs from call to call: for those who say each reason once."""
+    """The sentence without what differs between calls, for code that reports each reason once."""
     return re.sub(r"\b0x[0-9a-f]+\b", "…", str(error))
 
 
 def _naming(
     names: dict[str, str], also: dict[str, str] | None = None
 ) -> Callable[[_Function], _Function]:
-    """A decorator of functions that have another's arguments: the library's names of arguments, in
-    the sentences of its errors, become theirs.
+    """A decorator for functions with other argument names: in the sentences of errors it replaces
+    the library's names by theirs.
 
     Args:
-        names: Their names, by the library's.
-        also: Second names, by the first, of arguments that are passed by name alone: where one is
-            given, it is what the sentence says.
+        names: Their names, keyed by the library's.
+        also: Second names, keyed by the first, of keyword-only arguments. If one is given, the
+            sentence uses it.
     """
     firsts = names | {first: first for first in also or {}}
     words = re.compile(rf"\b({'|'.join(firsts)})\b")

@@ -2,20 +2,21 @@
 
     from flashmoe_science.flash_attn import flash_attn_func
 
-in place of `from flash_attn import flash_attn_func` is all that a program changes. The functions
-have gradients where flashmoe_science.flash_attention has. Beyond FlashAttention's they have fp32
-and fp64 on the CPU, a head dimension of v's own, and a gradient of the log-sum-exp. Backward is
-always deterministic: `deterministic` is accepted and changes nothing.
+instead of `from flash_attn import flash_attn_func` is all that a program changes. The functions
+have gradients where flashmoe_science.flash_attention has. Unlike FlashAttention's, they also have
+fp32 and fp64 on the CPU, a separate head dimension of v, and a gradient of the log-sum-exp.
+Backward is always deterministic: `deterministic` is accepted and changes nothing.
 
-`merge_attn_states` is vLLM's function of that name, which merges what two calls returned.
+`merge_attn_states` is vLLM's function of that name. It merges the results of two calls.
 
-The functions of variable lengths have gradients, but for keys in blocks.
+The functions for variable lengths have gradients, except with keys in blocks.
 
 flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache also have the arguments of
-FlashAttention 3 and of vLLM's edition of both, by name alone: by position go FlashAttention 2's.
-Those that only guide its kernels change nothing: pack_gqa, sm_margin, scheduler_metadata.
+FlashAttention 3 and of vLLM's edition of both, by keyword only; positional arguments are
+FlashAttention 2's. Arguments that only guide its kernels change nothing: pack_gqa, sm_margin,
+scheduler_metadata.
 
-What is not there: dropout, ALiBi, qv and attention_chunk, which are refused.
+Dropout, ALiBi, qv and attention_chunk are missing and refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from flashmoe_science.attention import flash_attention
 from flashmoe_science.errors import InvalidArgumentError, _naming
 from flashmoe_science.merge import merge_states
 
-_LEAST_DIM = 8  # of a head
+_LEAST_DIM = 8  # of heads
 
 _NAMES = {
     "scale": "softmax_scale", "window": "window_size", "sinks": "s_aux", "k_scale": "k_descale",
@@ -104,36 +105,35 @@ def flash_attn_func(
         softmax_scale: Factor of the logits; None is 1 / sqrt(dim).
         causal: Query i sees the keys up to i + seq_k - seq_q: the mask ends bottom-right.
         window_size: (left, right): query i sees the keys from i + seq_k - seq_q - left to
-            i + seq_k - seq_q + right. A negative number is no bound; with causal right is 0,
-            whatever is given.
+            i + seq_k - seq_q + right. A negative number is no bound; with causal, right is always
+            0.
         softcap: Logits become softcap * tanh(logit / softcap); 0 or less is no cap.
         alibi_slopes: None.
-        deterministic: Whether gradients are to be the same bits on every run. They always are.
-        return_attn_probs: Also return the log-sum-exp, and what stands for the probabilities.
+        deterministic: Whether gradients have the same bits on every run. They always have.
+        return_attn_probs: Also return the log-sum-exp, and a placeholder for the probabilities.
         qv: None.
-        q_descale: Not used: q is not of fp8.
-        k_descale, v_descale: fp32, [batch, heads_k], or [1, heads_k], or of one number: what each
-            number of a k and v of float8_e4m3fn is multiplied by. Of other dtypes they are not
-            read.
+        q_descale: Not used: q is never fp8.
+        k_descale, v_descale: fp32, [batch, heads_k], or [1, heads_k], or one number: factors of
+            float8_e4m3fn k and v. They are not read for other dtypes.
         attention_chunk: 0.
-        num_splits: How many parts FlashAttention cuts the keys into. 1 has bits that depend on each
-            sequence alone, by flash_attention's split_size=1024; others are equal shares of all
-            keys.
+        num_splits: How many parts FlashAttention cuts the keys into. With 1 the bits depend only on
+            each sequence, by flash_attention's split_size=1024; other values give equal shares of
+            all keys.
         pack_gqa, sm_margin: Accepted, and change nothing.
-        s_aux, learnable_sink: [heads_q], one of the two: a logit of each head that takes part in
+        s_aux, learnable_sink: [heads_q], one of the two: one logit per head that takes part in
             every softmax and has no value.
         return_softmax_lse: Return (out, softmax_lse), as FlashAttention 3 does.
-        out: Where to write the result. Not where gradients are recorded, nor in a graph of
+        out: Where to write the result. Not while gradients are recorded, nor in a graph of
             torch.compile.
 
     Returns:
         out, [batch, seq_q, heads_q, dim_v], or (out, softmax_lse, S_dmask) with return_attn_probs.
-        softmax_lse is [batch, heads_q, seq_q], fp32 (of fp64 fp64), a natural logarithm, and -inf
-        for a query that sees no key, where FlashAttention has +inf. S_dmask is an empty tensor of
-        q's dtype, as FlashAttention from 2.7 on returns it without dropout.
+        softmax_lse is [batch, heads_q, seq_q], fp32 (for fp64 fp64), a natural logarithm. For a
+        query that sees no key it is -inf; FlashAttention has +inf. S_dmask is an empty tensor of
+        q's dtype, as FlashAttention from 2.7 on returns without dropout.
 
     Raises:
-        NotImplementedError: There is dropout, or ALiBi, qv or attention_chunk, or no kernel serves
+        NotImplementedError: Dropout, ALiBi, qv or attention_chunk is asked for, or no kernel serves
             the call.
         ValueError, TypeError: As flashmoe_science.flash_attention.
     """
@@ -164,9 +164,8 @@ def flash_attn_qkvpacked_func(
     """FlashAttention's flash_attn_qkvpacked_func.
 
     Args:
-        qkv: [batch, seq, 3, heads, dim]: q, k and v, which are read where they lie. Its gradient
-            has the same form.
-        dropout_p: As of flash_attn_func, and so are all that follow.
+        qkv: [batch, seq, 3, heads, dim]: q, k and v, read in place. Its gradient has the same form.
+        dropout_p: As in flash_attn_func, like all that follow.
 
     Returns:
         As flash_attn_func.
@@ -197,9 +196,8 @@ def flash_attn_kvpacked_func(
 
     Args:
         q: [batch, seq_q, heads_q, dim].
-        kv: [batch, seq_k, 2, heads_k, dim]: k and v, which are read where they lie. Its gradient
-            has the same form.
-        dropout_p: As of flash_attn_func, and so are all that follow.
+        kv: [batch, seq_k, 2, heads_k, dim]: k and v, read in place. Its gradient has the same form.
+        dropout_p: As in flash_attn_func, like all that follow.
 
     Returns:
         As flash_attn_func.
@@ -250,33 +248,33 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """FlashAttention's flash_attn_varlen_func: sequences of any lengths, one behind the other.
+    """FlashAttention's flash_attn_varlen_func: packed sequences of any lengths.
 
     Args:
-        q: [total_q, heads_q, dim], all sequences' rows; dtypes and rows as of flash_attn_func.
-        k: [total_k, heads_k, dim]. With block_table [blocks, block_size, heads_k, dim], of any
+        q: [total_q, heads_q, dim], the rows of all sequences; dtypes and rows as in
+            flash_attn_func.
+        k: [total_k, heads_k, dim], or with block_table [blocks, block_size, heads_k, dim] with any
             block size.
         v: [total_k, heads_k, dim_v], or [blocks, block_size, heads_k, dim_v].
         cu_seqlens_q: [batch + 1], int32: sequence b has q's rows from cu_seqlens_q[b] to before
             cu_seqlens_q[b + 1].
-        cu_seqlens_k: [batch + 1], int32: the same of k and v. With block_table only the
-            differences count, which are the lengths; with seqused_k it is not read there, and may
-            be None.
-        max_seqlen_q, max_seqlen_k: The most rows of a sequence. They may be more than that; of a
-            longer sequence those behind are left out. None is as many as there are.
-        dropout_p: As of flash_attn_func, and so are those that follow. causal and window_size
-            count by each sequence's own lengths.
-        block_table: [batch, blocks of a sequence], int32: which blocks of k and v have the keys of
-            each sequence, in their order. page_table is another name of it.
-        seqused_q, seqused_k: [batch], int32: of its rows each sequence has the first so many.
-        qv: As of flash_attn_func, and so are those that follow, but that k_descale and v_descale of
-            different sequences are refused.
+        cu_seqlens_k: [batch + 1], int32: the same for k and v. With block_table only the
+            differences count: the lengths. With block_table and seqused_k it is not read and may be
+            None.
+        max_seqlen_q, max_seqlen_k: Bounds of a sequence's rows, which may be loose. Rows beyond
+            them are left out. None is no bound.
+        dropout_p: As in flash_attn_func, like those that follow. causal and window_size use each
+            sequence's own lengths.
+        block_table: [batch, blocks of a sequence], int32: the blocks of k and v with the keys of
+            each sequence, in order. page_table is another name for it.
+        seqused_q, seqused_k: [batch], int32: each sequence has only this many of its first rows.
+        qv: As in flash_attn_func, like those that follow, except that k_descale and v_descale per
+            sequence are refused.
         scheduler_metadata, fa_version: Accepted, and change nothing.
 
     Returns:
         out, [total_q, heads_q, dim_v], or (out, softmax_lse, S_dmask) with return_attn_probs, as
-        flash_attn_func; softmax_lse is [heads_q, total_q]. Rows that no sequence has may hold
-        anything.
+        flash_attn_func; softmax_lse is [heads_q, total_q]. Rows of no sequence may hold anything.
 
     Raises: What flash_attn_func raises.
     """
@@ -333,11 +331,11 @@ def flash_attn_varlen_qkvpacked_func(
     """FlashAttention's flash_attn_varlen_qkvpacked_func.
 
     Args:
-        qkv: [total, 3, heads, dim]: q, k and v of all sequences, which are read where they lie.
+        qkv: [total, 3, heads, dim]: q, k and v of all sequences, read in place.
         cu_seqlens: [batch + 1], int32: sequence b has the rows from cu_seqlens[b] to before
             cu_seqlens[b + 1].
         max_seqlen: The most rows of a sequence, or more.
-        dropout_p: As of flash_attn_func, and so are all that follow.
+        dropout_p: As in flash_attn_func, like all that follow.
 
     Returns:
         As flash_attn_varlen_func.
@@ -372,8 +370,8 @@ def flash_attn_varlen_kvpacked_func(
 
     Args:
         q: [total_q, heads_q, dim].
-        kv: [total_k, 2, heads_k, dim]: k and v of all sequences, which are read where they lie.
-        cu_seqlens_q: As of flash_attn_varlen_func, and so are all that follow.
+        kv: [total_k, 2, heads_k, dim]: k and v of all sequences, read in place.
+        cu_seqlens_q: As in flash_attn_varlen_func, like all that follow.
 
     Returns:
         As flash_attn_varlen_func.
@@ -426,50 +424,50 @@ def flash_attn_with_kvcache(
     learnable_sink: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """FlashAttention's flash_attn_with_kvcache: attention over a cache, which new keys and values
-    are written to first.
+    """FlashAttention's flash_attn_with_kvcache: attention over a cache, after writing new keys and
+    values to it.
 
-    What is written has no gradients, nor have keys in blocks and by cache_batch_idx: tensors that
-    require grad are refused there.
+    Written keys and values have no gradients, nor have keys in blocks or by cache_batch_idx:
+    tensors that require grad are refused there.
 
     Args:
         q: [batch, seq_q, heads_q, dim], or with cu_seqlens_q [total_q, heads_q, dim]; dtypes and
-            rows as of flash_attn_func.
-        k_cache: [batch_cache, rows, heads_k, dim]. With block_table [blocks, block_size, heads_k,
-            dim], of any block size. k is written to it. Of q's dtype, or float8_e4m3fn.
+            rows as in flash_attn_func.
+        k_cache: [batch_cache, rows, heads_k, dim], or with block_table [blocks, block_size,
+            heads_k, dim] with any block size. k is written to it. q's dtype, or float8_e4m3fn.
         v_cache: [batch_cache, rows, heads_k, dim_v], or [blocks, block_size, heads_k, dim_v].
-        k: [batch, seq_new, heads_k, dim]: its row i of sequence b becomes row cache_seqlens[b] + i
-            of the cache, and is seen by the queries. With cu_seqlens_k_new [total_new, heads_k,
-            dim]. None is no new keys. To a cache of fp8 goes the nearest of its numbers.
+        k: [batch, seq_new, heads_k, dim]: row i of sequence b becomes row cache_seqlens[b] + i of
+            the cache, which the queries see. With cu_seqlens_k_new [total_new, heads_k, dim]. None
+            is no new keys. In an fp8 cache numbers are rounded to nearest.
         v: [batch, seq_new, heads_k, dim_v], with k.
-        rotary_cos: [positions, rotary_dim / 2], of q's dtype or fp32: k, and q, are rotated at the
-            positions from cache_seqlens on; q without causal and window_size at cache_seqlens
-            alone. With k.
+        rotary_cos: [positions, rotary_dim / 2], q's dtype or fp32: they rotate k and q at the
+            positions from cache_seqlens on; without causal and window_size, all of q at
+            cache_seqlens. With k.
         rotary_sin: The same, with rotary_cos.
-        cache_seqlens: [batch], int32, or a number: how many keys the cache has of each sequence,
-            new ones not counted. None is all of its rows, without k.
-        cache_batch_idx: [batch], int32: which row of the cache's batch each sequence has. Without
+        cache_seqlens: [batch], int32, or a number: the keys of each sequence in the cache, without
+            new ones. None is all of its rows, without k.
+        cache_batch_idx: [batch], int32: the row of the cache's batch for each sequence. Without
             block_table.
-        cache_leftpad: [batch], int32: how many keys of each sequence are padding before the first.
-            They count as rows, and for rotary_cos as positions.
-        block_table: [batch, blocks of a sequence], int32: which blocks have the keys of each
-            sequence, in their order. page_table is another name of it.
-        softmax_scale: As of flash_attn_func, and so are causal, which ends bottom-right at the last
-            key of each sequence, window_size and softcap.
-        rotary_interleaved: Pairs are numbers 2 i and 2 i + 1 of a head, else (NeoX) i and
-            i + rotary_dim / 2.
+        cache_leftpad: [batch], int32: the padding keys before the first key of each sequence. They
+            count as rows, and for rotary_cos as positions.
+        block_table: [batch, blocks of a sequence], int32: the blocks with the keys of each
+            sequence, in order. page_table is another name for it.
+        softmax_scale: As in flash_attn_func, like causal, which ends bottom-right at the last key
+            of each sequence, window_size and softcap.
+        rotary_interleaved: Pairs are numbers 2 i and 2 i + 1 of a head; otherwise (NeoX) i and i +
+            rotary_dim / 2.
         alibi_slopes: None.
-        num_splits: How many parts FlashAttention cuts the keys into. 1 has bits that depend on each
-            sequence alone, by flash_attention's split_size=1024; others are equal shares of all
-            keys.
+        num_splits: How many parts FlashAttention cuts the keys into. With 1 the bits depend only on
+            each sequence, by flash_attention's split_size=1024; other values give equal shares of
+            all keys.
         return_softmax_lse: Also return the log-sum-exp.
-        cu_seqlens_q, cu_seqlens_k_new: [batch + 1], int32: where q, and where k and v, have the
-            rows of each sequence.
-        max_seqlen_q: With cu_seqlens_q, the most rows of a sequence, or more; None is all.
-        rotary_seqlens: [batch], int32: the positions from which k, and q, are rotated. None is
+        cu_seqlens_q, cu_seqlens_k_new: [batch + 1], int32: the rows of each sequence in q, and in k
+            and v.
+        max_seqlen_q: With cu_seqlens_q, a bound of a sequence's rows; None is no bound.
+        rotary_seqlens: [batch], int32: the first positions at which k and q are rotated. None is
             cache_seqlens.
-        k_descale, v_descale: As of flash_attn_func, for new keys, too. Those of different sequences
-            are refused with block_table and with cache_batch_idx.
+        k_descale, v_descale: As in flash_attn_func, also for new keys. Values per sequence are
+            refused with block_table and with cache_batch_idx.
         qv, q_descale, attention_chunk, pack_gqa, sm_margin, s_aux, learnable_sink, out: As of
             flash_attn_func.
         scheduler_metadata: Accepted, and changes nothing.
@@ -477,8 +475,8 @@ def flash_attn_with_kvcache(
     Returns:
         out, [batch, seq_q, heads_q, dim_v], or (out, softmax_lse) with return_softmax_lse, as
         flash_attn_func; with cu_seqlens_q [total_q, heads_q, dim_v] and [heads_q, total_q]. New
-        keys for which the cache has no room are not written and not seen; what rows of q give that
-        rotary_cos has no position for is undefined.
+        keys for which the cache has no room are neither written nor seen. Rows of q for which
+        rotary_cos has no position give undefined results.
 
     Raises: What flash_attn_func raises.
     """
@@ -561,7 +559,7 @@ def flash_attn_with_kvcache(
 
 
 def _rotated(q: torch.Tensor, positions: torch.Tensor, **rotation: Any) -> torch.Tensor:
-    """q, [batch, seq, heads, dim], rotated at positions [batch, seq]: an append of q to itself."""
+    """q, [batch, seq, heads, dim], rotated at positions [batch, seq] by appending q to itself."""
     turned, few = torch.empty_like(q), q[..., :_LEAST_DIM]
     slots = torch.arange(positions.numel(), device=q.device).view_as(positions)
     kv_append(q, few, turned, torch.empty_like(few), slots=slots, positions=positions, **rotation)
@@ -579,22 +577,22 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: torch.Tensor | None = None,
 ) -> None:
-    """vLLM's merge_attn_states: attention over a prefix and a suffix, from that over each.
+    """vLLM's merge_attn_states: merges attention over a prefix and over a suffix.
 
     Args:
-        output: [tokens, heads, dim]: where to write. It may be prefix_output. fp16, bf16 or fp32,
-            whichever the partials are; of fp64 fp64. dim is a multiple of 8. Here and below the
+        output: [tokens, heads, dim]: where to write; may be prefix_output. fp16, bf16 or fp32,
+            whatever the partials are; for fp64 fp64. dim is a multiple of 8. Here and below the
             last dimension is contiguous, and rows begin on 16-byte boundaries.
         prefix_output, suffix_output: [tokens, heads, dim].
-        prefix_lse, suffix_lse: [heads, tokens], fp32 (of fp64 fp64): natural log-sum-exps. A token
-            that saw no key has -inf, as of FlashAttention 3, or +inf, as of FlashAttention 2: its
-            output is not read. flashmoe_science.merge_states takes +inf for what it is.
-        output_lse: [heads, tokens]: where to write the merged one, -inf where neither part has a
-            key; None if it is not wanted. It may be prefix_lse.
-        prefill_tokens_with_context: So many tokens, the first, have a prefix; of the others the
-            prefix is not read. None is all.
-        output_scale: One number of fp32, where output is float8_e4m3fn: it gets the nearest of its
-            numbers to the result divided by this, of those beyond 448 that.
+        prefix_lse, suffix_lse: [heads, tokens], fp32 (for fp64 fp64): natural log-sum-exps. A token
+            that saw no key has -inf, as in FlashAttention 3, or +inf, as in FlashAttention 2: its
+            output is not read. flashmoe_science.merge_states takes +inf literally.
+        output_lse: [heads, tokens]: where to write the merged one, -inf if neither part has a key;
+            None if not wanted. May be prefix_lse.
+        prefill_tokens_with_context: How many tokens, the first ones, have a prefix; for the others
+            it is not read. None is all.
+        output_scale: One fp32 number, if output is float8_e4m3fn: output gets the result divided by
+            this, rounded to nearest and saturated at 448.
 
     Raises:
         ValueError, TypeError: As flashmoe_science.merge_states.
@@ -630,6 +628,6 @@ def merge_attn_states(
 
 
 def _empty_is_negative(lse: torch.Tensor) -> torch.Tensor:
-    """[1, heads, tokens] with -inf in the place of +inf, in memory of its own: FlashAttention 2's
-    word for a row without a key."""
+    """[1, heads, tokens] with -inf instead of +inf, in new memory. FlashAttention 2 marks rows
+    without a key by +inf."""
     return torch.where(lse == torch.inf, -torch.inf, lse)[None]

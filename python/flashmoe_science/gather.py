@@ -1,4 +1,4 @@
-"""kv_gather: keys and values out of a cache, one behind the other."""
+"""kv_gather: keys and values out of a cache into consecutive rows."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def kv_gather(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """Copies the keys and values of each sequence out of a cache, to where they are one behind the
-    other: what flash_attention reads by the same tables.
+    """Copies the keys and values of each sequence out of a cache into consecutive rows. They are
+    the rows that flash_attention reads with the same tables.
 
     Each row is read once and written once. Takes tensors as flash_attention does, and returns the
-    same kind. It has no derivative: torch's tensors that require grad and JAX's derivatives are
+    same kind. It has no derivative: torch tensors that require grad and JAX's derivatives are
     refused.
 
     Args:
@@ -41,29 +41,30 @@ def kv_gather(
             in layout "bhsd" with the second and third extents exchanged: fp16, bf16, fp32 or
             float8_e4m3fn, on the CPU also fp64. dim is a multiple of 8 up to 1024. Here and below
             the last dimension is contiguous and rows begin on 16-byte boundaries.
-        v_cache: The same with dim_v; None gathers keys alone.
+        v_cache: The same with dim_v; None gathers keys only.
         cu_seqlens_k: [batch + 1], int32: sequence b goes to rows cu_seqlens_k[b] to before
-            cu_seqlens_k[b + 1] of results of [1, total, heads_kv, dim]. Without, to row b of the
-            batch, from its first row on. A row that several sequences have, as of offsets that
-            decrease, is the first one's alone.
-        seqused_k: [batch], int32: sequence b has its first seqused_k[b] keys.
-        k_begin: [batch], int32: without the first k_begin[b] of these.
+            cu_seqlens_k[b + 1] of results of [1, total, heads_kv, dim]. Without it, to row b of the
+            batch, from its first row on. A row that several sequences share (offsets that decrease)
+            goes to the first one.
+        seqused_k: [batch], int32: sequence b has only its first seqused_k[b] keys.
+        k_begin: [batch], int32: skips the first k_begin[b] of these.
         batch_index: [batch], int32: sequence b has its keys in k_cache[batch_index[b]].
-        page_table: [batch, pages of a sequence], int32: it has them in the pages that
-            page_table[b] names, one behind the other.
-        k_scale, v_scale: Of caches of float8_e4m3fn, as flash_attention takes them. A number of the
-            cache is widened, multiplied by its scale in fp32 and rounded once. None is 1.
+        page_table: [batch, pages of a sequence], int32: it has them in the pages that page_table[b]
+            names, in order.
+        k_scale, v_scale: Scales of float8_e4m3fn caches, as flash_attention takes them. A number of
+            the cache is widened, multiplied by its scale in fp32 and rounded once. None is 1.
         layout: "bshd" or "bhsd".
-        rows: Of new results: keys of each sequence, or with cu_seqlens_k of all, where it is
-            needed. None is what the cache has room for. Keys beyond are left out.
-        dtype: Of new results of a cache of float8_e4m3fn: fp16, bf16 or fp32. None is k_cache's.
-        k, v: Where to write the results, which then say rows and dtype. Not for JAX.
-        kernel, stream: As of flash_attention.
+        rows: Rows of new results: keys per sequence, or with cu_seqlens_k of all together. None is
+            as many as the cache holds. Keys beyond are left out.
+        dtype: Dtype of new results from a float8_e4m3fn cache: fp16, bf16 or fp32. None is
+            k_cache's.
+        k, v: Where to write the results, which then decide rows and dtype. Not for JAX.
+        kernel, stream: As in flash_attention.
 
     Returns:
-        (k, v), or k without v_cache. Rows that no key goes to are not written: in new results they
-        hold anything. Tables count as flash_attention counts them: what is out of range is no key,
-        and a row of a page that there is none of keeps its place and is zeros. Nothing outside of
+        (k, v), or k without v_cache. Rows that get no key are not written: in new results they may
+        hold anything. flash_attention's rules for tables apply: an entry out of range is no key,
+        and a row of a page that does not exist keeps its place and becomes zeros. Nothing outside
         the tensors is read or written.
 
     Raises: What flash_attention raises. A message names the argument.
@@ -100,7 +101,7 @@ def kv_gather_plan(
     v: Any = None,
     kernel: str | None = None,
 ) -> Plan:
-    """What kv_gather would do with these arguments. Reads no data and launches nothing.
+    """Plans what kv_gather would do with these arguments. Reads no data and launches nothing.
 
     Raises what kv_gather would raise for its arguments.
     """

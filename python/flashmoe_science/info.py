@@ -1,4 +1,4 @@
-"""What the library says about itself: build, devices, log, last launches."""
+"""Information about the library: build, devices, log, last launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmoe_science.plan import Launch, launches_of
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """What is in the library."""
+    """The contents of the library."""
 
     version: str
     cuda_architectures: str
@@ -22,7 +22,7 @@ class BuildInfo:
     """Version of nvcc, or ""."""
     host_compiler: str
     kernel_families: str
-    """What `kernel` may name, such as "cpu sm89 sm90"."""
+    """Family names for `kernel`, such as "cpu sm89 sm90"."""
     cuda_runtime_version: int
     """13000 for 13.0; 0 for a CPU-only build."""
 
@@ -49,7 +49,7 @@ class DeviceInfo:
 
 
 def build_info() -> BuildInfo:
-    """What is in the library: version, architectures, compilers, kernel families."""
+    """The contents of the library: version, architectures, compilers, kernel families."""
     return BuildInfo(**_core.build_info())
 
 
@@ -89,17 +89,17 @@ _LEVELS = {"off": 0, "error": 1, "info": 2, "debug": 3}
 
 
 def set_log(level: int | str, callback: Callable[[int, str], object] | None = None) -> None:
-    """Sets what the library logs, and where to.
+    """Sets what the library logs, and where.
 
     Before the first call both come from the environment: FLASHMOE_LOG_LEVEL (0 to 3) and
-    FLASHMOE_LOG_FILE (a path in which %i becomes the process id, in a forked child its own; or
-    "stdout"; default stderr).
+    FLASHMOE_LOG_FILE (a path, or "stdout"; default stderr). %i in a path becomes the process id, in
+    a forked child its own.
 
     Args:
         level: 0 "off"; 1 "error", a line for each failed call; 2 "info", also a line for each
             launched call with its shapes and plan; 3 "debug", also why other kernels were not used.
-        callback: Called with (level, line), from any thread that calls the library, which it may
-            itself call. None keeps the current destination. It is never released.
+        callback: Called with (level, line), from any thread that calls the library; it may call the
+            library. None keeps the current destination. It is never released.
 
     Raises:
         ValueError: Not a level.

@@ -1,13 +1,13 @@
 """flash_attention and the mixture of experts for JAX arrays: XLA custom calls, eager or under jit.
 
-XLA makes the outputs and the workspace, and chooses the stream. What is wrong with a call is raised
-while it is traced. jax.vmap folds its axis into the batch of attention and into the tokens of
-fused_moe; of the other functions, and with batched weights, it makes calls one after another, which
-is what they are. Attention and the mixture of experts have derivatives of reverse mode, which are
-custom calls, too; any other one that is asked for is an error, but for those of products alone.
+XLA makes the outputs and the workspace, and chooses the stream. Errors in a call are raised while
+it is traced. jax.vmap folds its axis into the batch of attention and into the tokens of fused_moe;
+the other functions, and calls with batched weights, run one after another. Attention and the
+mixture of experts have reverse-mode derivatives, which are custom calls, too. Any other derivative
+is an error, except those of products.
 
-This module is imported when the first JAX array arrives. A process that runs a program which
-another one has exported imports it, so that XLA finds the calls.
+This module is imported with the first JAX array. A process that runs a program exported by another
+must import it, so that XLA finds the calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flashmoe_science.errors import (
 
 __all__ = ["dot_product_attention", "ragged_dot"]
 
-if jax.__version_info__ < (0, 6):  # shard_map knows no rule for jax.custom_batching before
+if jax.__version_info__ < (0, 6):  # earlier shard_map has no rule for jax.custom_batching
     raise ArgumentTypeError(f"got a JAX array of JAX {jax.__version__}, accepted is 0.6 or newer")
 
 for _target, _handlers in _core.xla_ffi_handlers().values():
@@ -47,10 +47,10 @@ for _target, _handlers in _core.xla_ffi_handlers().values():
 
 
 def _device(name: str, tensors: Sequence[Any]) -> Device | None:
-    """Where XLA will compute on these; None for tracers, which are nowhere yet."""
+    """The device on which XLA will compute on these; None for tracers, which have none yet."""
     if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
         return None
-    # XLA computes where an array was put; others, and descriptions of arrays, follow it there.
+    # XLA computes on the device of a committed array; other arrays and descriptions follow it.
     placed = next((x for x in tensors if getattr(x, "committed", False)), tensors[0])
     device = next(iter(placed.devices()))
     if device.platform == "cpu":
@@ -81,10 +81,10 @@ def _refuse_derivative(words: str) -> Any:
 
 
 def _batchable(function: Callable[..., Any], rule: Callable[..., Any] | None) -> Any:
-    """`function` of arrays with a rule for jax.vmap.
+    """`function` on arrays with a rule for jax.vmap.
 
-    rule(size, batched, *arrays) gives results that all have the axis in front, or None where it
-    does not apply; then, and without one, the calls are made one after another.
+    rule(size, batched, *arrays) gives results that all have the axis in front, or None if it does
+    not apply. Then, and without a rule, the calls run one after another.
     """
     batchable = jax.custom_batching.custom_vmap(function)
 
@@ -101,7 +101,7 @@ def _batchable(function: Callable[..., Any], rule: Callable[..., Any] | None) ->
 def _transformable(
     function: Callable[..., Any], words: str, rule: Callable[..., Any] | None = None
 ) -> Any:
-    """`function` of arrays, jitted, with a sentence for jax.grad and a rule for jax.vmap."""
+    """`function` on arrays, jitted, with an error for jax.grad and a rule for jax.vmap."""
     differentiable = jax.custom_jvp(_batchable(function, rule))
     differentiable.defjvp(lambda primals, tangents: _refuse_derivative(words))
     return jax.jit(differentiable)
@@ -122,27 +122,27 @@ def _one_after_another(
 # ---- custom calls ----------------------------------------------------------------------------
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks")
-# Tables of sequences, in the order in which a handler has them.
+# Tables of sequences, in the handlers' order.
 _BOUNDS = ("max_seqlen_q", "max_seqlen_k", "split_size")
 _INT32, _FP32, _FP64 = np.dtype("int32"), np.dtype("float32"), np.dtype("float64")
 _NO_DEVICE = "FLASHMOE_ERROR_NO_DEVICE"
 _WORKSPACE_ALIGNMENT = 256  # bytes, more than XLA's
 
 _CheckCall = Callable[[Any, Device, tuple[Any, ...], tuple[Any, ...]], dict[str, Any]]
-"""The fields of a call's plan, or raises what is wrong with it there: (what it is compiled for,
-device, shapes, dtypes)."""
+"""Returns the fields of a call's plan, or raises its error on the device: (compiled call, device,
+shapes, dtypes)."""
 
 
 def _custom_call(
     target: str, words: str, check: _CheckCall, takes_fp32_on_gpu: bool = False,
     in_place: dict[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """A primitive that is XLA's call of a target, on the platforms where kernels serve it.
+    """A primitive for XLA's call of a target, on the platforms where kernels serve it.
 
-    bind(*arrays, call=, attributes=, results=): what `check` takes, the handler's attributes as
-    pairs, and the types of the results. jax.ffi.ffi_call alone would leave it to the handler, when
-    the program runs, to find that nothing serves the call. in_place: the results that are written
-    to the memory of an operand, by its index. XLA copies those before that others read, too.
+    bind(*arrays, call=, attributes=, results=): call is what `check` takes, attributes are the
+    handler's as pairs, results the types of the results. With jax.ffi.ffi_call alone, only the
+    running handler would find that nothing serves the call. in_place: the results written to the
+    memory of an operand, by its index. XLA first copies operands that others read, too.
     """
     primitive: Any = jax.extend.core.Primitive(target)
     primitive.multiple_results = True
@@ -165,8 +165,8 @@ def _custom_call(
                 f"{words}: dtype {given_dtype}, accepted on a GPU are {accepted}"
             )
         given = dict(attributes)
-        # The workspace is a result that nothing reads: of what a handler allocates XLA's CUDA
-        # graphs would keep the address alone. Where its size is not known, the handler allocates.
+        # The workspace is a result that nothing reads: XLA's CUDA graphs would keep only the
+        # address of memory that a handler allocates. If its size is unknown, the handler allocates.
         size = plan["workspace_bytes"] if plan is not None and not _are_symbolic(shapes) else 0
         if size > 0:
             given["outputs"] += "workspace "
@@ -183,7 +183,7 @@ def _custom_call(
     jax.interpreters.mlir.register_lowering(primitive, refuse)
     jax.interpreters.mlir.register_lowering(primitive, for_cpu, platform="cpu")
     jax.interpreters.mlir.register_lowering(primitive, for_cuda, platform="cuda")
-    if jax.__version_info__ < (0, 7):  # shard_map asked each primitive, later it asks the types
+    if jax.__version_info__ < (0, 7):  # shard_map then asked each primitive; it now asks the types
         from jax.experimental import shard_map
 
         rules: Any = shard_map
@@ -193,7 +193,7 @@ def _custom_call(
 
 
 def _arrays(tensors: Iterable[Any]) -> list[Any]:
-    """NumPy's arrays, which may be beside those of JAX, as JAX takes them."""
+    """Converts NumPy arrays, which may occur among JAX arrays, for JAX."""
     return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in tensors]
 
 
@@ -205,8 +205,8 @@ def _described(arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 def _check_traced(
     check: _CheckCall, call: Any, device: Device | None, arrays: Sequence[Any]
 ) -> None:
-    """Raises what is wrong with a call, on the device where there is one. Under jit there is none:
-    what holds on every device is checked as on the CPU, and the rest when a platform is known."""
+    """Raises errors in a call, on its device if known. Under jit it is unknown: rules of every
+    device are checked as on the CPU, and the rest when a platform is known."""
     if device is None:
         _checked(check, call.of_any_size(), Device(CPU, 0), *_described(arrays))
     else:
@@ -216,9 +216,9 @@ def _check_traced(
 def _plan_here(
     check: _CheckCall, call: Any, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> dict[str, Any] | None:
-    """The plan of a call on the first GPU of this machine that serves it: JAX does not say which
-    one it will be. None where there is no GPU to ask, as when a program is exported; raises why if
-    no other one serves it."""
+    """The plan of a call on the first GPU of this machine that serves it, since JAX does not say
+    which GPU it will use. None if there is no GPU to ask, as in an export; raises the reason if no
+    GPU serves it."""
     refusals: list[FlashMoEError] = []
     for ordinal in range(max(1, _core.cuda_device_count())):
         try:
@@ -233,7 +233,7 @@ def _plan_here(
 def _checked(
     check: _CheckCall, call: Any, device: Device, shapes: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Of a call with symbolic dimensions (jax.export) checks one with numbers in their places."""
+    """Checks a call with symbolic dimensions (jax.export) with numbers in their places."""
     if not _are_symbolic(shapes):
         return check(call, device, shapes, dtypes)
     variables = sorted({v for shape in shapes for n in shape for v in _variables(n)})
@@ -254,7 +254,7 @@ def _are_symbolic(shapes: tuple[Any, ...]) -> bool:
     return any(_variables(n) for shape in shapes for n in shape)
 
 
-_EXAMPLE = 24  # of whose multiples thirds and eighths are whole
+_EXAMPLE = 24  # thirds and eighths of its multiples are whole
 
 
 def _variables(dimension: Any) -> set[str]:
@@ -263,28 +263,28 @@ def _variables(dimension: Any) -> set[str]:
 
 
 def _result_types(arrays: Sequence[Any], like: Callable[[Any], Sequence[Any]]) -> tuple[Any, ...]:
-    """Types of the dead arrays that `like` makes of a scalar. They vary over the devices of a mesh
-    as the arrays do, which only operations on all of them can tell."""
+    """Types of the dead arrays that `like` makes from a scalar. They vary over the devices of a
+    mesh like the arrays, which only operations on all arrays can tell."""
     mark = functools.reduce(jnp.add, (jnp.sum(x).astype(_FP32) for x in arrays))
     return tuple(jax.typeof(x) for x in like(mark))
 
 
 # ---- operations ------------------------------------------------------------------------------
 
-_DLPACK_CODES = {"b": 6, "i": 0, "u": 1, "f": 2}  # by NumPy's kind; bfloat16 is none of NumPy's
+_DLPACK_CODES = {"b": 6, "i": 0, "u": 1, "f": 2}  # by NumPy's kind; bfloat16 is not NumPy's own
 
 
 class _Call(NamedTuple):
-    """An operation and what it is compiled for, besides shapes and dtypes."""
+    """An operation and its compile-time parameters, besides shapes and dtypes."""
 
     operation: str
     names: tuple[str, ...]
-    """The C ABI's, of the tensors."""
+    """The C ABI's names of the tensors."""
     options: tuple[tuple[str, Any], ...]
     """As _core.plan takes them."""
 
     def of_any_size(self) -> _Call:
-        """Less what serves some sizes and not others."""
+        """Without options that serve only some sizes."""
         return self._replace(options=tuple(o for o in self.options if o[0] != "kernel"))
 
 
@@ -298,9 +298,9 @@ def _dtype_numbers(dtype: Any) -> Dtype:
 
 
 _TURNED = ".T"
-"""Behind the name of a tensor: the array has its last two axes the other way round."""
+"""Follows the name of a tensor whose last two axes are swapped in the array."""
 
-# What moe_backward makes gradients of, in the order of its flags.
+# The tensors that moe_backward makes gradients for, in the order of its flags.
 LAYER_GRADIENTS = (
     "x", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down", "weights"
 )  # fmt: skip
@@ -309,7 +309,7 @@ LAYER_GRADIENTS = (
 def _product_gradients(
     call: _Call, tensors: dict[str, Any]
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Of grouped_product_backward, checked or not."""
+    """The gradients of grouped_product_backward, checked or not."""
     options, dout = dict(call.options), tensors["dout"]
     by_x, by_w, by_bias = options.get("wanted") or (True, True, False)
     factors = [
@@ -332,7 +332,7 @@ def _product_gradients(
 
 
 def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shapes and dtypes of what a checked call makes, by the C ABI's names."""
+    """Shapes and dtypes of a checked call's outputs, by the C ABI's names."""
     options = dict(call.options)
     if call.operation == "moe_backward":
         flags = zip(LAYER_GRADIENTS, options["wanted"] or (True,) * 8, strict=True)
@@ -403,7 +403,7 @@ def _outputs(call: _Call, tensors: dict[str, Any]) -> dict[str, tuple[tuple[int,
 
 
 def _gathered(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """k, and v where there is a v_cache."""
+    """k, and v if there is a v_cache."""
     caches = {"k": tensors["k_cache"]} | ({"v": tensors["v_cache"]} if "v_cache" in tensors else {})
     shape = tensors["k_cache"].shape
     axis = 2 if options["layout"] == "bhsd" else 1
@@ -432,14 +432,14 @@ def _plan(
             groups, columns, rows = shape
             shape, strides = (groups, rows, columns), (columns * rows, 1, rows)
         tensors[name] = (shape, _dtype_numbers(array.dtype), device, strides)
-    if call.operation == "grouped_product_backward":  # which cannot tell them from its inputs alone
+    if call.operation == "grouped_product_backward":  # its inputs alone do not tell them
         for name, (shape, dtype) in _product_gradients(call, arrays).items():
             tensors[name] = (shape, _dtype_numbers(dtype), device, None)
     return _core.plan(call.operation, tensors, dict(call.options))
 
 
 def plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the plan of run() with these arguments; raises what is wrong with the call."""
+    """Fields of the plan of run() with these arguments; raises errors in the call."""
     arrays = _arrays(tensors.values())
     device = _device(next(iter(tensors)), arrays)
     call = _Call(operation, tuple(tensors), tuple(options.items()))
@@ -452,7 +452,7 @@ def plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> di
 def _kept_plan(
     call: _Call, device: Device, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """The same, outside of JAX's tracing and its tracebacks."""
+    """The same, outside JAX's tracing and its tracebacks."""
     return _plan(call, device, shapes, dtypes)
 
 
@@ -473,7 +473,7 @@ def _words(operation: str) -> str:
     return _WORDS.get(operation, "the mixture of experts")
 
 
-# The tensors of kv_append that are always there, in this order: of the caches first the old ones.
+# The required tensors of kv_append, in order; the caches are the old ones.
 _APPENDED = ("k", "v", "k_cache", "v_cache")
 _CACHES_IN_PLACE = {_APPENDED.index("k_cache"): 0, _APPENDED.index("v_cache"): 1}
 
@@ -515,14 +515,14 @@ def _bind(call: _Call, *arrays: Any) -> dict[str, Any]:
 
 
 def _with_axis(size: int, batched: bool, array: Any) -> Any:
-    """The array with vmap's axis in front, whether it had one or not."""
+    """The array with vmap's axis in front, added if it had none."""
     return array if batched else jnp.broadcast_to(array[None], (size, *array.shape))
 
 
 def _widened(
     names: Sequence[str], folded: Sequence[str], size: int, batched: Sequence[bool], arrays: Any
 ) -> list[Any] | None:
-    """The arrays, those that are `folded` with vmap's axis; None if another one has it."""
+    """The arrays, with vmap's axis on the `folded` ones; None if another one has it."""
     if any(b for name, b in zip(names, batched, strict=True) if name not in folded):
         return None
     return [
@@ -531,14 +531,14 @@ def _widened(
     ]
 
 
-# Tensors with a batch in front, and tables that keep several calls from being one batch.
+# Tensors with a batch in front, and tables that prevent folding several calls into one batch.
 _ROWS = ("q", "k", "v", "dout", "out", "lse", "dlse", "seqused_q", "seqused_k", "k_begin",
          "q_offset")  # fmt: skip
 _PLACES = ("cu_seqlens_q", "cu_seqlens_k", "batch_index", "page_table", "k_scale", "v_scale")
-_PAIRS = ("attn_bias", "attn_mask")  # whose batch may be one for all
+_PAIRS = ("attn_bias", "attn_mask")  # their batch may be 1, which broadcasts
 
 
-# Whose primitives know all transformations: _jax_moe has their rules.
+# The primitives of these know all transformations: _jax_moe has their rules.
 _WITH_RULES = (
     "moe_route",
     "moe_forward",
@@ -551,7 +551,7 @@ _WITH_RULES = (
 @functools.lru_cache(maxsize=256)
 def _compiled(call: _Call) -> Any:
     def folded(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        """Sequences of an outer batch are sequences of one larger batch; dsinks is its sum."""
+        """Folds sequences of an outer batch into one larger batch; dsinks is its sum."""
         if "sinks" in call.names and dict(call.options).get("wanted", ())[-1:] == (True,):
             return None
         if any(name in (*_PLACES, *_PAIRS) for name in call.names):
@@ -584,12 +584,12 @@ def _compiled(call: _Call) -> Any:
 
 
 def _differentiable(call: _Call, attend: Any) -> Any:
-    """`attend`, which makes the outputs of an attention_forward of arrays, with a gradient."""
+    """Gives `attend`, which makes the outputs of an attention_forward from arrays, a gradient."""
     with_lse = call._replace(options=_key(dict(call.options) | {"return_lse": True}))
     attention = jax.custom_vjp(attend)
 
     def forward(*inputs: Any) -> Any:
-        # Which of them are perturbed is not kept: JAX may serve this trace to a call with others.
+        # Does not keep which arrays are perturbed: JAX may reuse this trace for a call with others.
         arrays = dict(zip(call.names, (x.value for x in inputs), strict=True))
         made = _compiled(with_lse)(*arrays.values())
         return {name: made[name] for name in _outputs(call, arrays)}, (arrays, made)
@@ -609,8 +609,8 @@ def _differentiable(call: _Call, attend: Any) -> Any:
 
 
 def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
-    """In shard_map the gradient of an array that does not vary over an axis is the sum of what the
-    devices along it find, which is the transpose of pvary."""
+    """In shard_map the gradient of an array that does not vary over an axis is the sum of the
+    devices' gradients along it, which is the transpose of pvary."""
     axes = [_varying_axes(x) for x in arrays]
     every = frozenset().union(*axes)
     return [
@@ -620,7 +620,7 @@ def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _varying_axes(array: Any) -> frozenset[Any]:
-    """Axes of the mesh along which shard_map's devices may have other values."""
+    """Axes of the mesh along which shard_map's devices may have different values."""
     kind: Any = jax.typeof(array)
     if hasattr(kind, "manual_axis_type"):
         return frozenset(kind.manual_axis_type.varying)
@@ -636,7 +636,7 @@ def _cast(array: Any, axes: tuple[Any, ...]) -> Any:
 
 
 def without_gradient(name: str, array: Any) -> Any:
-    """The bias of that name, of which no kernel computes the gradient: who asks for it is told."""
+    """The bias of that name, whose gradient no kernel computes: asking for it is an error."""
 
     def refuse(primals: Any, tangents: Any) -> NoReturn:
         raise UnsupportedError(
@@ -650,7 +650,8 @@ def without_gradient(name: str, array: Any) -> Any:
 
 
 def _gradients(call: _Call, tensors: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """By "dq" and so on, of an attention_forward's tensors and the gradients of its outputs."""
+    """The gradients, as "dq" and so on, from an attention_forward's tensors and the gradients of
+    its outputs."""
     given = {"dout": jnp.zeros_like(tensors["out"])} | given
     named = {name: tensors[name] for name in (*call.names, "out", "lse")}
     options = {name: x for name, x in call.options if name != "return_lse"}
@@ -662,8 +663,8 @@ def _gradients(call: _Call, tensors: dict[str, Any], given: dict[str, Any]) -> d
 
 
 def _key(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options that were found right, so that equal calls are compiled once: of NumPy's scalars
-    Python's own, which hash alike, and of lists tuples."""
+    """Valid options as a key, so that equal calls are compiled once. NumPy scalars become Python's,
+    which hash alike, and lists become tuples."""
 
     def key(x: Any) -> Any:
         return tuple(x) if isinstance(x, list) else x.item() if hasattr(x, "item") else x
@@ -672,8 +673,8 @@ def _key(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def run(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """An operation of the C ABI on JAX arrays and options by their names: its outputs, likewise.
-    Raises what is wrong with the call. `device` among the options tells where tracers will be."""
+    """Runs an operation of the C ABI on JAX arrays and options by name; returns its outputs by
+    name. Raises errors in the call. `device` among the options is the device of tracers."""
     _core.pack_options(operation, options)  # raises before anything is cached
     arrays = _arrays(tensors.values())
     device = options.get("device") or _device(next(iter(tensors)), arrays)
@@ -698,7 +699,7 @@ def fused_moe(
     tensors: dict[str, Any],
     options: dict[str, Any],
 ) -> Any:
-    """steps(tensors, options), which calls run() and operations of JAX, as one compiled program."""
+    """Compiles steps(tensors, options), which calls run() and operations of JAX, as one program."""
     _core.pack_options("fused_moe", options)  # raises before anything is cached
     arrays = _arrays(tensors.values())
     options = options | {"device": _device("tokens", arrays)}
@@ -715,7 +716,7 @@ def _refuse_outputs(outputs: dict[str, Any], stream: Any) -> None:
 def flash_attention(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> Any:
-    """flash_attention, with everything by its name."""
+    """flash_attention, with everything by name."""
     _refuse_outputs(outputs, stream)
     if "attn_bias" in tensors:
         bias = without_gradient("attn_bias", jnp.asarray(tensors["attn_bias"]))
@@ -726,7 +727,7 @@ def flash_attention(
         return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
     if len(prior) == 1:
         plan("attention_forward", tensors, options)  # raises which one is missing
-    # The same two steps, between which XLA has what a workspace has elsewhere.
+    # The same two steps; XLA holds between them what is in the workspace elsewhere.
     tensors = {name: x for name, x in tensors.items() if name not in prior}
     made = run("attention_forward", tensors, options | {"return_lse": True})
     merge = {"layout": options["layout"], "dtype": None, "return_lse": options["return_lse"]}
@@ -737,7 +738,7 @@ def flash_attention(
 def merge_states(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> Any:
-    """merge_states, with everything by its name."""
+    """merge_states, with everything by name."""
     _refuse_outputs(outputs, stream)
     made = run("merge_states", tensors, options)
     return (made["out"], made["lse"]) if options["return_lse"] else made["out"]
@@ -746,8 +747,7 @@ def merge_states(
 def kv_append(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> tuple[Any, ...]:
-    """kv_append, with everything by its name: new caches, and the rotated queries if there are
-    any."""
+    """kv_append, with everything by name: returns new caches, and the rotated queries if any."""
     caches = {name: outputs[name] for name in _APPENDED[2:]}
     _refuse_outputs({name: x for name, x in outputs.items() if name not in caches}, stream)
     given = tensors | caches
@@ -759,7 +759,7 @@ def kv_append(
 def kv_gather(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> Any:
-    """kv_gather, with everything by its name."""
+    """kv_gather, with everything by name."""
     _refuse_outputs(outputs, stream)
     made = run("kv_gather", tensors, options)
     return (made["k"], made["v"]) if "v" in made else made["k"]
@@ -768,7 +768,7 @@ def kv_gather(
 def check_sequences(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> Any:
-    """check_sequences, with everything by its name. Of q and k the extents alone are looked at."""
+    """check_sequences, with everything by name. Only the extents of q and k are used."""
     _refuse_outputs(outputs, stream)
     tensors = tensors | {name: jax.lax.stop_gradient(tensors[name]) for name in ("q", "k")}
     return run("check_sequences", tensors, options)["status"]
@@ -777,7 +777,7 @@ def check_sequences(
 def flash_attention_backward(
     tensors: dict[str, Any], options: dict[str, Any], outputs: dict[str, Any], stream: Any
 ) -> tuple[Any, ...]:
-    """flash_attention_backward, with everything by its name."""
+    """flash_attention_backward, with everything by name."""
     _refuse_outputs(outputs, stream)
     if options["accumulate"]:
         raise InvalidArgumentError("accumulate: JAX arrays cannot be added to; leave it False")
@@ -785,6 +785,6 @@ def flash_attention_backward(
     return tuple(made.get(f"d{name}") for name in _DIFFERENTIABLE)
 
 
-from flashmoe_science import _jax_moe  # noqa: E402  # whose rules are of what is above
+from flashmoe_science import _jax_moe  # noqa: E402  # its rules use the code above
 
 ragged_dot = _jax_moe.ragged_dot

@@ -1,4 +1,4 @@
-"""merge_states: attention over keys that lie apart, from what attention over each part gave."""
+"""merge_states: merges the results of attention over separate parts of the keys."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Partials(NamedTuple):
 
 
 def parse_partials(outs: Any, lses: Any) -> tuple[Partials, list[tuple[Any, Any]]]:
-    """Of one tensor of partials, or tensors of one partial each: the first call's, and the pairs of
-    out and lse that come behind it."""
+    """Parses one tensor of partials, or tensors of one partial each. Returns those of the first
+    call, and the pairs of out and lse that follow."""
     several = isinstance(outs, (tuple, list))
     if several != isinstance(lses, (tuple, list)):
         raise ArgumentTypeError(
@@ -63,8 +63,8 @@ def one_after_another(
     out: Any,
     lse: Any,
 ) -> Any:
-    """merge(number of the last partial, partials, dtype, return_lse, out, lse), once for each of
-    `behind` and once before, with a state of fp32 (of fp64 fp64) in between."""
+    """Calls merge(number of the last partial, partials, dtype, return_lse, out, lse) once, and once
+    more for each of `behind`, with an fp32 state (for fp64 fp64) in between."""
     if not behind:
         return merge(1, partials, dtype, return_lse, out, lse)
     of_first = name_of_dtype(partials.prior_out)
@@ -84,21 +84,21 @@ def one_after_another(
 
 
 def name_of_dtype(tensor: Any) -> str | None:
-    """None where the tensor does not say."""
+    """None if the tensor does not say."""
     dtype = getattr(tensor, "dtype", None)
     return None if dtype is None else parse_name(dtype)
 
 
 def parse_name(dtype: object) -> str | None:
-    """Of a new out, as array libraries call it."""
+    """The name of a new out's dtype in array libraries."""
     if dtype is None:
         return None
-    code, bits = parse_dtype(getattr(dtype, "__name__", dtype))  # of numpy.float32 and jnp.float32
+    code, bits = parse_dtype(getattr(dtype, "__name__", dtype))  # for numpy.float32 and jnp.float32
     return f"{'bfloat' if code == _BFLOAT else 'float'}{bits}"
 
 
 def _numbered(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with errors that call each partial by its number."""
+    """The same, with errors that name each partial by its number."""
 
     def numbered(number: int, *arguments: Any) -> Any:
         names = {
@@ -152,45 +152,47 @@ def merge_states(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """Attention over all keys, of partial results that flash_attention gave over parts of them.
+    """Merges partial results of flash_attention over parts of the keys into attention over all
+    keys.
 
     For each row and head lse = log sum_i exp(lse_i) and out = sum_i exp(lse_i - lse) out_i, in the
     order of the partials: for prefixes that requests share, the shards of a ring, the splits of a
-    long sequence. Sums are accumulated in fp32 (of fp64 in fp64), every partial is read once, and
+    long sequence. Sums are accumulated in fp32 (for fp64 in fp64), every partial is read once, and
     the same inputs give the same bits on every run and with any number of threads.
 
-    Takes tensors as flash_attention does, and returns the same kind. It has no derivative: torch's
+    Takes tensors as flash_attention does, and returns the same kind. It has no derivative: torch
     tensors that require grad and JAX's derivatives are refused.
 
     Args:
         outs: [partials, batch, seq, heads, dim] in layout "bshd", [partials, batch, heads, seq,
-            dim] in "bhsd", of any number of partials; of rank 4 one. Slices of it can be the `out`
-            of flash_attention. Or a sequence of tensors of rank 4, each of a dtype of its own: two
-            are one call, and more are merged one after another, a call each, with a state of fp32
-            (of fp64 fp64) in between. fp16, bf16, fp32, on the CPU also fp64. dim is a multiple of
+            dim] in "bhsd", with any number of partials; of rank 4: one partial. Slices of it can be
+            the `out` of flash_attention. Or a sequence of tensors of rank 4, each with its own
+            dtype: two take one call, and more are merged one after another, one call each, with an
+            fp32 state (for fp64 fp64) in between. fp16, bf16, fp32, on the CPU also fp64. dim is a
+            multiple of
             8. Here and below the last dimension is contiguous and rows begin on 16-byte
             boundaries; nothing is copied.
         lses: [partials, batch, heads, seq], or as many of [batch, heads, seq] as outs has: the
-            natural log-sum-exp of each partial, fp32, with outs of fp64 fp64; any strides.
+            natural log-sum-exp of each partial, fp32, with fp64 outs fp64; any strides.
         layout: "bshd" or "bhsd".
-        dtype: Of a new out: fp16, bf16 or fp32. None is that of the first partial.
-        return_lse: Also return the log-sum-exp over all partials, to be merged again.
+        dtype: Dtype of a new out: fp16, bf16 or fp32. None is that of the first partial.
+        return_lse: Also return the log-sum-exp over all partials, for further merges.
         out: Where to write the result, [batch, seq, heads, dim]. It may be the first of several
-            tensors, which is then updated in place, and overlaps no other. Not for JAX.
+            tensors, which is then updated in place; it must overlap no other. Not for JAX.
         lse: Where to write the log-sum-exp, [batch, heads, seq]; it may be the first of several.
             Not for JAX.
-        kernel, stream: As of flash_attention.
+        kernel, stream: As in flash_attention.
 
     Returns:
-        out, or (out, lse) with return_lse. A partial whose lse is -inf, of a row that saw no key,
-        weighs nothing, and its out is not read; where all are so, out is 0 and lse -inf. Partials
-        of lse +inf share the row equally. NaN in an lse makes the row NaN.
+        out, or (out, lse) with return_lse. A partial with an lse of -inf (its row saw no key) has
+        weight 0, and its out is not read; if all are such, out is 0 and lse -inf. Partials with an
+        lse of +inf share the row equally. NaN in an lse makes the row NaN.
 
-        Sinks are to be counted once: give them to the call of one partial alone.
+        Sinks must count once: give them to the call of one partial only.
 
-    Raises: What flash_attention raises. A message names the argument; of two tensors it calls the
-        first prior_out and prior_lse, as the C ABI does, and the second outs and lses, and each of
-        more than two by its number, as outs[2].
+    Raises: What flash_attention raises. A message names the argument. With two tensors it calls the
+        first prior_out and prior_lse, as the C ABI does, and the second outs and lses. With more it
+        gives each one's number, such as outs[2].
     """
     if is_traced():
         from flashmoe_science.torch import merge
@@ -223,7 +225,7 @@ def merge_states_plan(
     lse: Any = None,
     kernel: str | None = None,
 ) -> Plan:
-    """What merge_states would do with these arguments. Reads no data and launches nothing.
+    """Plans what merge_states would do with these arguments. Reads no data and launches nothing.
 
     Raises what merge_states would raise for its arguments.
     """

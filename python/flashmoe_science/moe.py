@@ -1,9 +1,9 @@
 """The mixture of experts.
 
-A layer of E experts over T tokens of which each takes K: `moe_route` chooses and sorts,
-`moe_forward` computes, `grouped_product` is the products alone, and `fused_moe` all of it in one
-call. A *pair* is one token with one of its experts, numbered t * K + k; a *slot* is a pair's place
-in the order by expert.
+A layer of E experts over T tokens, each of which takes K: `moe_route` chooses and sorts,
+`moe_forward` computes, `grouped_product` is only the products, and `fused_moe` does all of it in
+one call. A *pair* is one token with one of its experts, numbered t * K + k; a *slot* is a pair's
+place in the order by expert.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 class MoeRouting(NamedTuple):
-    """Which experts each token takes, with what weights, and the order by expert.
+    """The experts of each token, their weights, and the order by expert.
 
     Made by moe_route and moe_route_given. Tensors are contiguous and of the kind of the logits.
     """
 
     ids: Any
-    """[T, K] int32: experts of each token, the greatest choice first; -1 for none of this call."""
+    """[T, K] int32: experts of each token, the greatest choice first; -1 for an expert not of this
+    call."""
     weights: Any
-    """[T, K] fp32, of logits or given weights of fp64 fp64."""
+    """[T, K] fp32, for fp64 logits or given weights fp64."""
     offsets: Any
     """[E + 1] int32: expert e has the slots offsets[e] to offsets[e + 1] - 1."""
     pairs: Any
-    """[T * K] int32: the pair in each slot; -1 behind the last slot, which offsets[E] counts."""
+    """[T * K] int32: the pair in each slot; -1 from slot offsets[E] on."""
     slots: Any
     """[T, K] int32: the slot of each pair, or -1."""
     lse: Any = None
-    """[T], of the dtype of weights: log-sum-exp of each token's logits; None where it was not asked
-    for."""
+    """[T], dtype of weights: log-sum-exp of each token's logits; None if not asked for."""
 
     @property
     def counts(self) -> Any:
-        """[E] int32: how many pairs each expert has. Computed by the tensors' own library."""
+        """[E] int32: the number of pairs of each expert, computed by the tensors' own library."""
         return self.offsets[1:] - self.offsets[:-1]
 
 
@@ -63,30 +63,29 @@ def moe_route(
 ) -> MoeRouting:
     """Chooses the top_k experts of each token, and sorts the pairs by expert.
 
-    The experts of a token are distinct, whatever its logits are; equal choices go to the lower
-    expert, and NaN is chosen last, as -inf is. Scores are computed in fp32, on
-    the CPU those of fp64 in fp64. Takes tensors of NumPy,
-    torch, JAX, CuPy or any library with DLPack, and returns the same kind; a
-    GPU is given at most two launches on the current stream and is not waited for.
+    The experts of a token are distinct, whatever its logits are. Ties go to the lower expert, and
+    NaN ranks last, as -inf does. Scores are computed in fp32, for fp64 (CPU only) in fp64. Takes
+    tensors of NumPy, torch, JAX, CuPy or any library with DLPack, and returns the same kind. A GPU
+    gets at most two launches on the current stream, and the call does not wait for it.
 
     Args:
         logits: [T, E], fp16, bf16 or fp32, on the CPU also fp64, last stride 1. 1 <= E <= 1024; T
             may be 0.
         top_k: K, from 1 to E, at most 32; T * K at most 2**31 - 2**16.
-        scoring: What makes a weight of a logit. "softmax": softmax over all E logits.
-            "topk_softmax": softmax over the K chosen ones. "sigmoid": each its own; with a
-            selection_bias experts are chosen by sigmoid(logits) + selection_bias.
-        renormalize: Divide the weights of a token by their sum, where that is not 0.
-        selection_bias: [E] fp32, of fp64 logits also fp64; "sigmoid" only. Takes part in the
-            choice, not in the weights.
-        num_groups: Groups of neighbouring experts, of which only the best are chosen from
-            (DeepSeek-V3, arXiv:2412.19437): a group counts as the sum of its two greatest
+        scoring: How a logit becomes a weight. "softmax": softmax over all E logits. "topk_softmax":
+            softmax over the K chosen ones. "sigmoid": each its own; with a selection_bias experts
+            are chosen by sigmoid(logits) + selection_bias.
+        renormalize: Divide the weights of a token by their sum if that is not 0.
+        selection_bias: [E] fp32, for fp64 logits also fp64; "sigmoid" only. It affects the choice,
+            not the weights.
+        num_groups: Groups of neighbouring experts; experts are chosen only from the best groups
+            (DeepSeek-V3, arXiv:2412.19437). A group's score is the sum of its two greatest
             sigmoid(logits) + selection_bias. Divides E, with 2 experts or more each; "sigmoid"
             only. 1 is none.
-        top_groups: How many groups; None without groups.
+        top_groups: How many groups to choose from; None without groups.
         scale: Factor of the weights, after renormalisation; finite and not 0.
         return_lse: Also compute the log-sum-exp of each token's logits.
-        out: A MoeRouting to write into, of tensors as described there, which may overlap neither
+        out: A MoeRouting to write into, with tensors as described there, which must overlap neither
             one another nor the arguments. Not for JAX.
         stream: As in flash_attention.
 
@@ -101,7 +100,7 @@ def moe_route(
                 logits, top_k, scoring, renormalize, selection_bias, num_groups, top_groups, scale,
                 return_lse, out, stream,
             )  # fmt: skip
-        except _TransformedError:  # which torch's operators take
+        except _TransformedError:  # torch's operators take these
             pass
     traced: MoeRouting = operators().moe_route(
         logits, top_k, scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,
@@ -124,16 +123,16 @@ def moe_route_given(
 ) -> MoeRouting:
     """Sorts pairs whose experts were chosen elsewhere.
 
-    An id that is no expert of this call, because it is negative, not below E, or mapped to such a
-    number, is "not mine": its pair gets id -1, no slot and weight 0. So a part of the experts can
-    be computed on each of several devices.
+    An id that is negative, not below E, or mapped to such a number is no expert of this call ("not
+    mine"): its pair gets id -1, no slot and weight 0. So each of several devices can compute a part
+    of the experts.
 
     Args:
         given_ids: [T, K] int32 or int64, last stride 1; K at most 32, T * K at most 2**31 - 2**16.
         given_weights: [T, K] fp16, bf16 or fp32, on the CPU also fp64, last stride 1; None is 1
             for each.
         num_experts: E, from 1 to 1024: the experts of this call.
-        renormalize: Divide the weights of a token by the sum of all K, not mine included, where
+        renormalize: Divide the weights of a token by the sum of all K, including those not mine, if
             that is not 0.
         scale: As in moe_route.
         expert_map: [any] int32: the expert of this call for each id; an id beyond it is not mine.
@@ -237,53 +236,53 @@ def moe_forward(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """The experts of a layer: out[t] = sum_k weights[t, k] * y(t, ids[t, k]).
+    """Computes the experts of a layer: out[t] = sum_k weights[t, k] * y(t, ids[t, k]).
 
         y(t, e) = w_down[e] a(t, e) + b_down[e]
         a(t, e) = act(g) * (u + up_offset)        with g = w_gate[e] x[t] + b_gate[e], u likewise
                 = act(u)                          without a gate
 
-    Weights are read where and as they are: nothing is copied, packed or padded. Products are
-    accumulated in fp32 (of fp64 in fp64), a and y are kept in x's dtype, and the sum over k is in
-    that of the products in the order of k, so that the same inputs give the same bits on every
-    run. A token without experts gets 0.
-    Kinds of tensors, devices and streams as in moe_route. torch's autograd and JAX differentiate
-    it, as they do moe_route, grouped_product and fused_moe; the gradients alone are moe_backward.
+    Weights are read in place: nothing is copied, packed or padded. Products are accumulated in fp32
+    (for fp64 in fp64), a and y are kept in x's dtype, and the sum over k has the dtype of the
+    products and the order of k, so that the same inputs give the same bits on every run. A token
+    without experts gets 0. Tensors, devices and streams are as in moe_route. torch's autograd and
+    JAX differentiate it, as they do moe_route, grouped_product and fused_moe; moe_backward computes
+    only the gradients.
 
-    H and I are multiples of 8. Of an expert's matrix either the last stride or the one before it is
-    1: weights stored as [E, H, 2I] are passed as their transposed view. Other strides, of x and out
-    too, are multiples of 16 bytes, as is where tensors begin; strides between experts are free.
-    w_down may be transposed where w_gate_up is not, and the other way round; on a GPU w_gate_up and
-    w_up are both transposed or neither. "sm89_few_tokens" takes no transposed weights, "sm90" none
-    that are interleaved.
+    H and I are multiples of 8. In an expert's matrix either the last stride or the one before it is
+    1: weights stored as [E, H, 2I] are passed as their transposed view. Other strides, also of x
+    and out, and the start of every tensor are multiples of 16 bytes; strides between experts are
+    free. w_down may be transposed where w_gate_up is not, and vice versa; on a GPU w_gate_up and
+    w_up are both transposed or neither. "sm89_few_tokens" takes no transposed weights, "sm90" no
+    interleaved ones.
 
     Args:
         x: [T, H], fp16 or bf16, on the CPU also fp32 and fp64.
         w_gate_up: [E, 2I, H], x's dtype, rows in the order of `gate`; with "separate" the gate,
             and with "none" the only matrix, [E, I, H].
         w_down: [E, H, I], x's dtype.
-        routing: What moe_route or moe_route_given made for these tokens and experts.
+        routing: The result of moe_route or moe_route_given for these tokens and experts.
         w_up: [E, I, H], with "separate" only.
-        gate: "gate_up": rows 0 to I - 1 are the gate, the rest up. "up_gate": the other way round.
+        gate: "gate_up": rows 0 to I - 1 are the gate, the rest up. "up_gate": vice versa.
             "interleaved": row 2i gate, row 2i + 1 up. "separate": two tensors. "none": no gate.
         activation: "silu": z * sigmoid(alpha * z). "gelu": z * Phi(z). "gelu_tanh": its
             approximation by tanh. "relu": max(z, 0). "relu2": max(z, 0)**2.
-        b_gate_up, b_up, b_down: A row of each expert's biases, fp32 or x's dtype, in the order of
+        b_gate_up, b_up, b_down: One row of biases per expert, fp32 or x's dtype, in the order of
             the rows of their weights; None is none.
-        alpha: Of "silu" only; finite and not 0.
-        limit: Cuts g to at most limit and u to -limit to limit before the activation; finite and
-            positive. None cuts nothing.
+        alpha: For "silu" only; finite and not 0.
+        limit: Clamps g to at most limit and u to -limit to limit before the activation; finite and
+            positive. None clamps nothing.
         up_offset: Finite; 0 without a gate.
-        weight_on_input: Multiply x[t] by weights[t, k] in place of y.
-        out: [T, H], x's dtype: where to write. May overlap no other tensor. Not for JAX.
+        weight_on_input: Multiply x[t] by weights[t, k] instead of y.
+        out: [T, H], x's dtype: where to write. Must overlap no other tensor. Not for JAX.
         pre_activation: [T * K, 2I] (g, then u), without a gate [T * K, I], x's dtype: where to
-            write, by slot, what the activation is applied to, before `limit`. Rows without a pair
-            are not written. May overlap no other tensor. Not for JAX.
+            write the input of the activation before `limit`, by slot. Rows without a pair are not
+            written. Must overlap no other tensor. Not for JAX.
         return_pre_activation: Also return it, in a new tensor if none was given.
-        max_workspace_bytes: Of the gradients, where torch or JAX differentiates this call: as in
-            moe_backward. The forward itself takes no notice of it.
-        recompute: Save for the gradients of torch or JAX no pre_activation: they compute it again,
-            by one product more. The forward itself takes no notice of it.
+        max_workspace_bytes: For the gradients, if torch or JAX differentiates this call: as in
+            moe_backward. The forward itself ignores it.
+        recompute: Save no pre_activation for the gradients of torch or JAX: they compute it again,
+            with one more product. The forward itself ignores it.
         kernel: Kernel family to use ("cpu", "sm89_few_tokens", "sm89", "sm90"): that one runs, or
             the call fails. None is the best.
         stream: As in flash_attention.
@@ -324,7 +323,7 @@ def grouped_product(
 ) -> _T:
     """out[r] = w[e] x[r] + bias[e] for every row r of every expert e.
 
-    Kinds of tensors, devices and streams as in moe_route; dtypes, strides and arithmetic as in
+    Tensors, devices and streams are as in moe_route; dtypes, strides and arithmetic as in
     moe_forward.
 
     Args:
@@ -335,8 +334,8 @@ def grouped_product(
         counts: [E] int32, with a three-dimensional x: expert e has the first counts[e] of its M
             rows.
         bias: [E, N], fp32 or x's dtype; None is none.
-        out: [rows, N] or [E, M, N]: where to write. Rows that no expert has are not written, and
-            are undefined where out is new. May overlap no other tensor. Not for JAX.
+        out: [rows, N] or [E, M, N]: where to write. Rows that belong to no expert are not written,
+            and are undefined in a new out. Must overlap no other tensor. Not for JAX.
         kernel, stream: As in moe_forward.
 
     Returns:
@@ -388,30 +387,30 @@ def fused_moe(
     kernel: str | None = None,
     stream: object = None,
 ) -> _T:
-    """A whole layer, from hidden states and router to output: moe_route, then moe_forward.
+    """Computes a whole layer, from hidden states and router to output: moe_route, then moe_forward.
 
-    The logits are the router's product, accumulated in fp32 (of fp64 in fp64) and rounded to the
-    tokens' dtype, as the models' own layers have them. What lies between is in one workspace. With
-    a number of experts that is no multiple of 8, the tensors' own library computes that product.
+    The logits are the router's product, accumulated in fp32 (for fp64 in fp64) and rounded to the
+    tokens' dtype, as in the models' own layers. Intermediates share one workspace. If the number of
+    experts is no multiple of 8, the tensors' own library computes that product.
 
     Args:
-        tokens: [..., H]: any leading dimensions that are rows at one distance in memory.
+        tokens: [..., H]: any leading dimensions whose rows are evenly spaced in memory.
         router_weights: [E, H], tokens' dtype; None with `logits`.
         w_gate_up, w_down: As in moe_forward.
         top_k: As in moe_route.
-        logits: [..., E], in place of router_weights.
+        logits: [..., E], instead of router_weights.
         router_bias: [E], fp32 or tokens' dtype, with router_weights.
         scoring, renormalize, selection_bias, num_groups, top_groups, scale: As in moe_route.
         w_up, gate, activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input:
             As in moe_forward.
-        out: Of the shape and dtype of tokens: where to write. May overlap no other tensor. Not for
-            JAX.
+        out: Where to write, with the shape and dtype of tokens. Must overlap no other tensor. Not
+            for JAX.
         max_workspace_bytes, recompute: As in moe_forward.
         kernel: As in moe_forward, for the experts' products.
         stream: As in flash_attention.
 
     Returns:
-        out, of the shape of tokens.
+        out, with the shape of tokens.
 
     Raises: What flash_attention raises. A message names the argument.
     """

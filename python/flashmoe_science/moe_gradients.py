@@ -1,8 +1,8 @@
 """Gradients of the mixture of experts.
 
-`moe_backward`, `moe_route_backward` and `grouped_product_backward` are those of the functions of
-flashmoe_science.moe of these names, and `fused_moe_backward` of a whole layer. torch's autograd and
-JAX call them by themselves. On a GPU they are of fp16 and bf16.
+`moe_backward`, `moe_route_backward` and `grouped_product_backward` belong to the functions of these
+names in flashmoe_science.moe, and `fused_moe_backward` to a whole layer. torch's autograd and JAX
+call them automatically. On a GPU they take fp16 and bf16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashmoe_science.moe_plans import fused_moe_plan
 
 
 class MoeGradients(NamedTuple):
-    """Gradients of moe_forward, by what they are of; None where one is not wanted."""
+    """Gradients of moe_forward, named after their tensors; None for one that is not wanted."""
 
     x: Any
     """[T, H]."""
@@ -37,15 +37,15 @@ class MoeGradients(NamedTuple):
     w_down: Any
     """As w_down."""
     b_gate_up: Any
-    """As b_gate_up, as the other two are as their biases; None without one."""
+    """As b_gate_up, and the next two as their biases; None without one."""
     b_up: Any
     b_down: Any
     weights: Any
-    """[T, K]: of routing.weights, of their dtype."""
+    """[T, K]: gradient of routing.weights, in their dtype."""
 
 
 class ProductGradients(NamedTuple):
-    """Gradients of grouped_product; None where one is not wanted."""
+    """Gradients of grouped_product; None for one that is not wanted."""
 
     x: Any
     w: Any
@@ -53,7 +53,7 @@ class ProductGradients(NamedTuple):
 
 
 class FusedMoeGradients(NamedTuple):
-    """Gradients of fused_moe, by what they are of; None where it had no such tensor."""
+    """Gradients of fused_moe, named after their tensors; None if it had no such tensor."""
 
     tokens: Any
     router_weights: Any
@@ -112,37 +112,36 @@ def moe_backward(
     kernel: str | None = None,
     stream: object = None,
 ) -> MoeGradients:
-    """The gradients of moe_forward, from that of its out.
+    """Computes the gradients of moe_forward from that of its out.
 
     Any of them may be left out, and what only it needs is not computed: those of frozen experts, or
-    those of weights, which may be asked for later, in a call of their own, to the same bits. They
-    have the dtype of what they are of, or are fp32 where such tensors are given. The same inputs
-    give the same bits, with any number of threads. A NaN of a token reaches its own dx and dweights
-    and the gradients of its experts, and nothing else.
+    those of weights, which a later separate call computes with the same bits. They have the dtype
+    of their tensors, or fp32 if such outputs are given. The same inputs give the same bits, with
+    any number of threads. A NaN in a token reaches its own dx and dweights and the gradients of its
+    experts, and nothing else.
 
-    Beyond `limit` g and u have gradients of 0, at it their own. Takes tensors of NumPy, torch, JAX,
-    CuPy or any library with DLPack, on the CPU or a GPU; to those of JAX nothing is written or
-    added.
+    Beyond `limit`, g and u have gradients of 0; at the limit they have their own. Takes tensors of
+    NumPy, torch, JAX, CuPy or any library with DLPack, on the CPU or a GPU; JAX arrays are never
+    written or added to.
 
     Args:
         dout: [T, H], x's dtype.
-        x, w_gate_up, w_down, routing, w_up, gate, activation: As moe_forward had them.
+        x, w_gate_up, w_down, routing, w_up, gate, activation: As in moe_forward.
         b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input: Likewise.
-        pre_activation: What moe_forward returned with return_pre_activation; None computes it
-            again, to the same bits.
-        overwrite_pre_activation: Its memory may take what the workspace else would, and holds
-            nothing afterwards: that is smaller by so many bytes, but with "interleaved". Not for
-            JAX.
-        wanted: A flag for each of MoeGradients, in order; None is all. One that is not wanted, and
-            not given below, is None in what is returned.
-        accumulate: Add to the gradients that are given; those that are not are not computed.
-        dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write. Of
-            the shape of what they are of, of its dtype or fp32; strides are their own, as
-            moe_forward takes them. dweights is of the weights' dtype and contiguous. May overlap
-            no other tensor.
-        max_workspace_bytes: The most memory that the call may take for what lies between its
-            products, for which it goes in chunks of I and of H, to the same bits. One that is too
-            low is an error that tells the least. None: as much as it is fastest with.
+        pre_activation: The result of moe_forward with return_pre_activation; None computes it
+            again, with the same bits.
+        overwrite_pre_activation: The call may use its memory as workspace, so its contents are
+            lost. The workspace is smaller by its size, except with "interleaved". Not for JAX.
+        wanted: A flag for each of MoeGradients, in order; None is all. One that is neither wanted
+            nor given below is None in the result.
+        accumulate: Add to the given gradients; no others are computed.
+        dx, dw_gate_up, dw_up, dw_down, db_gate_up, db_up, db_down, dweights: Where to write, with
+            the shape of their tensors, in their dtype or fp32. They have their own strides, as
+            moe_forward takes them. dweights has the weights' dtype and is contiguous. They must
+            overlap no other tensor.
+        max_workspace_bytes: The most memory for intermediates. To stay within it the call goes in
+            chunks of I and of H, with the same bits. A bound that is too low is an error that names
+            the least. None: whatever is fastest.
         kernel: "cpu", "sm89", "sm90", or None: the best here.
         stream: As in flash_attention.
 
@@ -171,18 +170,18 @@ def grouped_product_backward(
     kernel: str | None = None,
     stream: object = None,
 ) -> ProductGradients:
-    """The gradients of grouped_product, from that of its out:
+    """Computes the gradients of grouped_product from that of its out:
 
         dx[r] = w[e]^T dout[r]    dw[e] = sum of dout[r] x[r]^T    dbias[e] = sum of dout[r]
 
-    over the rows r of expert e. Rows that no expert has get dx = 0, and experts without rows a dw
-    and a dbias of 0. Dtypes, accumulation, kinds of tensors and devices as in moe_backward.
+    over the rows r of expert e. Rows that belong to no expert get dx = 0, and experts without rows
+    get dw = 0 and dbias = 0. Dtypes, accumulation, tensors and devices are as in moe_backward.
 
     Args:
-        dout: As out of grouped_product.
-        x, w, offsets, counts: As grouped_product had them. x may be None without dw, w without dx.
+        dout: Like out of grouped_product.
+        x, w, offsets, counts: As in grouped_product. x may be None without dw, w without dx.
         wanted: A flag for each of ProductGradients; None is x and w.
-        accumulate: Add to the gradients that are given; those that are not are not computed.
+        accumulate: Add to the given gradients; no others are computed.
         dx, dw, dbias: Where to write, as in moe_backward.
         kernel, stream: As in moe_backward.
 
@@ -209,20 +208,20 @@ def moe_route_backward(
     dgiven_weights: Any = None,
     stream: object = None,
 ) -> Any:
-    """The gradient of moe_route's logits, or of moe_route_given's weights, from that of the
-    routing's weights. The choice of experts has none.
+    """Computes the gradient of moe_route's logits, or of moe_route_given's weights, from that of
+    the routing's weights. The choice of experts has none.
 
     Args:
-        dweights: [T, K] fp32, of fp64 scores fp64.
-        routing: What moe_route or moe_route_given made. Of it the ids are read.
-        logits: As moe_route had them.
-        given_weights: As moe_route_given had them, in place of logits.
-        dlse: [T], of the dtype of dweights: the gradient of routing.lse; None is none.
-        scoring, renormalize, scale: As in that call. Groups and a selection_bias decide the choice
-            alone, and so do not matter here.
-        accumulate: Add to what the output holds: the gradient of an auxiliary loss, for one.
-        dlogits, dgiven_weights: Where to write, one of the two; of the shape of logits or of
-            given_weights, of their dtype or fp32.
+        dweights: [T, K] fp32, for fp64 scores fp64.
+        routing: The result of moe_route or moe_route_given. Only its ids are read.
+        logits: As in moe_route.
+        given_weights: As in moe_route_given, instead of logits.
+        dlse: [T], dtype of dweights: the gradient of routing.lse; None is none.
+        scoring, renormalize, scale: As in that call. Groups and a selection_bias only affect the
+            choice and do not matter here.
+        accumulate: Add to what the output holds, such as the gradient of an auxiliary loss.
+        dlogits, dgiven_weights: Where to write, one of the two; with the shape of logits or
+            given_weights, in their dtype or fp32.
         stream: As in flash_attention.
 
     Returns:
@@ -269,15 +268,16 @@ def fused_moe_backward(
     kernel: str | None = None,
     stream: object = None,
 ) -> FusedMoeGradients:
-    """The gradients of fused_moe, from that of its out: of the layer, and through the routing of
-    the router. Nothing of the forward is kept: routing and what the activation is applied to are
-    computed again, to the same bits; of JAX's arrays all of the forward is, as jax.vjp has it.
+    """Computes the gradients of fused_moe from that of its out: those of the layer and, through the
+    routing, of the router. Nothing of the forward is kept: routing and the activation's input are
+    computed again, with the same bits. With JAX arrays the whole forward is computed again, as
+    jax.vjp does.
 
     Args:
-        dout: Of the shape and dtype of tokens.
-        tokens: [T, H]: rows, here.
-        router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring: As fused_moe had
-            them. A router of which the number of experts is no multiple of 8 is the caller's:
+        dout: The gradient of out, with the shape and dtype of tokens.
+        tokens: [T, H]; two-dimensional here.
+        router_weights, w_gate_up, w_down, top_k, logits, router_bias, scoring: As in fused_moe. If
+            the number of experts is no multiple of 8, compute the router's product yourself and
             pass logits.
         renormalize, selection_bias, num_groups, top_groups, scale, w_up, gate: Likewise.
         activation, b_gate_up, b_up, b_down, alpha, limit, up_offset, weight_on_input: Likewise.
@@ -298,7 +298,7 @@ def fused_moe_backward(
         )  # fmt: skip
     if len(getattr(tokens, "shape", (0, 0))) != 2:
         raise InvalidArgumentError(f"tokens: got {len(tokens.shape)} dimensions, accepted are 2")
-    # What is wrong is said by the names that it has here: the steps have others.
+    # Errors use this function's argument names; the steps have others.
     fused_moe_plan(
         tokens, router_weights, w_gate_up, w_down, top_k, logits=logits, router_bias=router_bias,
         scoring=scoring, renormalize=renormalize, selection_bias=selection_bias,

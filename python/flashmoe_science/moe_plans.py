@@ -1,4 +1,4 @@
-"""How a call of the mixture of experts would be computed, without computing it."""
+"""Plans of mixture-of-experts calls, without computing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FP32, _FP64 = Dtype(2, 32), Dtype(2, 64)
 
 
 MoeLaunch = Launch
-"""What launches of a MoePlan are."""
+"""The class of the launches of a MoePlan."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def _plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> M
 
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if any(_dispatch.is_jax(tensor) for tensor in given.values()):
-        from flashmoe_science import jax  # its arrays may be on a device of another process
+        from flashmoe_science import jax  # JAX arrays may be on a device of another process
 
         fields = jax.plan(operation, given, options)
     else:
@@ -48,7 +48,7 @@ def _checked(routing: Any) -> MoeRouting:
 
 
 def _order_of(routing: Any) -> tuple[Any, Any, Any, Any]:
-    """What a layer reads of a routing: weights, offsets, pairs and slots."""
+    """The parts of a routing that a layer reads: weights, offsets, pairs and slots."""
     _, weights, offsets, pairs, slots, _ = _checked(routing)
     return weights, offsets, pairs, slots
 
@@ -65,7 +65,7 @@ def moe_route_plan(
     scale: float = 1.0,
     return_lse: bool = False,
 ) -> MoePlan:
-    """What moe_route would do with these arguments. Reads no data and launches nothing.
+    """Plans what moe_route would do with these arguments. Reads no data and launches nothing.
 
     Raises what moe_route would raise for its arguments.
     """
@@ -101,7 +101,7 @@ def moe_plan(
     return_pre_activation: bool = False,
     kernel: str | None = None,
 ) -> MoePlan:
-    """What moe_forward would do with these arguments. Reads no data and launches nothing.
+    """Plans what moe_forward would do with these arguments. Reads no data and launches nothing.
 
     Raises what moe_forward would raise for its arguments.
     """
@@ -129,7 +129,7 @@ def grouped_product_plan(
     out: Any = None,
     kernel: str | None = None,
 ) -> MoePlan:
-    """What grouped_product would do with these arguments. Reads no data and launches nothing.
+    """Plans what grouped_product would do with these arguments. Reads no data and launches nothing.
 
     Raises what grouped_product would raise for its arguments.
     """
@@ -147,10 +147,10 @@ def moe_route_plan_for(
     scoring: Scoring = "softmax",
     renormalize: bool = False,
 ) -> MoePlan:
-    """The plan of moe_route for logits of these extents, which need not exist.
+    """Plans moe_route for logits of these extents, which need not exist.
 
     Args:
-        dtype: Of the logits: "fp16", "bf16", "fp32", on the CPU also "fp64", or an object that
+        dtype: The logits' dtype: "fp16", "bf16", "fp32", on the CPU also "fp64", or an object that
             prints as one.
         device: "cpu", "cuda", "cuda:N", an object that prints as one (a torch.device), or a model
             of GPUs that need not be here: "h100", "h200", "l4", "rtx4090".
@@ -185,8 +185,8 @@ def moe_backward_plan(
     max_workspace_bytes: int | None = None,
     kernel: str | None = None,
 ) -> MoePlan:
-    """What moe_backward would do with these arguments, into gradients of its own making. Reads no
-    data and launches nothing.
+    """Plans what moe_backward would do with these arguments and new gradients. Reads no data and
+    launches nothing.
 
     Raises what moe_backward would raise for its arguments.
     """
@@ -219,8 +219,8 @@ def moe_route_backward_plan(
     renormalize: bool = False,
     scale: float = 1.0,
 ) -> MoePlan:
-    """What moe_route_backward would do with these arguments, into a gradient of its own making.
-    Reads no data and launches nothing.
+    """Plans what moe_route_backward would do with these arguments and a new gradient. Reads no data
+    and launches nothing.
 
     Raises what moe_route_backward would raise for its arguments.
     """
@@ -248,7 +248,7 @@ def moe_plan_for(
     return_pre_activation: bool = False,
     kernel: str | None = None,
 ) -> MoePlan:
-    """The plan of moe_forward for contiguous tensors of these extents, which need not exist.
+    """Plans moe_forward for contiguous tensors of these extents, which need not exist.
 
     Args:
         tokens, hidden, inner, experts, top_k: T, H, I, E and K of moe_forward.
@@ -291,7 +291,7 @@ def moe_backward_plan_for(
     max_workspace_bytes: int | None = None,
     kernel: str | None = None,
 ) -> MoePlan:
-    """The plan of moe_backward for contiguous tensors of these extents, which need not exist.
+    """Plans moe_backward for contiguous tensors of these extents, which need not exist.
 
     Args:
         tokens, hidden, inner, experts, top_k, dtype, device, transposed, bias: As in moe_plan_for.
@@ -328,8 +328,8 @@ def moe_route_backward_plan_for(
     scoring: Scoring = "softmax",
     renormalize: bool = False,
 ) -> MoePlan:
-    """The plan of moe_route_backward for the gradient of logits of these extents, which need not
-    exist. The arguments are those of moe_route_plan_for.
+    """Plans moe_route_backward for the gradient of logits of these extents, which need not exist.
+    The arguments are those of moe_route_plan_for.
 
     Raises what moe_route_backward would raise for such tensors.
     """
@@ -372,7 +372,7 @@ class _Layer:
     def options(
         self, gate: Gate, activation: Activation, transposed: bool, bias: bool
     ) -> dict[str, Any]:
-        """What a layer has beside these."""
+        """The other options of a layer."""
         experts, inner = self.experts, self.inner
         separate = gate == "separate"
         both = inner if gate in ("separate", "none") else 2 * inner
@@ -399,7 +399,7 @@ class _Layer:
 
 
 def _parse_extents(**extents: Any) -> list[int]:
-    """Of which sizes of tensors fit 64 bits."""
+    """Parses extents whose tensor sizes fit 64 bits."""
     return [parse_extent(name, extent, 2**31, "0 to 2^31 - 1") for name, extent in extents.items()]
 
 
@@ -431,11 +431,12 @@ def fused_moe_plan(
     out: Any = None,
     kernel: str | None = None,
 ) -> MoePlan:
-    """What fused_moe would do with these arguments: the launches of the router's product, of
+    """Plans what fused_moe would do with these arguments: the launches of the router's product, of
     routing and of the layer. Reads no data and launches nothing.
 
-    With a number of experts that is no multiple of 8 the router's product is the tensors' own
-    library's, and not among the launches. Raises what fused_moe would raise for its arguments.
+    If the number of experts is no multiple of 8, the tensors' own library computes the router's
+    product, which is then not among the launches. Raises what fused_moe would raise for its
+    arguments.
     """
     from flashmoe_science import _moe
 

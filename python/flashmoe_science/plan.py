@@ -1,4 +1,4 @@
-"""How a call would be computed, without computing it."""
+"""Plans of calls, without computing them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _AnyPlan = TypeVar("_AnyPlan", bound="Plan")
 class Launch:
     """One launch, planned or read back.
 
-    Launches that differ in nothing but what is read from the loaded code are equal:
-    `plan.launches == last_launches()` says that what ran was planned.
+    Launches are equal if they differ only in what is read from the loaded code: `plan.launches ==
+    last_launches()` means that the planned launches ran.
     """
 
     kernel: str
@@ -37,35 +37,35 @@ class Launch:
     device: str
     """"cpu", "cuda:N", or in plans a model of GPUs, such as "h200"."""
     grid: tuple[int, int, int]
-    """Blocks, of which sm90 launches no more than are resident; on the CPU grid[0] counts
-    independent tiles."""
+    """Blocks; sm90 launches no more than are resident. On the CPU grid[0] counts independent
+    tiles."""
     block: tuple[int, int, int]
-    """Threads of a block; on the CPU block[0] counts the threads that share the tiles."""
+    """Threads per block; on the CPU block[0] counts the threads that share the tiles."""
     cluster: int
-    """Blocks of a cluster, which share a tile; 0 or 1: there are none."""
+    """Blocks per cluster, which share a tile; 0 or 1: no clusters."""
     stages: int
-    """Pipeline depth of the main loop's loads; 0 where that says nothing."""
+    """Pipeline depth of the main loop's loads; 0 if it has none."""
     shared_bytes: int
     """Shared memory of one block, static and dynamic."""
     tile_m: int
-    """Of a block, or of a cluster that shares one; 0 where that says nothing. Attention: query rows
-    ("sm89_few_rows" and split KV: of all query heads that share keys). Products of experts: rows of
-    an expert's weights."""
+    """Tile of a block, or of a cluster that shares one; 0 where this does not apply. Attention:
+    query rows ("sm89_few_rows" and split KV: of all query heads that share keys). Products of
+    experts: rows of an expert's weights."""
     tile_n: int
-    """Attention: keys of one step ("sm89_few_rows": of a warp). Products of experts: the most
+    """Attention: keys per step ("sm89_few_rows": per warp). Products of experts: the most
     tokens."""
     dim: int
     """Attention: head dimensions the kernel was compiled for; the call's are padded to them."""
     dim_v: int
     registers: int = field(compare=False)
-    """Of a thread, from the loaded code; 0 in plans and on the CPU."""
+    """Registers per thread, from the loaded code; 0 in plans and on the CPU."""
     local_bytes: int = field(compare=False)
-    """Local memory of a thread, spills included; 0 in plans and on the CPU."""
+    """Local memory per thread, including spills; 0 in plans and on the CPU."""
     binary_arch: int = field(compare=False)
     """Architecture of the loaded code, 90 for sm_90; 0 in plans and on the CPU."""
     repeats: int = 1
-    """How often the call launches it, by turns with its neighbours of the same number, where a
-    bounded workspace has it go in chunks."""
+    """How often the call launches it when a bounded workspace makes the call go in chunks.
+    Neighbours with the same number take turns."""
 
     @property
     def tile_rows(self) -> int:
@@ -79,7 +79,7 @@ class Launch:
 
 
 def launches_of(described: Sequence[dict[str, Any]]) -> tuple[Launch, ...]:
-    """From the fields of each, in which a device is DLPack's two numbers."""
+    """Launches from their fields, where a device is DLPack's two numbers."""
     return tuple(
         Launch(**(fields | {"device": device_name(Device(*fields["device"]))}))
         for fields in described
@@ -97,13 +97,13 @@ class Plan:
     isa: str
     """The code that runs: "sm_90a", "avx512"."""
     microseconds: float
-    """The family's estimate, by which it is chosen; 0: it has none."""
+    """The family's estimate, which decides the choice; 0: it has none."""
     flops: float
-    """Of the products, a multiply-add counting as two: of attention, pairs the mask hides do not
-    count; of experts, as if every pair had one here. 0 where lengths are in tensors, which plans do
-    not read."""
+    """FLOPs of the products, a multiply-add counting as two. Attention: pairs that the mask hides
+    do not count. Experts: every pair counts as if its expert were here. 0 if lengths are in
+    tensors, which plans do not read."""
     bytes: float
-    """Of the tensors that the call reads and writes, each counted once."""
+    """Bytes of the tensors that the call reads and writes, each counted once."""
     workspace_bytes: int
     launches: tuple[Launch, ...]
     """All launches of the call, in order."""
@@ -112,14 +112,14 @@ class Plan:
 
     @classmethod
     def of(cls: type[_AnyPlan], fields: dict[str, Any]) -> _AnyPlan:
-        """From what _core describes."""
+        """A plan from _core's description."""
         return cls(**(fields | {"launches": launches_of(fields["launches"])}))
 
 
 @dataclass(frozen=True)
 class AttentionPlan(Plan):
-    """The plan of one attention call. Beside its launches it has the attributes of the one that
-    computes the products; others prepare or add up what is in the workspace."""
+    """The plan of one attention call. It has the attributes of the launch that computes the
+    products; other launches prepare or add up what is in the workspace."""
 
     @property
     def _main(self) -> Launch:
@@ -153,7 +153,7 @@ class AttentionPlan(Plan):
 
     @property
     def tile_q(self) -> int:
-        """Query rows of one tile, which a block computes alone, one after another, or with others
+        """Query rows of one tile. A block computes it alone, one tile after another, or with others
         of a cluster."""
         return self._main.tile_m
 
@@ -172,7 +172,7 @@ class AttentionPlan(Plan):
 
 
 def _tables_and_bounds(sequences: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of the arguments of ragged, padded and paged batches."""
+    """The tables and bounds among the arguments of ragged, padded and paged batches."""
     named = dict(zip(SEQUENCES, sequences, strict=True))
     bounds = {name: named.pop(name) for name in SEQUENCES[-BOUNDS:]}
     return named, bounds
@@ -211,7 +211,7 @@ def attention_plan(
     prior_out: Any = None,
     prior_lse: Any = None,
 ) -> AttentionPlan:
-    """What flash_attention would do with these arguments. Reads no data and launches nothing.
+    """Plans what flash_attention would do with these arguments. Reads no data and launches nothing.
 
     Raises what flash_attention would raise for its arguments.
     """
@@ -276,7 +276,7 @@ def attention_backward_plan(
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
 ) -> AttentionPlan:
-    """What flash_attention_backward would do with these arguments. Reads no data and launches
+    """Plans what flash_attention_backward would do with these arguments. Reads no data and launches
     nothing.
 
     Raises what flash_attention_backward would raise for its arguments.
@@ -305,7 +305,7 @@ Tensor = tuple[tuple[int, ...], Any, Any, None]  # shape, dtype, device, strides
 def _tensors_for(
     extents: dict[str, int | None], dtype: object, device: object, layout: Layout
 ) -> dict[str, Tensor]:
-    """q, k and v, and out as the forward gives it, of which only the extents are known."""
+    """q, k and v, and out as the forward gives it; only their extents are known."""
     given = dict(extents)
     for name, other in (("seq_k", "seq_q"), ("heads_kv", "heads_q"), ("dim_v", "dim")):
         given[name] = given[other] if given[name] is None else given[name]
@@ -344,7 +344,7 @@ def attention_plan_for(
     return_lse: bool = False,
     kernel: str | None = None,
 ) -> AttentionPlan:
-    """The plan of a call on contiguous tensors of these extents, which need not exist.
+    """Plans a call on contiguous tensors of these extents, which need not exist.
 
     Args:
         seq_k, heads_kv, dim_v: seq_q, heads_q and dim when None.
@@ -391,7 +391,7 @@ def attention_backward_plan_for(
     wanted: tuple[bool, bool, bool, bool] = (True, True, True, True),
     kernel: str | None = None,
 ) -> AttentionPlan:
-    """The plan of a backward call on contiguous tensors of these extents, which need not exist.
+    """Plans a backward call on contiguous tensors of these extents, which need not exist.
 
     The arguments are those of attention_plan_for, and `wanted` that of flash_attention_backward.
     Raises what flash_attention_backward would raise for such tensors.

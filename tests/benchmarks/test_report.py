@@ -127,7 +127,7 @@ def test_memory_of_mixtures_of_experts(operation: str) -> None:
     saves = operation != "moe_forward"
     memory = ["MiB", "torch-grouped MiB", "workspace", *(["saved"] if saves else [])]
     assert any(f" | {' | '.join(memory)} | over torch-grouped |" in line for line in lines)
-    # Of 4096 tokens 4 T K I bytes, of 8 next to none.
+    # 4096 tokens take 4 T K I bytes, 8 tokens next to none.
     short, long = ("3 | - | 5 | 0", "3 | 7 | 5 | 4") if saves else ("3 | - | 5", "3 | 7 | 5")
     [row] = [line for line in lines if line.startswith("| 8 | uniform |")]
     assert f"| {short} |" in row

@@ -20,7 +20,8 @@ struct Judgement {
   Verdict verdict = Verdict::kValid;
   std::set<std::string> blame;  // arguments that are wrong, or that may be held to be
 
-  // Of a call that is not invalid: whether outputs keep out of other tensors, which plans need not.
+  // For a call that is not invalid: whether outputs keep out of other tensors. Plans do not require
+  // it.
   Verdict memory = Verdict::kValid;
   std::set<std::string> sharers;
   std::set<std::string> outsiders;  // whose strides leave the address space: launches may say so

@@ -299,7 +299,7 @@ void expect_rows(const Append& c, const std::map<Place, std::vector<Move>>& move
       for (int64_t d = 0; d < to->shape[3]; ++d) {
         const unsigned char* const element = c.at(*to, place.batch, place.row, head, d);
         const double got = load(element, dtype);
-        // Of rows that two go to anything may be.
+        // A row that two rows go to may hold anything.
         if (given.size() == 1 && (narrow || (turned && given[0].position >= 0))) {
           Move move = given[0];
           if (!turned) move.position = -1;
@@ -465,7 +465,7 @@ void run_with_fault(Random* random, Append* call) {
   expect_unchanged(call);
 }
 
-// Of outputs that are one another's memory, or an input's: planned, and refused when it is
+// Outputs share memory with one another or with an input: such a call is planned, and refused when
 // launched.
 void run_with_shared_memory(Random* random, Append* call) {
   Append& c = *call;

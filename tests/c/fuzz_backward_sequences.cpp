@@ -311,7 +311,7 @@ void expect_gradients(Ragged* ragged) {
       }
     }
   });
-  // Of rows that several sequences have the gradients are of any of them.
+  // Rows that several sequences share have the gradients of any of them.
   bool shares_queries = false;
   for (const auto& [row, owners] : ragged->query_owners) {
     shares_queries = shares_queries || owners > 1;

@@ -69,7 +69,7 @@ struct Table {
       std::memcpy(to, wide ? static_cast<const void*>(&value) : &narrow, wide ? 8 : 4);
     });
   }
-  // Of sizes from 1/8 to 2.
+  // Magnitudes are from 1/8 to 2.
   void fill_angles(Random* random, flashmoe_dtype dtype, int64_t rows, int64_t columns) {
     fill(random, dtype, 2, rows, columns, [&](unsigned char* to) {
       const uint64_t bits = random->bits();
@@ -136,7 +136,7 @@ Tensor any_of(Random* random, const std::vector<Tensor>& tensors) {
   return tensors[static_cast<size_t>(random->below(static_cast<int64_t>(tensors.size())))];
 }
 
-// Of tensors() those that are there.
+// The present ones of tensors().
 template <class Cached>
 auto given_tensors(Cached* call) {
   auto all = call->tensors();

@@ -277,8 +277,8 @@ double logit_of(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j) {
 
 namespace {
 
-// The lse of q, k and sinks, where a backward call reads it; 0, which nobody uses, of a row that
-// has no logit. Of rows that share a place it is the last one's.
+// Stores the lse of q, k and sinks where a backward call reads it; for a row without logits 0,
+// which nobody uses. Rows that share a place get the last one's.
 void store_lse(Call* call) {
   const int seq = call->params.layout == FLASHMOE_LAYOUT_BHSD ? 2 : 1;
   const int64_t seq_q = call->q.shape[seq], seq_k = call->k.shape[seq];

@@ -73,8 +73,8 @@ struct Argument {
   bool natural() const;  // contiguous, row-major
 };
 
-// A forward or a backward call. Of a backward call, too, `params` has the options and the tensors
-// that both have; `backward` has the rest.
+// A forward or a backward call. `params` has the options and tensors that both share, even for a
+// backward call; `backward` has the rest.
 struct Call {
   explicit Call(bool is_backward) : is_backward(is_backward) {
     if (is_backward) {

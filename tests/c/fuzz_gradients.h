@@ -9,7 +9,8 @@
 #include "flashmoe/flashmoe.h"
 #include "fuzz_call.h"
 
-// Of outputs of magnitude 2; a logit is a sum of `dim` products, and its error enters the exponent.
+// For outputs of magnitude 2. A logit is a sum of `dim` products, and its error enters the
+// exponent.
 inline double tolerance(flashmoe_dtype dtype, double scale, int64_t dim) {
   const double unit = dtype.bits >= 32 ? 2e-5 : dtype.code == FLASHMOE_DTYPE_FLOAT ? 4e-3 : 3e-2;
   return unit * (1 + scale * static_cast<double>(dim) / 64);

@@ -262,7 +262,7 @@ void expect_gradients(Call* call) {
 void try_workspaces(Random* random, Call* given, const Memory& workspace, size_t bytes) {
   if (bytes == 0) return;
   Call& call = *given;
-  // Of several threads fewer would run where there is less room; one cannot.
+  // With less room, fewer of several threads would run; a single thread cannot.
   const int32_t threads = flashmoe_get_num_threads();
   CHECK(flashmoe_set_num_threads(1) == FLASHMOE_OK);
   size_t least = 0;
@@ -281,7 +281,7 @@ void try_workspaces(Random* random, Call* given, const Memory& workspace, size_t
   expect_memory_unchanged(call);
 }
 
-// Of outputs that overlap other tensors: only the launch minds.
+// Outputs overlap other tensors: only the launch refuses that.
 void expect_launch_refusal(Call* given, const Judgement& judgement, size_t bytes, void* stream) {
   Call& call = *given;
   const Memory workspace = allocate_memory(bytes);

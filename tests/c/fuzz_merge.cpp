@@ -70,7 +70,7 @@ struct Merge {
   std::string kernel;
   bool null_params = false;
 
-  // As of fuzz_cache.h.
+  // As in fuzz_cache.h.
   struct Tensor {
     const char* name;
     const flashmoe_tensor* Params::* member;

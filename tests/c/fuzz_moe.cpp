@@ -1,13 +1,13 @@
 // Calls of the mixture of experts with numbers from anywhere, and with something wrong: fuzz_moe
 // [calls] [seed].
 //
-// Of all seven operations extents, layouts, strides, dtypes and options are random. Every call must
+// Extents, layouts, strides, dtypes and options of all seven operations are random. Every call must
 // succeed, agree with loops in double that read flashmoe/moe.h their own way, and write nothing
 // else. Then one fault is put into it: every entry point must refuse it with a sentence that blames
 // the argument at fault, and change nothing. Meant to be built with AddressSanitizer and UBSan.
 //
-// Numbers that decide something, logits and what an activation is applied to, are multiples of 1/16
-// that every dtype has, and their sums are exact: what is chosen or cut is so in double, too.
+// Numbers that decide something (logits and inputs of an activation) are multiples of 1/16 that
+// every dtype holds, and their sums are exact, so double makes the same choices and cuts.
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
@@ -45,7 +45,7 @@ double unit_of(flashmoe_dtype dtype) {
   return dtype.code == FLASHMOE_DTYPE_FLOAT ? 0x1p-11 : 0x1p-8;
 }
 
-// Of a routing's numbers beside scores, and of what is added up.
+// The dtype of a routing's numbers for these scores, and of sums.
 flashmoe_dtype wide_of(flashmoe_dtype dtype) { return dtype.bits == 64 ? kFp64 : kFp32; }
 
 // A number, and a bound of the numbers that it was made of: an error is units of that.
@@ -298,7 +298,7 @@ void put_fault(Random* random, MoeCall<Params>* call, std::set<std::string>* bla
     case 5:
       fault = "negative extent";
       tensor.shape[axis] = random->one_of<int64_t>({-1, INT64_MIN});
-      // Of which fused_moe takes the number of experts first.
+      // fused_moe takes the number of experts from these first.
       if (blame->count("w_gate_up") != 0) blame->insert({"router_weights", "logits"});
       break;
     case 6:
@@ -1126,7 +1126,7 @@ void fuzz_fused(Random* random) {
     }
   } else {
     call.add("logits", &Params::logits, &logits);
-    // Of fp64 beside tokens of fp64 alone.
+    // fp64 only with fp64 tokens.
     flashmoe_dtype of_logits = any_float(random);
     if (layer.dtype.bits != 64) of_logits.bits = std::min<uint8_t>(of_logits.bits, 32);
     logits.make(random, of_logits, Layout::kLast, {layer.tokens, layer.experts});

@@ -40,7 +40,7 @@ struct Table {
   int64_t at(int64_t i, int64_t j = 0) const { return data()[i * strides[0] + j * strides[1]]; }
   bool given() const { return tensor.ndim != 0; }
 
-  // Of numbers that `number` makes.
+  // Fills it with numbers that `number` makes.
   template <class Number>
   void fill(Random* random, int rank, int64_t rows, int64_t columns, const Number& number) {
     shape[0] = rows, shape[1] = columns;
@@ -314,7 +314,7 @@ bool is_seen_of(const Ragged& ragged, int64_t b, int64_t i, int64_t j, int64_t q
                 int64_t keys) {
   flashmoe_attention_forward_params p = ragged.call.params;
   if (!ragged.q_offset.given()) return is_seen(p, i, j, queries, keys);
-  // As of so many more keys than queries, ends aligned.
+  // Like that many more keys than queries with aligned ends.
   if (p.causal == FLASHMOE_CAUSAL_TOP_LEFT) p.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
   return is_seen(p, i, j, 0, ragged.q_offset.at(b));
 }
@@ -548,7 +548,7 @@ void run(Random* random, Ragged* ragged) {
   const bool bhsd = call.params.layout == FLASHMOE_LAYOUT_BHSD;
   const int seq = bhsd ? 2 : 1;
   const int64_t heads = call.q.shape[bhsd ? 1 : 2];
-  // Of rows that several sequences have either's result is right.
+  // In a row that several sequences share, the result of any of them is right.
   Owners owners;
   for (int64_t b = 0; b < ragged->batch; ++b) {
     const std::vector<Place> queries = queries_of(*ragged, b, call.q.shape[seq]);

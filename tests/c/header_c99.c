@@ -23,11 +23,23 @@ int main(void) {
   const flashmoe_kv_append_params append = flashmoe_kv_append_params_init();
   const flashmoe_kv_gather_params gather = flashmoe_kv_gather_params_init();
   const flashmoe_check_sequences_params check = flashmoe_check_sequences_params_init();
+  const flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+  const flashmoe_attention_backward_params backward = flashmoe_attention_backward_params_init();
+  const flashmoe_fused_moe_params fused = flashmoe_fused_moe_params_init();
+  const flashmoe_moe_backward_params layer_backward = flashmoe_moe_backward_params_init();
+  const flashmoe_moe_route_backward_params route_backward =
+      flashmoe_moe_route_backward_params_init();
+  const flashmoe_grouped_product_backward_params product_backward =
+      flashmoe_grouped_product_backward_params_init();
   flashmoe_build_info build = flashmoe_build_info_init();
   CHECK(route.struct_size == sizeof route && layer.struct_size == sizeof layer);
   CHECK(product.struct_size == sizeof product && merge.struct_size == sizeof merge);
   CHECK(append.struct_size == sizeof append && gather.struct_size == sizeof gather);
-  CHECK(check.struct_size == sizeof check);
+  CHECK(check.struct_size == sizeof check && sequences.struct_size == sizeof sequences);
+  CHECK(backward.struct_size == sizeof backward && fused.struct_size == sizeof fused);
+  CHECK(layer_backward.struct_size == sizeof layer_backward);
+  CHECK(route_backward.struct_size == sizeof route_backward);
+  CHECK(product_backward.struct_size == sizeof product_backward);
   CHECK(params.struct_size == sizeof params && plan.struct_size == sizeof plan);
   CHECK(plan.launch_count == 0 && device.struct_size == sizeof device);
 

@@ -21,6 +21,12 @@ static_assert(offsetof(flashmoe_kv_append_params, struct_size) == 0, "struct_siz
 static_assert(offsetof(flashmoe_check_sequences_params, struct_size) == 0, "struct_size first");
 static_assert(offsetof(flashmoe_kv_gather_params, struct_size) == 0, "struct_size first");
 static_assert(offsetof(flashmoe_attention_sequences, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_attention_backward_params, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_fused_moe_params, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_moe_backward_params, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_moe_route_backward_params, struct_size) == 0, "struct_size first");
+static_assert(offsetof(flashmoe_grouped_product_backward_params, struct_size) == 0,
+              "struct_size first");
 
 int main() {
   flashmoe_build_info build = flashmoe_build_info_init();

@@ -336,7 +336,7 @@ void attention_backward() {
     }
   }
 
-  // Of two sequences, of which the second has two queries and three keys.
+  // Two sequences; the second has two queries and three keys.
   const std::vector<float> whole = dk;
   const std::vector<int32_t> queries = {5, 2}, keys = {7, 3};
   fm::AttentionSequences given;

@@ -201,7 +201,7 @@ void each_argument_is_checked() {
   call.dk.view.dtype = kSingle;
   call.params.dq = call.params.dv = nullptr;
   call.plan();
-  // Of sinks any stride will do, and their gradient alone is enough.
+  // Sinks may have any stride, and their gradient alone is enough.
   call.give_sinks();
   call.sinks.strides[0] = 0, call.dsinks.strides[0] = -3;
   call.dsinks.view.dtype = kSingle;

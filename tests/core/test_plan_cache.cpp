@@ -158,7 +158,7 @@ void a_new_plan_has_nothing_prepared() {
   CHECK(!of_no_kept_plan.ready());
 }
 
-// Of every problem of the library, each byte that is no address is told apart.
+// In every problem of the library, each byte that is no address is told apart.
 template <class Problem>
 void every_byte_counts(size_t addresses) {
   Problem p;
@@ -182,7 +182,7 @@ void every_byte_counts(size_t addresses) {
     for (int bit = 0; bit < 8; ++bit) {
       const auto flip = static_cast<unsigned char>(1u << bit);
       bytes[i] = static_cast<unsigned char>(bytes[i] ^ flip);
-      // Of an address all bits but one are 0: one more changes nothing, none is no address.
+      // All bits of an address but one are 0: one more changes nothing, and none is no address.
       const bool absent = is_address && i % sizeof(void*) == 5 && bit == 0;
       CHECK(kept(p) == (is_address && !absent));
       bytes[i] = static_cast<unsigned char>(bytes[i] ^ flip);
@@ -290,7 +290,7 @@ constexpr Family<Problem> family() {
 }  // namespace
 
 const AttentionFamily kSm89FewRowsAttention = family<AttentionProblem, kFewRows, Kind::kFew>();
-// Of sequences, of which there are none here.
+// For sequences, which do not occur here.
 flashmoe_status plan_sequences(const AttentionProblem&, Plan*, const Reason& reason) {
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "a dense batch");
 }
@@ -457,7 +457,7 @@ struct Attention : AnyCall<flashmoe_attention_forward_params> {
   }
 };
 
-// Of two heads.
+// Sinks of two heads.
 const flashmoe_tensor* sinks_of(flashmoe_dtype dtype, int64_t stride, uintptr_t address = kData) {
   static int64_t shape[1] = {2};
   static std::list<Tensor> all;
@@ -546,7 +546,7 @@ struct Gather : AnyCall<flashmoe_kv_gather_params> {
   }
 };
 
-// Of one partial and a prior one.
+// A call with one partial and a prior one.
 struct Merge : AnyCall<flashmoe_merge_states_params> {
   using Problem = MergeStatesProblem;
   enum { kOuts, kLses, kPriorOut, kPriorLse, kOut, kLse, kCount };

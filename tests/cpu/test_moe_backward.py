@@ -295,7 +295,7 @@ def test_several_blocks_of_rows(isa_library: ctypes.CDLL, dtype: str) -> None:
 
 
 def test_several_blocks_of_pairs_of_rows(isa_library: ctypes.CDLL) -> None:
-    """As of a whole number of blocks and an odd rest, to sums that wait in memory."""
+    """A whole number of blocks and an odd rest, added to sums that wait in memory."""
     rng = np.random.default_rng(17)
     layer = make_layer(rng, 2, 72, 40, capi.BF16)
     ids = np.zeros((2050, 1), np.int32)

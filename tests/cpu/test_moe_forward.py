@@ -25,7 +25,7 @@ from moe_layers import (
 
 GATES = tuple(capi_moe.GATES)
 ACTIVATIONS = tuple(capi_moe.ACTIVATIONS)
-# Of the ordinary computation's error; in fp32, where both are off by a few roundings, chance
+# Multiples of the ordinary computation's error. In fp32 both are off by a few roundings, and chance
 # decides by which.
 TIMES = {kind: 4 if name == "fp32" else 2 for name, kind in capi_moe.DTYPES.items()}
 

@@ -274,7 +274,7 @@ def test_decoding_from_pages(isa_library: ctypes.CDLL, dtype: str, group: int, d
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_in_keys(isa_library: ctypes.CDLL, dtype: str, heads: int) -> None:
-    """Of a cache that holds both at once, as of multi-head latent attention."""
+    """With a cache that holds both at once, as in multi-head latent attention."""
     lengths = (300, 1, 0, 64)
     case = make_case(capi.DTYPES[dtype], (1, 2, 1, 1), lengths, 576, 512, (heads, 1))
     case = case._replace(v=[k[..., :512] for k in case.k])

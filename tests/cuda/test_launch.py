@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from installations import ROOT, checked, require_cuda_headers, require_tool
 
-# Of each family, by its folder, the kernels that the programs know.
+# The kernels of each family, by its folder, that the programs know.
 ENTRIES = {
     "attention/sm89_few_rows": ("fp16_d64_dv64_r8",),
     "attention/sm89": (*("fp16_d64_dv64", "fp16_d64_dv64_ragged", "fp16_d64_dv64_ragged_biased"),),
@@ -142,11 +142,11 @@ OPTIONS = (
 OPTIMIZED = {f"tests/cuda/host/{name}.cpp" for name in ("test_ragged_order", "test_l2_swizzle")}
 
 
-# Of programs that have memory run out.
+# Link options of programs that make memory run out.
 LINK = {"test_launch": ("-Wl,--wrap=aligned_alloc",)}
 
 
-# Those of test_choice, where they are others.
+# Those of test_choice, where they differ.
 CHOICE_ENTRIES = {
     "attention/sm89_few_rows": (
         "bf16_d64_r8",

@@ -227,7 +227,7 @@ def test_few_rows_keys_and_values_go_straight_to_registers(
         loads = {name: n for name, n in opcodes.items() if name.startswith("LDG.")}
         streamed = sum(n for name, n in loads.items() if ".NA." in name)
         kernel = code.kernel
-        # Of fp8 8 bytes, too, where rows are short or have fewer columns.
+        # For fp8 also 8 bytes, where rows are short or have fewer columns.
         widths = (".128", ".64") if kernel.fp8 else (".128",)
         keys = sum(n for name, n in loads.items() if name.endswith(widths))
         bytes_of_number = 1 if kernel.fp8 else 2

@@ -193,7 +193,7 @@ def test_nothing_is_in_local_memory(launches: dict[str, Found], launch: str) -> 
     assert set(resources) == set(launches[launch])
     for code, opcodes in launches[launch].items():
         used = resources[code]
-        # Of static shared memory plans for models know that there is none.
+        # Plans for models know that there is no static shared memory.
         reserved = _RESERVED if sass.is_hopper(code.arch) else 0
         assert used["SHARED"] == reserved, f"{code}: {used}"
         sass.check_no_local_memory(code, opcodes, used)

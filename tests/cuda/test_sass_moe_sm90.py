@@ -123,7 +123,7 @@ def test_launches_wait_for_what_is_ahead_of_them(
     instructions: dict[tuple[str, Kernel], Counter[str]],
 ) -> None:
     for code, opcodes in instructions.items():
-        # Of `down` every role waits for itself; after `up` only those that have nothing else to do.
+        # In `down` every role waits for itself; after `up` only roles with nothing else to do.
         sass.check_launches_wait(code, opcodes, waits=3 if code[1].use in _DOWN else 1)
 
 

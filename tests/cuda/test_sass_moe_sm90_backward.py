@@ -37,7 +37,7 @@ def test_every_kernel_is_there_for_its_architecture_alone(
 
 def test_products_are_wgmma(instructions: dict[tuple[str, str], Counter[str]]) -> None:
     for code, opcodes in instructions.items():
-        # Of a tile's first step, and of the others.
+        # Products of a tile's first step, and of the others.
         assert sass.check_wgmma(code, opcodes, code[1]) == {_WIDTH: 2 * _SLICES}, code
         assert opcodes["WARPGROUP.ARRIVE"] == 2, f"{code}: products are serialised"
 

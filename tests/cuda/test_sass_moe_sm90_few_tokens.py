@@ -46,7 +46,7 @@ def test_both_stages_are_there_for_hopper_alone(instructions: Code) -> None:
 def test_products_are_mma_sync(instructions: Code) -> None:
     for code, opcodes in instructions.items():
         sass.check_mma_sync(code, opcodes, code[1].dtype)
-        # Of three rounds at a time, and of one.
+        # Products of three rounds at a time, and of one.
         assert sass.count(opcodes, "HMMA") == 2 * (3 + 1), f"{code}: {opcodes}"
 
 

@@ -114,11 +114,13 @@ def test_every_name_of_c(entries: set[tuple[str, str]]) -> None:
     headers = "".join(path.read_text() for path in (ROOT / "include/flashmoe").glob("*.h"))
     types = re.findall(r"^typedef (?:struct|enum) (\w+) \{", headers, re.MULTILINE)
     pointers = re.findall(r"^typedef \w+ \(\*(\w+)\)", headers, re.MULTILINE)
-    inline = re.findall(r"^static inline \w+ (\w+)\(", headers, re.MULTILINE)
+    inline = re.findall(r"^static inline \w+\s(\w+)\(", headers, re.MULTILINE)
     macros = re.findall(r"^#define (FLASHMOE_\w+) \S", headers, re.MULTILINE)
     hidden = {"FLASHMOE_API"}  # marks what is exported
     assert len(types) > 15 and len(pointers) == 1 and len(inline) >= 8 and len(macros) >= 4
     wanted = {*symbols, *types, *pointers, *inline, *macros} - hidden
+    code = re.sub(r"/\*.*?\*/", "", headers, flags=re.DOTALL)
+    assert set(re.findall(r"\bflashmoe_\w+", code)) <= wanted, "a declaration of another form"
     assert wanted - names(entries, "c") == set(), "docs/reference/c.md lacks them"
 
 

@@ -78,12 +78,12 @@ class Case(cases.Case):
 
 
 def dims(family: str) -> tuple[int, ...]:
-    """That a family serves, of q and k as of v."""
+    """Head dimensions that a family serves, for q and k as for v."""
     return tuple(range(8, max(COMPILED[family])[0] + 1, 8))
 
 
 def random_case(seed: int, kernel: str) -> Case:
-    """That a family serves. The copy engine, of sm90, walks no negative strides."""
+    """A case that a family serves. sm90's copy engine walks no negative strides."""
     rng = random.Random(f"backward {seed}")
     base = cases.random_case(seed)
     each = dims("sm90" if kernel == "cpu" else kernel)

@@ -11,16 +11,15 @@ from gpu.cases import Case
 
 _NEEDS_CAPABILITY = dict.fromkeys(
     (*kernels.COPY_ENGINE, "sm90_mla"), (9, 0)
-)  # of the families that run on one alone
-# Of a block, and the most shared memory that one may have.
+)  # of the families that run only on one Threads per block, and the most shared memory per block.
 THREADS = {"sm89_few_rows": (32, 64, 128, 256), "sm90_split_kv": (384, 512),
            "sm90_whole_tiles": (384, 512),
            "sm89": (128, 256)}  # fmt: skip
 SHARED_BYTES = {"sm89_few_rows": 99 * 1024, "sm90_split_kv": 227 * 1024,
                 "sm90_whole_tiles": 227 * 1024, "sm89": 99 * 1024}  # fmt: skip
-# Of kernels, where it is not the family's name.
+# Namespaces of kernels that differ from the family's name.
 NAMESPACES = dict.fromkeys(kernels.COPY_ENGINE, "sm90")
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # per multiprocessor
 
 
 @functools.cache

@@ -281,9 +281,9 @@ def test_gradients_of_fp32_and_added_to(
 
 
 def _check_what_stays(case: Case, name: str, value: float, late: bool = False) -> None:
-    """What is not finite stays with what touched it. The rest is as accurate as without it, and of
-    other heads the same to the bit; a second call gives the same bits. `late`: in one of the last
-    columns. Of a cluster that is the second block's half of dQ."""
+    """Non-finite numbers stay with what touched them. The rest is as accurate as without them, and
+    other heads have the same bits; a second call gives the same bits. `late`: in one of the last
+    columns, which in a cluster is the second block's half of dQ."""
     inputs = backward.make_inputs(case, DEVICE)
     clean = {key: x.clone() for key, x in backward.logical(inputs).items()}
     usual = backward.gradients(case, inputs)

@@ -363,7 +363,7 @@ def test_prompts_among_many_sequences(count: int) -> None:
         if i == 0:
             first = out.clone(), lse.clone()
         assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
-    # Of prompts the bits are those of a call of their own.
+    # Prompts have the bits of a separate call.
     rows = (queries > 16).repeat_interleave(queries).to(DEVICE)
     assert torch.equal(out[:, rows], want[:, rows])
 

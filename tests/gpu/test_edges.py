@@ -262,7 +262,7 @@ def test_scores_beyond_the_exponent_range(dtype: str, family: str) -> None:
     )
 
 
-# Of q and k: their product with the scale takes more bits than fp32 has.
+# Magnitudes of q and k: their product with the scale takes more bits than fp32 has.
 MAGNITUDES = {
     "fp16": [1.3125 * 2.0**e for e in (5, 12, 13, 14, 15)],
     "bf16": [1.3125 * 2.0**e for e in (12, 13, 14, 17, 31, 50, 62)],

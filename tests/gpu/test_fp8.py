@@ -128,7 +128,7 @@ def test_bits_and_values(
     scale = torch.exp2(exponents.float())
     got = batch.call(kernel=compiled.table_name, k_scale=scale, v_scale=scale, **options)
     assert_same(got, batch.call_wide((scale, scale), **options))
-    # Of heads in any shape.
+    # Scales per head in any shape.
     of_heads = batch.random(batch.heads) + 0.3
     shapes = (of_heads, of_heads.expand(batch.pages, -1).contiguous())
     made = [batch.call(kernel=compiled.table_name, k_scale=s, v_scale=s, **options) for s in shapes]

@@ -112,7 +112,7 @@ def test_host_cost_of_attention_inside_torch(record_testsuite_property: Record) 
     _check("flash_attention", "flashmoe_science.torch", call, record_testsuite_property)
 
 
-# Of one token: two launches of the experts, one of routing, one of the router's product.
+# For one token: two launches of the experts, one of routing, one of the router's product.
 @pytest.mark.parametrize("operation", ["moe_forward", "moe_route", "grouped_product", "fused_moe"])
 def test_host_cost_of_experts(operation: str, record_testsuite_property: Record) -> None:
     def normal(*shape: int) -> torch.Tensor:

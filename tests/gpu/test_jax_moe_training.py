@@ -41,8 +41,8 @@ def on_host(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_arrays(case: Case, dtype: str, device: Any) -> tuple[dict[str, Any], Any]:
-    """moe_forward's arrays and the routing's weights by name, and the routing. Of so few bits,
-    where there is a limit, that what it cuts is so in any dtype."""
+    """moe_forward's arrays and the routing's weights by name, and the routing. With a limit,
+    numbers have so few bits that every dtype clamps the same ones."""
     import jax
 
     made = {}

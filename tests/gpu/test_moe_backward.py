@@ -377,7 +377,7 @@ def test_limits_at_the_kink(family: str) -> None:
 
 
 def test_rows_of_x_and_dout_that_repeat(family: str) -> None:
-    """Strides of 0, as of an expanded gradient."""
+    """Strides of 0, as in an expanded gradient."""
     case = dataclasses.replace(BASE, bias="x")
     ids = moe_gradient_calls.random_ids(case, 0.0)
     repeated = Gradients.inputs_of(case, "bf16", ids)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 # Token counts about the ends of tiles, of few and of many tokens an expert.
 TOKENS = (1, 2, 3, 5, 8, 17, 64, 100, 257, 1000)
 BASE = Case(tokens=100, hidden=256, inner=192, experts=8, top_k=2)
-# Of rows that the copy engine brings for few tokens on Hopper: not whole lines.
+# Rows that the copy engine brings for few tokens on Hopper and that are not whole lines.
 LONG = {"hidden": 520, "inner": 776}
 
 

@@ -161,7 +161,7 @@ def test_given_ids(
                                            device=DEVICE).int()  # fmt: skip
             given = None
             if weights is not None:
-                # Of one sign where they are divided by their sum: it could be all rounding.
+                # Weights of one sign if they are divided by their sum, which could be all rounding.
                 draw = torch.rand if options else torch.randn
                 given = draw(tokens, top_k, generator=g, device=DEVICE).to(DTYPES[weights])
             chosen = {"num_experts": experts, "expert_map": expert_map} | options

@@ -93,7 +93,7 @@ def _kernels(program: Path, part: str) -> set[str]:
 def _options(program: Path, tool: str) -> list[str]:
     if tool == "memcheck":
         return []
-    # Of the experts' calls it is known that they write what they read.
+    # The experts' calls are known to write what they read.
     unwritten = tool == "initcheck" and program in (MOE, MOE_BACKWARD)
     return ["--small", "--unwritten"] if unwritten else ["--small"]
 

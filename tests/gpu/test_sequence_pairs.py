@@ -238,7 +238,7 @@ def check_pairs(
             check_sequence(batch, b, got, **numbers.of(b), **options)
         tensors = [x[b].to(DEVICE) for x in (batch.q, batch.k, batch.v)]
         own = numbers.of(b)
-        # Of no elements they are none, and a kernel without them serves the call.
+        # Tensors without elements count as absent, and a kernel without them serves the call.
         kernel = (
             got.kernel.replace("_ragged", "") if all(map(torch.numel, own.values())) else "sm89"
         )

@@ -18,7 +18,8 @@ from gpu.memory import Placement
 
 pytestmark = pytest.mark.gpu
 
-# Of the compiled kernels that differ in tile, step or roles, and some that are padded to them.
+# Dimensions of the compiled kernels that differ in tile, step or roles, and some that are padded to
+# them.
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 PADDED = ((8, 8), (40, 24), (72, 80), (112, 112), (128, 40), (160, 160), (200, 248))
 GUARD_ROWS = 256  # no tile has more

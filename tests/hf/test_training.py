@@ -137,7 +137,7 @@ def test_gradients_are_the_stock_models(kind: str, device: str, dtype: torch.dty
     assert hf.report().ours == calls
     plain = gradients(stock)
     assert ours.keys() == reference.keys() == plain.keys()
-    # What is 0 but for rounding, as of a key's bias, is that of all.
+    # A gradient that is 0 except for rounding, such as a key bias's, takes the largest unit of all.
     least = max(ulp(gradient, dtype) for gradient in reference.values())
     for name, want in reference.items():
         error, usual = ((x[name] - want).abs().max().item() for x in (ours, plain))
@@ -319,8 +319,8 @@ def test_checkpoints_recompute_the_bits_of_experts(kind: str, use_reentrant: boo
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_under_autocast(kind: str) -> None:
-    """In bf16 as torch's autocast of the CPU has it, weights and gradients in fp32: as near as the
-    stock implementation. Of one layer, since another one's routing may be by a rounding."""
+    """In bf16 as in torch's CPU autocast, with weights and gradients in fp32: as near as the stock
+    implementation. Uses one layer, since the next one's routing may hinge on a rounding."""
     stock = make(kind, num_hidden_layers=2 if kind == "deepseek_v3" else 1).train()
     ours = copy.deepcopy(stock)
     ours.set_experts_implementation(hf.NAME)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from installations import ROOT
 
-# Of each box those that it includes: itself and what is below it. The CPU's and the GPU's kernels
-# are handed problems and plans, which are the core's.
+# The boxes that each box may include: itself and those below it. The CPU's and the GPU's kernels
+# take problems and plans, which belong to the core.
 BELOW = {
     "include": {"flashmoe"},
     "core": {"core", "flashmoe"},

@@ -51,6 +51,15 @@ def test_header_declares_what_is_listed() -> None:
     assert sorted(declared) == listed_symbols()
 
 
+@pytest.mark.parametrize("program", ["header_c99.c", "header_cpp17.cpp"])
+def test_programs_of_the_header_know_every_struct(program: str) -> None:
+    headers = "".join(path.read_text() for path in (ROOT / "include/flashmoe").glob("*.h"))
+    structs = re.findall(r"^typedef struct (\w+) \{\s+size_t struct_size;", headers, re.MULTILINE)
+    assert len(structs) >= 17
+    known = set(re.findall(r"\bflashmoe_\w+", (ROOT / "tests/c" / program).read_text()))
+    assert set(structs) - known == set()
+
+
 def test_structs_that_callers_fill_have_no_padding(tmp_path: Path) -> None:
     """A field that is appended later would lie in it, where an older caller may have anything."""
     source = tmp_path / "header.c"

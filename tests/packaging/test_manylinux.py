@@ -13,7 +13,7 @@ from installations import ROOT, TOO_NEW, checked, cmake_build, require_tool, req
 if (platform.system(), platform.machine(), platform.libc_ver()[0]) != ("Linux", "x86_64", "glibc"):
     pytest.skip("the versions are those of glibc on x86_64", allow_module_level=True)
 
-# Of every library one function at least whose newest version, or which itself, is newer.
+# At least one function of every library that is newer, or whose newest version is.
 SOURCE = r"""
 #include <dlfcn.h>
 #include <pthread.h>

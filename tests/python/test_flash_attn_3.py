@@ -181,7 +181,7 @@ def test_each_sequence_has_its_scales() -> None:
 
 
 def test_scales_of_all_sequences() -> None:
-    """One for all, as vLLM has it: expanded to the sequences. Of other dtypes they are not read."""
+    """One for all, as in vLLM: expanded to the sequences. They are not read for other dtypes."""
     q = normal(14, HEADS, DIM)
     k, v = (quantized(20, HEADS_K, dim, seed=dim) for dim in (DIM, DIM_V))
     offsets = starts((5, 9)), starts((9, 11))

@@ -161,7 +161,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 RAGGED: dict[str, tuple[dict[str, Any], int]] = {
-    # Of two rows nobody's in front, and some behind; lengths that are used, cut, or none.
+    # Two rows of no sequence in front, and some behind; lengths that are used, cut, or absent.
     "packed": ({"cu_seqlens_q": int32(2, 5, 5, 9, 20)}, 1),
     "used": ({"cu_seqlens_q": int32(0, 5, 9, 14, 22), "seqused_q": int32(5, 2, -3, 99)}, 1),
     "cut": ({"cu_seqlens_q": int32(0, 5, 9, 14, 22), "max_seqlen_q": 3}, 1),

@@ -70,7 +70,7 @@ def assert_near(
     name: str, got: np.ndarray, ref: np.ndarray, plain: np.ndarray, dtype: str, base: float = 0.0
 ) -> None:
     want = ref + base
-    # Of few numbers the ordinary computation may be right by chance.
+    # With few numbers the ordinary computation may be right by chance.
     largest, ordinary = np.abs(want).max(), np.abs(plain - ref).max()
     units = (64 if dtype == "fp32" else 8) * UNITS[dtype]
     error = np.abs(got.astype(np.float64) - want).max()

@@ -138,7 +138,8 @@ def test_any_given_ids(data: st.DataObject) -> None:
     options = {"renormalize": draw(st.booleans()), "scale": draw(st.sampled_from((1.0, -2.5)))}
     producer = draw(st.sampled_from(FRAMEWORKS))
     if weights is not None:
-        # Of one sign where they are divided by their sum, which else may be of rounding errors.
+        # Weights of one sign if they are divided by their sum, which otherwise may consist of
+        # rounding errors.
         values = rng.random if options["renormalize"] else rng.standard_normal
         weights = producers.cast(values(ids.shape, np.float32), weights)
     want = moe_oracle.route_given(

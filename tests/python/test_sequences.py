@@ -408,7 +408,7 @@ class TestJax:
             BATCH.packed_q, k, v, cu_seqlens_q=BATCH.cu_q, **plain, **options, return_lse=True,
             out=np.zeros((1, sum(LENGTHS_Q), 4, 24), np.float32),
         )  # fmt: skip
-        # Of the third sequence the bound leaves 4 queries.
+        # The bound leaves 4 queries of the third sequence.
         seen = [*range(3), *range(3, 7), 15] if "max_seqlen_q" in options else [*range(16)]
         call = functools.partial(fm.flash_attention, **options, return_lse=True)
         plan = fm.attention_plan(*tensors, **tables, **options)

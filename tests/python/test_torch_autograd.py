@@ -234,7 +234,7 @@ def test_gradients_of_strides_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("attend", [fm.flash_attention, fmt.flash_attention])
 def test_sinks(attend: Callable[..., Any]) -> None:
-    """As of a key of their own that has no value."""
+    """Like a separate key that has no value."""
     q, k, v = (x.detach().double().requires_grad_() for x in qkv(layout="bshd"))
     sinks = torch.tensor([0.5, -1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
     heads = sinks.shape[0]

@@ -449,7 +449,7 @@ def test_gradients_of_several_outputs_at_once() -> None:
 
 
 def test_memory_that_a_hook_makes_is_overwritten_in_its_place() -> None:
-    """As of torch.autograd.graph.save_on_cpu: what a hook keeps stays."""
+    """As with torch.autograd.graph.save_on_cpu: what a hook keeps stays."""
     call, given, dout = layer_call()
     call(**given).backward(dout)
     again = fresh(given)

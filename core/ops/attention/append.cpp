@@ -64,7 +64,7 @@ flashmoe_status check_together(const Params& given) {
   return FLASHMOE_OK;
 }
 
-// What the tensors of a call have in common: the extents and the dtype of k.
+// What the tensors of a call share: the extents and the dtype of k.
 class Reader : CacheReader<KvAppendProblem> {
  public:
   Reader(const Params& given, KvAppendProblem* problem)
@@ -207,7 +207,7 @@ class Reader : CacheReader<KvAppendProblem> {
     FLASHMOE_TRY(check_extent("q", "head dimension", view.shape[3], "k", p_.dim));
     p_.seq_q = view.shape[seq_axis()];
     p_.heads_q = view.shape[head_axis()];
-    if (given_.cu_seqlens != nullptr || given_.positions != nullptr) {  // which are of both
+    if (given_.cu_seqlens != nullptr || given_.positions != nullptr) {  // both belong to k and q
       FLASHMOE_TRY(check_extent("q", "sequence length", p_.seq_q, "k", p_.seq));
     }
     FLASHMOE_TRY(read_rows("q_out", given_.q_out, &view, &p_.q_out));

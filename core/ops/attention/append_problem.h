@@ -1,5 +1,5 @@
-// Appending to a cache of keys and values: what the C ABI's arguments become after one validation,
-// and what every backend takes. A plain struct; see docs/architecture.md for the flow.
+// The problem of appending to a cache of keys and values: the C ABI's arguments after validation,
+// which every backend takes. A plain struct; see docs/architecture.md for the flow.
 #pragma once
 
 #include <cstdint>
@@ -31,12 +31,12 @@ struct RotaryTable {
   int64_t stride;  // elements from one position to the next
 };
 
-// How rows are rotated; rows is 0 and dim is 0 without.
+// How rows are rotated. Without rotation, rows and dim are 0.
 struct Rotary {
   RotaryTable cos;
   RotaryTable sin;
-  int64_t rows;  // positions that the tables have
-  int64_t dim;   // of each head, the first dim numbers are rotated
+  int64_t rows;  // positions in the tables
+  int64_t dim;   // the first dim numbers of each head are rotated
   Dtype dtype;   // of both tables
   bool interleaved;
   bool q_stays;  // all queries of a sequence stand where its first does
@@ -44,11 +44,11 @@ struct Rotary {
 };
 
 // A validated call. Every extent and every reachable byte offset fits in int64; all but the head
-// dimensions may be 0. All rows are of one dtype, but that both caches may be fp8. q and q_out are
-// there together, and then with rotary.
+// dimensions may be 0. All rows have one dtype, except that both caches may be fp8. q and q_out are
+// present together, and only with rotary.
 //
-// `batch` counts sequences: with cu_seqlens k and v have one row of the batch, of `seq` rows, and
-// else `batch` of them.
+// `batch` counts sequences. k and v have `batch` rows of the batch, or with cu_seqlens one, of
+// `seq` rows each.
 struct KvAppendProblem {
   flashmoe_device device;
 
@@ -76,10 +76,10 @@ struct KvAppendProblem {
   Numbers seqused;
   Numbers batch_index;
   Numbers page_table;
-  int64_t page_step;   // from one number of a sequence's pages to the next, elements
-  int64_t page_count;  // of a sequence, in the table
+  int64_t page_step;   // elements between page numbers of a sequence
+  int64_t page_count;  // pages per sequence in the table
   Rotary rotary;
-  KeyScales k_scale;  // of caches of fp8
+  KeyScales k_scale;  // for fp8 caches
   KeyScales v_scale;
 
   KernelName kernel;  // the kernel or family that the call asks for, or ""

@@ -15,7 +15,7 @@ namespace {
 
 using Params = flashmoe_attention_backward_params;
 
-// Behind those of the scores.
+// They follow those of the scores.
 constexpr Option<Params> kOptions[] = {
     Option<Params>::flag("accumulate", &Params::accumulate),
 };
@@ -33,7 +33,7 @@ flashmoe_status check_dout(const AttentionArguments& arguments, const flashmoe_t
   return FLASHMOE_OK;
 }
 
-// The gradient of `of`, if it is wanted.
+// Checks the gradient of `of`, if wanted.
 flashmoe_status check_gradient(const char* name, const AttentionArguments& arguments,
                                const flashmoe_tensor* tensor, const char* of, const View& like,
                                const AttentionBackwardProblem& problem, RowsView<void>* rows) {
@@ -70,7 +70,8 @@ flashmoe_status check_dsinks(const flashmoe_tensor* tensor, AttentionBackwardPro
   return FLASHMOE_OK;
 }
 
-// Gradients of keys that several sequences may have would be sums over these.
+// Refuses tables that let sequences share keys: the gradient of such a key would be a sum over
+// sequences.
 flashmoe_status check_owners(const flashmoe_attention_sequences& sequences) {
   const auto absent = [](const char* name, const flashmoe_tensor* given) {
     if (given == nullptr) return FLASHMOE_OK;
@@ -169,7 +170,7 @@ struct AttentionBackward {
     return p.sequences.given ? 0 : attention_backward_flops(p);
   }
   static bool is_empty(const Problem& p) {
-    if (p.sequences.given) return false;  // what no sequence has is written, too
+    if (p.sequences.given) return false;  // rows of no sequence are written, too
     return p.dsinks.data == nullptr && (p.batch == 0 || (p.seq_q == 0 && p.seq_k == 0));
   }
 

@@ -1,5 +1,5 @@
-// What appending to a cache and gathering from one read alike: the extents and the dtype of k, the
-// scales of a cache of fp8, and the tables that say whose rows are where.
+// Reads the arguments that appending to a cache and gathering from one share: the extents and the
+// dtype of k, the scales of an fp8 cache, and the tables that say where each sequence's rows are.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace flashmoe {
 
-// Of a problem with the fields that KvAppendProblem and KvGatherProblem share.
+// Problem has the fields that KvAppendProblem and KvGatherProblem share.
 template <class Problem>
 class CacheReader {
  protected:
@@ -37,7 +37,7 @@ class CacheReader {
                 static_cast<long long>(kMostAppendedDim));
   }
 
-  // Rows of a cache, of k's dtype or of fp8.
+  // Reads rows of a cache, in k's dtype or fp8.
   template <class Data>
   flashmoe_status read_cache_rows(const char* name, const flashmoe_tensor* tensor, View* view,
                                   RowsView<Data>* rows) {
@@ -50,7 +50,7 @@ class CacheReader {
     return FLASHMOE_OK;
   }
 
-  // Of v_cache beside k_cache.
+  // Checks v_cache against k_cache.
   flashmoe_status check_value_cache(const View& view) const {
     if (p_.v_cache.dtype != p_.k_cache.dtype) {
       return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
@@ -82,7 +82,7 @@ class CacheReader {
     return check_alignment(name, *view, is_wide ? sizeof(int64_t) : sizeof(int32_t));
   }
 
-  // One number of each sequence.
+  // Reads one number per sequence.
   flashmoe_status read_numbers(const char* name, const flashmoe_tensor* tensor,
                                Numbers* numbers) const {
     if (tensor == nullptr) return FLASHMOE_OK;
@@ -93,7 +93,8 @@ class CacheReader {
     return FLASHMOE_OK;
   }
 
-  // Where sequences begin that lie one behind the other in k. They say how many there are.
+  // Reads where the sequences begin that are packed in k. The offsets tell how many sequences there
+  // are.
   flashmoe_status read_offsets(const char* name, const flashmoe_tensor* tensor, Numbers* offsets) {
     if (tensor == nullptr) return FLASHMOE_OK;
     View view;

@@ -1,5 +1,5 @@
-// The check of the tables of sequences: its own checks and its families. See core/operation.h for
-// the rest.
+// Checking the tables of sequences: the checks of the call and its families. See core/operation.h
+// for the rest.
 #include <array>
 #include <cstdio>
 

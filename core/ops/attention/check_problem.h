@@ -1,5 +1,5 @@
-// The check of the tables of sequences: what the C ABI's arguments become after one validation, and
-// what every backend takes. A plain struct; see docs/architecture.md for the flow.
+// The problem of checking the tables of sequences: the C ABI's arguments after validation, which
+// every backend takes. A plain struct; see docs/architecture.md for the flow.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ struct CheckSequencesProblem {
   flashmoe_device device;
 
   SequenceTables tables;
-  int64_t batch;   // sequences
-  int64_t most_q;  // queries of a sequence that the call says there are at most; 0: it does not
-  int64_t most_k;  // keys
-  void* status;    // [batch] int32
+  int64_t batch;        // sequences
+  int64_t most_q;       // the call's bound of a sequence's queries; 0: none
+  int64_t most_k;       // the same for keys
+  void* status;         // [batch] int32
   int64_t status_step;  // elements
 
   KernelName kernel;  // the kernel or family that the call asks for, or ""

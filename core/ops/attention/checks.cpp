@@ -22,7 +22,7 @@ flashmoe_status check_head_dim(const char* name, int64_t dim, int64_t most) {
               static_cast<long long>(kHeadDimMultiple), static_cast<long long>(most));
 }
 
-// Checks the dtype of k, or of v: q's dtype, or one of 8 bits where that is allowed.
+// Checks the dtype of k or v: q's dtype, or fp8 where allowed.
 flashmoe_status check_key_dtype(const char* name, const flashmoe_tensor& tensor,
                                 const AttentionArguments& arguments,
                                 const AttentionProblem& problem, Dtype* dtype) {
@@ -32,7 +32,7 @@ flashmoe_status check_key_dtype(const char* name, const flashmoe_tensor& tensor,
   return check_cache_dtype(name, tensor, "q", problem.q.dtype, dtype);
 }
 
-// Whether v is the first columns of k. Of an extent of 1 or less a stride means nothing.
+// Whether v is the first columns of k. Strides of extents of at most 1 do not matter.
 bool are_values_in_keys(const AttentionProblem& p, const View& k) {
   if (p.v.data != p.k.data || p.dim_v > p.dim) return false;
   const auto same = [](int64_t extent, int64_t a, int64_t b) { return extent <= 1 || a == b; };
@@ -48,14 +48,14 @@ int64_t key_bytes(const AttentionArguments& arguments, const flashmoe_tensor& te
                                                                   : problem.q.dtype);
 }
 
-// Rank, rows and extents of one of q, k, v, out.
+// Checks rank, rows and extents of one of q, k, v and out.
 flashmoe_status check_rows_tensor(const char* name, const flashmoe_tensor* tensor, Dtype dtype,
                                   View* view) {
   FLASHMOE_TRY(check_view(name, tensor, 4, view));
   return check_rows(name, *view, 4, dtype_bytes(dtype));
 }
 
-// The extent of one end of the window, whose bit of `window` is set or not.
+// Checks the extent of one end of the window. `set`: `window` has its bit.
 flashmoe_status check_window_end(const char* name, bool set, int64_t extent) {
   if (set ? extent >= 0 : extent == 0) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT, "%s: got %lld, accepted is %s", name,
@@ -65,16 +65,16 @@ flashmoe_status check_window_end(const char* name, bool set, int64_t extent) {
 
 void set_softcap(float softcap, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
-  constexpr float kHighest = 1e38f;  // times log2(e) it is finite
+  constexpr float kHighest = 1e38f;  // still finite times log2(e)
   const float ratio = softcap > 0.0f ? p.scale / softcap : 0.0f;
-  // A softcap beyond these bends no logit below 1e34 or scale * 1e34.
+  // A softcap beyond these bounds bends no logit below 1e34 or scale * 1e34.
   const bool capped = ratio >= FLT_MIN && softcap <= kHighest;
   p.softcap = capped ? softcap : 0.0f;
   // An infinity times 0 would not be 0.
   p.cap_ratio = capped ? std::min(ratio, FLT_MAX) : 0.0f;
 }
 
-// What `name` says of each pair of a query and a key.
+// Reads a tensor with one number per pair of a query and a key.
 flashmoe_status read_pairs(const char* name, const flashmoe_tensor& tensor, size_t element_bytes,
                            bool ragged, AttentionProblem* problem, PairsView* pairs) {
   AttentionProblem& p = *problem;
@@ -110,7 +110,7 @@ flashmoe_status read_pairs(const char* name, const flashmoe_tensor& tensor, size
   return FLASHMOE_OK;
 }
 
-// One end of the keys that row i sees: "i-255", or `unbounded`.
+// Text of one end of the keys that row i sees: "i-255", or `unbounded`.
 struct BoundText {
   char text[32];
 
@@ -151,7 +151,7 @@ flashmoe_status check_attention(const AttentionArguments& arguments, AttentionPr
   FLASHMOE_TRY(check_device("q", *arguments.q, &p.device));
   FLASHMOE_TRY(check_first_dtype("q", *arguments.q, p.device, &p.q.dtype));
   const Dtype dtype = p.q.dtype;
-  // Head dimensions come before the rows: a wrong one would be reported as rows at odd addresses.
+  // Head dimensions are checked before rows: a wrong one would be reported as misaligned rows.
   FLASHMOE_TRY(check_head_dim("q", q.shape[3], arguments.most_dim));
   FLASHMOE_TRY(check_rows("q", q, 4, dtype_bytes(dtype)));
   FLASHMOE_TRY(check_view("k", arguments.k, 4, &k));
@@ -258,7 +258,7 @@ flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, cons
   FLASHMOE_TRY(check_same_device(name, tensor, of, device));
   FLASHMOE_TRY(check_fp32(name, tensor));
   FLASHMOE_TRY(check_alignment(name, view, sizeof(float)));
-  // Extents of 1 are of all rows of the batch, or heads.
+  // An extent of 1 stands for all rows of the batch, or all heads.
   const int64_t rows = rank == 2 ? view.shape[0] : 1;
   const int64_t heads = rank >= 1 ? view.shape[rank - 1] : 1;
   if ((rows != 1 && rows != batch) || (heads != 1 && heads != heads_kv)) {

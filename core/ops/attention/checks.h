@@ -1,4 +1,4 @@
-// Checks that the attention operations share, and what they make of the arguments.
+// Checks that the attention operations share, and the conversion of their arguments to problems.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ inline constexpr Option<Params> kScoreOptions[] = {
     Option<Params>::positive("softcap", &Params::softcap, "none"),
 };
 
-// The arguments of a call that all attention operations have.
+// The arguments that all attention operations share.
 struct AttentionArguments {
   const flashmoe_tensor* q;
   const flashmoe_tensor* k;
@@ -40,7 +40,7 @@ struct AttentionArguments {
   bool may_be_fp8 = false;                                  // k and v
   int64_t most_dim = kMaxGradientHeadDim;
   int64_t most_dim_v = kMaxGradientHeadDim;
-  bool merges = false;  // something in: out may be of another dtype than q
+  bool merges = false;  // merges a prior result in: out may have another dtype than q
 
   template <class Params>
   static AttentionArguments of(const Params& params) {
@@ -63,32 +63,30 @@ struct AttentionViews {
 
 flashmoe_status check_window(const AttentionArguments& arguments);
 
-// q, k, v and out, and what follows from them and the options: all of the problem but lse.
+// Checks q, k, v, out and the options, and fills all of the problem except lse.
 flashmoe_status check_attention(const AttentionArguments& arguments, AttentionProblem* problem,
                                 AttentionViews* views);
 
-// A number of each row of q, such as lse: [batch, heads_q, seq_q] of fp32, or of fp64 with a q of
-// fp64.
+// Checks numbers per row of q, such as lse: [batch, heads_q, seq_q] fp32, or fp64 with an fp64 q.
 flashmoe_status check_row_numbers(const char* name, const flashmoe_tensor* tensor,
                                   const AttentionArguments& arguments, const View& q,
                                   const AttentionProblem& problem, View* view, RowStrides* strides);
 
-// One logit of each query head, if they are given.
+// Reads one logit per query head, if given.
 flashmoe_status read_sinks(const flashmoe_tensor* tensor, AttentionProblem* problem);
 
-// Reads the factors of keys or values. Their tensor has `batch` as first extent, `heads_kv` heads,
-// and the device of `of`.
+// Reads the scales of keys or values: `batch` is the first extent of their tensor, `heads_kv` its
+// heads, and `of` a tensor on the same device.
 flashmoe_status read_scale(const char* name, const flashmoe_tensor& tensor, const char* of,
                            flashmoe_device device, int64_t batch, int64_t heads_kv,
                            KeyScales* scales);
 
-// The bias and the mask of pairs of a query and a key, if they are given: numbers of which every
-// extent is the call's, or 1 for all of it. `ragged`: there may be more queries and keys than the
-// sequences of the call have.
+// Reads the bias and the mask of pairs of a query and a key, if given. Every extent is the call's,
+// or 1, which broadcasts. `ragged`: they may have more queries and keys than the call's sequences.
 flashmoe_status read_bias_and_mask(const flashmoe_tensor* bias, const flashmoe_tensor* mask,
                                    bool ragged, AttentionProblem* problem);
 
-// A tensor of the rows, heads and head dimension of `of`, whose view it is given.
+// Checks that a tensor has the rows, heads and head dimension of `of`, whose view is given.
 flashmoe_status check_shape_of(const char* name, const View& view, const char* of, const View& like,
                                const AttentionArguments& arguments);
 
@@ -103,7 +101,7 @@ void set_rows(const View& view, Dtype dtype, const AttentionArguments& arguments
 
 // "batch=2 seq_q=128 ... bf16 window=0..end", for the log.
 int print_attention(const AttentionProblem& problem, char* text, size_t size);
-// " attn_bias=fp32 attn_mask=yes"; nothing of what is absent.
+// " attn_bias=fp32 attn_mask=yes"; absent tensors are left out.
 struct BiasAndMaskText {
   char text[48];
   explicit BiasAndMaskText(const AttentionProblem& problem);

@@ -1,12 +1,12 @@
-// The kernel families of attention forward, of each device the least particular last.
+// The kernel families of attention forward. The most general of each device comes last.
 #pragma once
 
 #include "core/backends.h"
 
 namespace flashmoe {
 
-// A family that divides a call among others (core/ops/attention/mixed.cpp), which stands between
-// those that serve its parts with few queries and those that serve the others.
+// A family that divides a call among others (core/ops/attention/mixed.cpp). In the list it stands
+// between the families for its parts with few queries and those for the rest.
 #if FLASHMOE_WITH_CUDA
 extern const AttentionFamily kMixedAttention;
 #endif

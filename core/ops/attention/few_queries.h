@@ -1,5 +1,5 @@
-// Which sequences of a batch decode: those with few queries, whose rows the decoding kernels
-// (sm89_decode) have. It depends on nothing else of the batch, and so may bits.
+// Which sequences of a batch decode: those with few queries, which the decoding kernels
+// (sm89_decode) compute. This depends on nothing else in the batch, so neither do the bits.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace flashmoe {
 
-inline constexpr int64_t kFewRows = 32;  // of a KV head, all its query heads counted
+inline constexpr int64_t kFewRows = 32;  // per KV head, over all its query heads
 
-// Queries that such a sequence has at most.
+// The most queries of such a sequence.
 inline int64_t few_queries(const AttentionProblem& p) {
   return std::max<int64_t>(1, kFewRows / std::max<int64_t>(p.heads_q / p.heads_kv, 1));
 }

@@ -18,12 +18,12 @@ namespace {
 
 using Params = flashmoe_attention_forward_params;
 
-// Behind those of the scores.
+// They follow those of the scores.
 constexpr Option<Params> kOptions[] = {
     Option<Params>::reserved("reserved", &Params::reserved),
 };
 
-// What the ABI has a place for, and no kernel computes.
+// Refuses what the ABI has fields for but no kernel computes.
 flashmoe_status check_unserved(const Params& params) {
   const auto absent = [](const char* name, const void* given, const char* why) {
     if (given == nullptr) return FLASHMOE_OK;
@@ -32,7 +32,8 @@ flashmoe_status check_unserved(const Params& params) {
   return absent("q_scale", params.q_scale, "queries of 16 bits and more have no scales");
 }
 
-// A dense batch of keys that are not as q is: one of sequences that have all of their tensors.
+// Sequences that span all of their tensors: a dense batch whose keys differ from q in dtype, or
+// have scales.
 const flashmoe_attention_sequences* whole_sequences() {
   static const flashmoe_attention_sequences whole = flashmoe_attention_sequences_init();
   return &whole;
@@ -93,7 +94,7 @@ struct AttentionForward {
     return read(params, problem, &arguments, &views);
   }
 
-  // Also what else is checked by.
+  // Also fills `given`, which later checks use.
   static flashmoe_status read(const Params& params, Problem* problem, AttentionArguments* given,
                               AttentionViews* given_views) {
     AttentionArguments& arguments = *given;
@@ -150,7 +151,7 @@ struct AttentionForward {
   }
 };
 
-// The same, and a partial result of other keys is merged in.
+// The same, with a partial result of other keys merged in.
 struct AttentionMergeIn : AttentionForward {
   using Problem = AttentionMergeInProblem;
   static constexpr const auto& kFamilies = kAttentionMergeInFamilies.list;
@@ -171,7 +172,7 @@ struct AttentionMergeIn : AttentionForward {
     return FLASHMOE_OK;
   }
 
-  // out may be prior_out, and lse prior_lse.
+  // out may be prior_out, and lse may be prior_lse.
   static Params params_apart(const Params& params) { return prior_apart(params); }
 
   static double flops(const Problem& p) { return AttentionForward::flops(p.attention); }
@@ -179,7 +180,7 @@ struct AttentionMergeIn : AttentionForward {
 
   static void print(const Params& params, const Problem& p, char* text, size_t size) {
     AttentionProblem shown = p.attention;
-    shown.lse = p.merge.lse.data;  // the call's, and not that of its own part
+    shown.lse = p.merge.lse.data;  // the call's lse, not that of its own part
     AttentionForward::print(params, shown, text, size);
     const size_t used = std::strlen(text);
     std::snprintf(text + used, size - used, " prior=%s -> %s", dtype_name(p.merge.prior_out.dtype),
@@ -207,7 +208,7 @@ struct AttentionMergeIn : AttentionForward {
   }
 };
 
-// Whether a call has something to merge in: of params that may be anything yet.
+// Whether a call has something to merge in. The params are not validated yet.
 bool merges(const Params* params) {
   constexpr size_t kKnown = offsetof(Params, prior_lse) + sizeof params->prior_lse;
   return params != nullptr && params->struct_size >= kKnown &&

@@ -36,7 +36,7 @@ flashmoe_status check_together(const Params& given) {
   return FLASHMOE_OK;
 }
 
-// What the tensors of a call have in common: the extents and the dtype of k.
+// What the tensors of a call share: the extents and the dtype of k.
 class Reader : CacheReader<KvGatherProblem> {
  public:
   Reader(const Params& given, KvGatherProblem* problem)

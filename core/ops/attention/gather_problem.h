@@ -1,5 +1,5 @@
-// Gathering keys and values of a cache: what the C ABI's arguments become after one validation, and
-// what every backend takes. A plain struct; see docs/architecture.md for the flow.
+// The problem of gathering keys and values of a cache: the C ABI's arguments after validation,
+// which every backend takes. A plain struct; see docs/architecture.md for the flow.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 namespace flashmoe {
 
 // A validated call. Every extent and every reachable byte offset fits in int64; all but the head
-// dimensions may be 0. Both results are of one dtype, and both caches of this one or of fp8. v and
-// v_cache are there together; dim_v is 0 without.
+// dimensions may be 0. Both results have one dtype, and both caches have it or fp8. v and v_cache
+// are present together; without them dim_v is 0.
 //
-// `batch` counts sequences: with cu_seqlens_k k and v have one row of the batch, of `seq` rows, and
-// else `batch` of them.
+// `batch` counts sequences. k and v have `batch` rows of the batch, or with cu_seqlens_k one, of
+// `seq` rows each.
 struct KvGatherProblem {
   flashmoe_device device;
 
@@ -35,9 +35,9 @@ struct KvGatherProblem {
   Numbers k_begin;
   Numbers batch_index;
   Numbers page_table;
-  int64_t page_step;   // from one number of a sequence's pages to the next, elements
-  int64_t page_count;  // of a sequence, in the table
-  KeyScales k_scale;   // of caches of fp8
+  int64_t page_step;   // elements between page numbers of a sequence
+  int64_t page_count;  // pages per sequence in the table
+  KeyScales k_scale;   // for fp8 caches
   KeyScales v_scale;
 
   KernelName kernel;  // the kernel or family that the call asks for, or ""

@@ -1,6 +1,5 @@
-// A call of attention and, behind it, the merge of what it gives with a partial result of other
-// keys. What attention gives lies in front of its own workspace, in q's dtype: every family writes
-// that.
+// Runs attention, then merges its result with a partial result of other keys. Attention's result
+// lies in front of its own workspace, in q's dtype, which every family writes.
 #include "core/ops/attention/merge_in.h"
 
 #include "core/operation.h"
@@ -13,7 +12,7 @@ constexpr uint64_t kAlignment = 128;  // bytes, of each part of the workspace
 
 uint64_t round_up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// Offsets in the workspace, behind the rows of attention's own out.
+// Offsets in the workspace, after the rows of attention's own out.
 struct Places {
   uint64_t lse;
   uint64_t of_attention;
@@ -42,7 +41,7 @@ const MergeStatesFamily& merge_family(flashmoe_device device) {
 void divide_merge_in(int64_t batch, int64_t rows, AttentionMergeInProblem* problem) {
   AttentionProblem& attention = problem->attention;
   MergeStatesProblem& merge = problem->merge;
-  const void* const there = problem;  // what plans see of an address
+  const void* const there = problem;  // plans see only whether an address is null
   merge.device = attention.device;
   merge.partials = 1;
   merge.batch = batch;

@@ -1,6 +1,6 @@
-// Attention into which a partial result of other keys is merged: a call of attention whose results
-// go to the workspace, and the merge of the two, which every family of attention serves. What is
-// checked is said in forward.cpp.
+// Attention with a partial result of other keys merged in: an attention call whose results go to
+// the workspace, then the merge of the two. Every attention family serves it. forward.cpp has the
+// checks.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,7 @@ flashmoe_status launch_merge_in(const Family<AttentionProblem>& family,
 
 using AttentionMergeInFamily = Family<AttentionMergeInProblem>;
 
-// What a family of attention, and the merge behind it, make together: under its name.
+// An attention family followed by the merge, under the family's name.
 template <const AttentionFamily& kFamily>
 struct MergeIn {
   static flashmoe_status plan(const AttentionMergeInProblem& problem, Plan* plan,
@@ -72,7 +72,7 @@ struct AttentionMergeInFamilies {
   }
 };
 
-// In the order of attention's own.
+// In the order of attention's families.
 inline constexpr AttentionMergeInFamilies kAttentionMergeInFamilies =
     AttentionMergeInFamilies::make(std::make_index_sequence<AttentionMergeInFamilies::kCount>());
 

@@ -7,8 +7,8 @@ namespace {
 
 __extension__ typedef __int128 Wide;  // exact: a difference of pairs may be far below both
 
-// Pairs of a row i and a key j < i + offset: a row has clamp(i + offset, 0, keys) of them, first
-// none, then a ramp, then all.
+// Counts pairs of a row i and a key j < i + offset. A row has clamp(i + offset, 0, keys) of them:
+// first none, then a ramp, then all.
 Wide pairs_before(int64_t offset, int64_t rows, int64_t keys) {
   const Wide ramp_begin = std::clamp<int64_t>(-offset, 0, rows);
   const Wide ramp_end = std::clamp<int64_t>(keys - offset, 0, rows);
@@ -35,7 +35,7 @@ void set_bounds(const AttentionMask& mask, AttentionProblem* problem) {
 void set_bounds_at(int64_t diagonal, const AttentionMask& mask, AttentionProblem* problem) {
   AttentionProblem& p = *problem;
   const bool causal = mask.causal != FLASHMOE_CAUSAL_NONE;
-  // Hides nothing, and cannot overflow.
+  // This bound hides nothing and cannot overflow.
   const int64_t longest = p.seq_q + p.seq_k + std::max(diagonal, -diagonal);
   p.left_offset = diagonal - std::min(mask.window_left, longest);
   p.right_offset = diagonal + std::min(mask.window_right, longest);
@@ -51,7 +51,7 @@ double attention_flops(const AttentionProblem& p) {
 }
 
 double attention_backward_flops(const AttentionBackwardProblem& p) {
-  // dsinks is made of rows, and of no product of theirs.
+  // dsinks needs no products, only numbers per row.
   if (p.dq.data == nullptr && p.dk.data == nullptr && p.dv.data == nullptr) return 0;
   int64_t dims = p.dim;                                               // scores
   if (p.dq.data != nullptr || p.dk.data != nullptr) dims += p.dim_v;  // dout v

@@ -1,5 +1,5 @@
-// The attention problem and its plan: what the C ABI's arguments become after one validation, and
-// what every backend takes. Plain structs; see docs/architecture.md for the flow.
+// The attention problems: the C ABI's arguments after validation, which every backend takes. Plain
+// structs; see docs/architecture.md for the flow.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace flashmoe {
 
 inline constexpr int64_t kMaxHeadDim = 576;
 inline constexpr int64_t kMaxHeadDimV = 512;
-// The limit of calls with gradients, and of most families' kernels.
+// The limit for calls with gradients, and for most families' kernels.
 inline constexpr int64_t kMaxGradientHeadDim = 256;
 inline constexpr int64_t kHeadDimMultiple = 8;
 
@@ -24,7 +24,7 @@ struct RowStrides {
   int64_t head;
 };
 
-// A [batch, seq, heads, dim] view, of a dtype of its own.
+// A [batch, seq, heads, dim] view with its own dtype.
 template <class Data>
 struct RowsView {
   Data* data;
@@ -52,7 +52,7 @@ struct Numbers {
 // [first extent of k, heads_kv] fp32 factors; data is nullptr: absent, 1.
 struct KeyScales {
   const void* data;
-  int64_t batch_stride;  // elements; 0 where rows of the batch, or pages, have one
+  int64_t batch_stride;  // elements; 0 if one scale serves all rows of the batch, or all pages
   int64_t head_stride;
 
   const float* at(int64_t batch, int64_t head) const {
@@ -60,20 +60,20 @@ struct KeyScales {
   }
 };
 
-// [batch, heads_q, seq_q, seq_k], of a dtype of its own; data is nullptr: absent. Strides are 0
-// where one number stands for all. With sequences it has at least as many queries as seq_q, and as
-// many keys as pair_keys, counted from the first row of keys of each sequence, whatever k_begin is.
+// [batch, heads_q, seq_q, seq_k] with its own dtype; data is nullptr: absent. Broadcast axes have
+// strides of 0. With sequences it has at least as many queries as seq_q, and as many keys as
+// pair_keys, counted from the first row of keys of each sequence, whatever k_begin is.
 struct PairsView {
   const void* data;
   int64_t batch_stride;  // elements
   int64_t head_stride;
   int64_t query_stride;
   int64_t key_stride;
-  Dtype dtype;  // of a bias; a mask has bytes
+  Dtype dtype;  // of a bias; masks have bytes
   int32_t gap;
 };
 
-// What the caller says of the keys that a query sees, from which bounds are made with the lengths.
+// The caller's limits on the keys that a query sees. Together with the lengths they give bounds.
 struct AttentionMask {
   int32_t causal;   // flashmoe_causal
   uint32_t window;  // bits of flashmoe_window
@@ -81,8 +81,8 @@ struct AttentionMask {
   int64_t window_right;
 };
 
-// Where the queries and keys of each sequence are: flashmoe_attention_sequences. Zeros of a dense
-// batch.
+// Where the queries and keys of each sequence are: flashmoe_attention_sequences. All zeros for a
+// dense batch.
 struct SequenceTables {
   Numbers cu_seqlens_q;
   Numbers cu_seqlens_k;
@@ -92,13 +92,14 @@ struct SequenceTables {
   Numbers batch_index;
   Numbers page_table;
   Numbers q_offset;
-  int64_t page_step;   // from one number of a sequence's pages to the next, elements
-  int64_t page_count;  // of a sequence, in the table
-  int64_t rows_q;      // second extent of q: what offsets and lengths are cut to
+  int64_t page_step;   // elements between page numbers of a sequence
+  int64_t page_count;  // pages per sequence in the table
+  int64_t rows_q;      // second extent of q: clamps offsets and lengths
   int64_t batch_k;     // first extent of k and v; with a page table their pages
   int64_t rows_k;      // second extent; with a page table the page size
-  int64_t split_size;  // keys of the chunks that bits may depend on; 0: these may depend on all
-  int64_t pair_keys;   // rows of keys that a sequence has at most: those of a bias or a mask
+  int64_t split_size;  // keys per chunk, the only thing that bits may depend on; 0: bits may depend
+                       // on the batch
+  int64_t pair_keys;   // the most rows of keys of a sequence: those of a bias or a mask
   AttentionMask mask;
   bool given;
   bool paged;
@@ -107,10 +108,11 @@ struct SequenceTables {
 // A validated call. Every extent and every reachable byte offset fits in int64; batch, seq_q and
 // seq_k may be 0; dim and dim_v are multiples of kHeadDimMultiple up to kMaxHeadDim and
 // kMaxHeadDimV, with gradients up to kMaxGradientHeadDim; heads_q % heads_kv == 0. The four views
-// are of one dtype, but that k and v may both be fp8. Sinks are of that dtype or of fp32.
+// have one dtype, except that k and v may both be fp8. Sinks have that dtype or fp32.
 //
-// With sequences `batch` is their number, seq_q and seq_k bound their lengths, and no bound is set:
-// each sequence is a problem of its own, which the lengths make (cpu/attention_sequences.h).
+// With sequences, `batch` is their number, seq_q and seq_k bound their lengths, and no bound of
+// keys is set: each sequence becomes a problem of its own when the lengths are read
+// (cpu/attention_sequences.h).
 struct AttentionProblem {
   flashmoe_device device;
 
@@ -118,10 +120,10 @@ struct AttentionProblem {
   RowsView<const void> k;  // [batch, seq_k, heads_kv, dim]
   RowsView<const void> v;  // [batch, seq_k, heads_kv, dim_v]
   RowsView<void> out;      // [batch, seq_q, heads_q, dim_v]
-  void* lse;               // [batch, heads_q, seq_q] or nullptr: fp32, of views of fp64 fp64
+  void* lse;               // [batch, heads_q, seq_q] or nullptr: fp32, with fp64 views fp64
   RowStrides lse_strides;  // same axes; element strides of lse, in which the last axis is seq
   HeadLogits sinks;        // absent: none
-  KeyScales k_scale;       // as numbers of k and v stand for this times themselves
+  KeyScales k_scale;       // factors of the numbers of k and v
   KeyScales v_scale;
 
   int64_t batch;
@@ -137,12 +139,12 @@ struct AttentionProblem {
   float softcap;      // finite and > 0, or 0 for none: logits are softcap * tanh(cap_ratio * q.k)
   float cap_ratio;    // scale / softcap, normal and finite; 0 without a softcap
 
-  // Query i sees the keys j >= i + left_offset and j <= i + right_offset, as far as bounded. A
-  // bound that hides no key of any row is not set. Offsets lie in [-seq_q, seq_k], 0 where not
-  // bounded, and left_offset <= right_offset where both are.
+  // Query i sees the keys j >= i + left_offset and j <= i + right_offset, for each end that is
+  // bounded. A bound that hides no key of any row is not set. Offsets lie in [-seq_q, seq_k] and
+  // are 0 at an unbounded end; if both ends are bounded, left_offset <= right_offset.
   bool bounded_left;
   bool bounded_right;
-  // v is the first dim_v columns of k, in the same memory: what reads k has read v.
+  // v is the first dim_v columns of k, in the same memory: reading k reads v.
   bool values_in_keys;
   int64_t left_offset;
   int64_t right_offset;
@@ -154,14 +156,14 @@ struct AttentionProblem {
   PairsView mask;
 };
 
-// Whether k and v are not what q is: of 8 bits, or with scales.
+// Whether k and v differ from q: they have 8 bits, or scales.
 inline bool has_scaled_keys(const AttentionProblem& p) {
   return p.k.dtype != p.q.dtype || p.k_scale.data != nullptr || p.v_scale.data != nullptr;
 }
 
-// Sets the four fields above from seq_q and seq_k, which may be anything from 0 up.
+// Sets the four fields above from seq_q and seq_k, which may be any number >= 0.
 void set_bounds(const AttentionMask& mask, AttentionProblem* problem);
-// The same where query 0 stands at this key, a number of 32 bits.
+// The same when query 0 stands at this key, a 32-bit number.
 void set_bounds_at(int64_t diagonal, const AttentionMask& mask, AttentionProblem* problem);
 
 // [heads_q]; data is nullptr: not wanted.
@@ -172,9 +174,9 @@ struct HeadSums {
   int32_t gap;
 };
 
-// A validated call of the gradients of such a call, whose out and lse are inputs here. A gradient
-// may be absent, but not all of them; each is of its tensor's dtype or of fp32. Sinks are there
-// where dsinks are.
+// A validated call for the gradients of such a call, whose out and lse are inputs here. Some
+// gradients may be absent, but not all; each has its tensor's dtype or fp32. dsinks come with
+// sinks.
 struct AttentionBackwardProblem : AttentionProblem {
   RowsView<const void> dout;  // as out
   const void* dlse;           // as lse, or nullptr: 0
@@ -183,13 +185,13 @@ struct AttentionBackwardProblem : AttentionProblem {
   RowsView<void> dk;  // as k
   RowsView<void> dv;  // as v
   HeadSums dsinks;
-  bool accumulate;  // gradients are added to what is there
+  bool accumulate;  // gradients are added to the outputs
 };
 
-// Multiply-adds of the two products count as two; pairs of a query and a key that it does not see
-// do not count.
+// Multiply-adds of the two products count as two; pairs whose query does not see the key do not
+// count.
 double attention_flops(const AttentionProblem& problem);
-// The same of the products that the wanted gradients need, at most five.
+// The same for the products that the wanted gradients need, at most five.
 double attention_backward_flops(const AttentionBackwardProblem& problem);
 
 template <class Visit>

@@ -23,7 +23,7 @@ flashmoe_status check_bound(const char* name, int64_t bound, const char* zero) {
               static_cast<long long>(bound), zero);
 }
 
-// One tensor of int32.
+// Checks one int32 tensor.
 flashmoe_status check_numbers(const char* name, const flashmoe_tensor* tensor, int rank,
                               const AttentionProblem& problem, View* view) {
   FLASHMOE_TRY(check_view(name, tensor, rank, view));
@@ -40,7 +40,7 @@ flashmoe_status refuse_count(const char* name, int64_t got, const AttentionProbl
               static_cast<long long>(problem.batch));
 }
 
-// Reads a table of one number for each sequence, and `more` behind them.
+// Reads a table of one number per sequence and `more` after them.
 flashmoe_status read_numbers(const char* name, const flashmoe_tensor* tensor, int64_t more,
                              const AttentionProblem& problem, Numbers* numbers) {
   if (tensor == nullptr) return FLASHMOE_OK;
@@ -53,7 +53,7 @@ flashmoe_status read_numbers(const char* name, const flashmoe_tensor* tensor, in
   return FLASHMOE_OK;
 }
 
-// Checks the first extent of q, or of k, that these offsets pack.
+// Checks the first extent of q or k, whose sequences these offsets pack.
 flashmoe_status check_packed(const char* name, int64_t got, const char* offsets) {
   if (got == 1) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
@@ -61,7 +61,7 @@ flashmoe_status check_packed(const char* name, int64_t got, const char* offsets)
               name, static_cast<long long>(got), offsets);
 }
 
-// cu_seqlens_q say how many sequences there are; without, q does.
+// cu_seqlens_q tells how many sequences there are; without it, q does.
 flashmoe_status read_queries(const flashmoe_attention_sequences& given, const View& q,
                              AttentionProblem* problem) {
   AttentionProblem& p = *problem;
@@ -91,7 +91,7 @@ flashmoe_status read_page_table(const flashmoe_tensor* tensor, AttentionProblem*
   tables.page_table = {view.data, view.strides[0]};
   tables.page_step = view.strides[1];
   tables.page_count = view.shape[1];
-  constexpr int64_t kMostKeys = INT64_MAX / 8;  // as many as a tensor may have
+  constexpr int64_t kMostKeys = INT64_MAX / 8;  // the most that a tensor may have
   if (__builtin_mul_overflow(tables.page_count, tables.rows_k, &problem->seq_k) ||
       problem->seq_k > kMostKeys) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,

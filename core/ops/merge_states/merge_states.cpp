@@ -18,7 +18,7 @@ constexpr Option<Params> kOptions[] = {
     Option<Params>::reserved("reserved", &Params::reserved),
 };
 
-// What tensors of a call have in common: those of `outs`.
+// What the tensors of a call share: extents, dtype and device of `outs`.
 class Common {
  public:
   Common(MergeStatesProblem* problem, int32_t layout)
@@ -28,7 +28,7 @@ class Common {
   int head_axis() const { return bhsd_ ? 1 : 2; }
   bool is_fp64() const { return p_.outs.dtype == Dtype::kFloat64; }
 
-  // outs: one partial, or with an axis in front.
+  // outs: one partial, or several with an axis in front.
   flashmoe_status read_outs(const flashmoe_tensor* tensor, int* lead) {
     const int rank = tensor != nullptr ? tensor->ndim : 5;
     if (rank != 4 && rank != 5) {
@@ -61,7 +61,7 @@ class Common {
     return FLASHMOE_OK;
   }
 
-  // lses, which has as many dimensions in front as outs.
+  // lses, with as many leading axes as outs.
   flashmoe_status read_lses(const flashmoe_tensor* tensor, int lead) {
     View view;
     FLASHMOE_TRY(check_numbers("lses", tensor, lead, &view));
@@ -107,7 +107,7 @@ class Common {
     return {strides[0], strides[seq_axis()], strides[head_axis()]};
   }
 
-  // [batch, heads, seq] behind `lead` others.
+  // [batch, heads, seq] after `lead` leading axes.
   flashmoe_status check_numbers(const char* name, const flashmoe_tensor* tensor, int lead,
                                 View* view) {
     FLASHMOE_TRY(check_view(name, tensor, lead + 3, view));
@@ -182,7 +182,7 @@ struct MergeStates {
     return FLASHMOE_OK;
   }
 
-  // out may be prior_out, and lse prior_lse.
+  // out may be prior_out, and lse may be prior_lse.
   static Params params_apart(const Params& params) { return prior_apart(params); }
 
   static double flops(const Problem& p) {

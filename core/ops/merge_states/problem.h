@@ -1,5 +1,5 @@
-// The merge of partial attention results: what the C ABI's arguments become after one validation,
-// and what every backend takes. A plain struct; see docs/architecture.md for the flow.
+// The problem of merging partial attention results: the C ABI's arguments after validation, which
+// every backend takes. A plain struct; see docs/architecture.md for the flow.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct RowNumbers {
 };
 
 // A validated call. Every extent and every reachable byte offset fits in int64; all but dim_v may
-// be 0. Numbers are fp32, or fp64 where all rows are. outs, prior_out and out are each of a dtype
-// of its own.
+// be 0. Numbers are fp32, or fp64 if all rows are. outs, prior_out and out each have their own
+// dtype.
 struct MergeStatesProblem {
   flashmoe_device device;
 
@@ -29,16 +29,16 @@ struct MergeStatesProblem {
 
   RowsView<const void> outs;    // [partials, batch, seq, heads, dim_v]
   RowNumbers<const void> lses;  // [partials, batch, heads, seq]
-  int64_t outs_stride;          // elements from one partial to the next
+  int64_t outs_stride;          // elements between partials
   int64_t lses_stride;
   RowsView<const void> prior_out;    // [batch, seq, heads, dim_v] or absent: the first partial
-  RowNumbers<const void> prior_lse;  // [batch, heads, seq]; there with prior_out
+  RowNumbers<const void> prior_lse;  // [batch, heads, seq]; present with prior_out
   RowsView<void> out;                // [batch, seq, heads, dim_v]
   RowNumbers<void> lse;              // [batch, heads, seq] or absent
 
-  // Of the results of attention over sequences (core/ops/attention/merge_in.cpp): the rows that no
-  // sequence has are neither read nor written. `most_q` bounds the rows of a sequence; 0: no
-  // sequences, and all rows are there. With cu_seqlens_q batch is 1.
+  // For results of attention over sequences (core/ops/attention/merge_in.cpp): rows that belong to
+  // no sequence are neither read nor written. `most_q` bounds the rows of a sequence; 0: no
+  // sequences, and all rows count. With cu_seqlens_q, batch is 1.
   Numbers cu_seqlens_q;
   Numbers seqused_q;
   int64_t sequences;

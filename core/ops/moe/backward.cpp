@@ -12,14 +12,14 @@ namespace {
 
 using Params = flashmoe_moe_backward_params;
 
-// Behind those of the layer.
+// They follow those of the layer.
 constexpr Option<Params> kOptions[] = {
     Option<Params>::flag("accumulate", &Params::accumulate),
     Option<Params>::flag("overwrite_pre_activation", &Params::overwrite_pre_activation),
     Option<Params>::size("max_workspace_bytes", &Params::max_workspace_bytes),
 };
 
-// The forward whose gradients these are, less its outputs.
+// The forward call of these gradients, without its outputs.
 flashmoe_moe_forward_params forward_of(const Params& params) {
   flashmoe_moe_forward_params forward = flashmoe_moe_forward_params_init();
   forward.x = params.x;
@@ -42,8 +42,8 @@ flashmoe_moe_forward_params forward_of(const Params& params) {
   return forward;
 }
 
-// Rows of a gate and an up together, where they are stacked, lie as those of the gate alone, but
-// twice as many.
+// All rows of w_gate_up. If gate and up are stacked, they lie as those of the gate alone, but twice
+// as many.
 ExpertMatrix all_rows(const MoeForwardProblem& layer, flashmoe_moe_gate gate) {
   switch (gate) {
     case FLASHMOE_MOE_GATE_UP:
@@ -139,7 +139,7 @@ flashmoe_status read_outputs(const Params& params, MoeBackwardProblem* p) {
   FLASHMOE_TRY(bias("db_down", params.db_down, "w_down", layer.hidden, &p->db_down));
   if (params.dweights == nullptr) return FLASHMOE_OK;
   View dweights;
-  // By the tensor: without tokens its pointer may be null.
+  // Asks the tensor, since without tokens its pointer may be null.
   const bool wide = params.weights->dtype.bits == 64;
   const Dtype of_weights = wide ? Dtype::kFloat64 : Dtype::kFloat32;
   FLASHMOE_TRY(
@@ -218,7 +218,7 @@ struct MoeBackward {
     return p.dweights != nullptr || p.wide_dweights != nullptr;
   }
 
-  // Of the products that the outputs need.
+  // Counts the products that the outputs need.
   static double flops(const Problem& p) {
     const MoeForwardProblem& layer = p.layer;
     const double ups = layer.gated ? 2.0 : 1.0;

@@ -57,7 +57,7 @@ flashmoe_status check_pairs(const char* name, int64_t tokens, int64_t top_k) {
 }
 
 flashmoe_status check_pair_rows(const char* name, int64_t pairs, int64_t columns) {
-  constexpr int64_t kMostElements = INT64_MAX / 64;  // of fp32, and a few such tensors together
+  constexpr int64_t kMostElements = INT64_MAX / 64;  // room for a few fp32 tensors
   if (pairs == 0 || columns <= kMostElements / pairs) return FLASHMOE_OK;
   return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
               "%s: got %lld columns for %lld pairs of a token and an expert, their number of bytes "

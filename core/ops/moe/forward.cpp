@@ -81,7 +81,7 @@ RowOrder row_order(int32_t gate, int64_t inner) {
     case FLASHMOE_MOE_GATE_UP: return {0, inner, 1};
     case FLASHMOE_MOE_UP_GATE: return {inner, 0, 1};
     case FLASHMOE_MOE_INTERLEAVED: return {0, 1, 2};
-    default: return {0, 0, 1};  // a tensor each, or no gate
+    default: return {0, 0, 1};  // separate tensors, or no gate
   }
 }
 
@@ -139,7 +139,7 @@ flashmoe_status read_routing(const flashmoe_moe_forward_params& params, const ch
   return FLASHMOE_OK;
 }
 
-// Rows of the pairs, as workspaces hold them.
+// Checks the rows of the pairs, as workspaces hold them.
 flashmoe_status check_all_pair_rows(const MoeForwardProblem& p, const char* x_name) {
   FLASHMOE_TRY(check_pair_rows(x_name, p.tokens * p.top_k, p.hidden));
   return check_pair_rows("w_gate_up", p.tokens * p.top_k, p.inner);
@@ -210,7 +210,8 @@ flashmoe_status MoeForward::read_layer(const Params& params, Problem* problem, c
   p.tokens = x.shape[0];
   p.hidden = x.shape[1];
   p.x.data = x.data;
-  p.x.row_stride = p.tokens > 1 ? x.strides[0] : p.hidden;  // that of one row may be anything
+  p.x.row_stride = p.tokens > 1 ? x.strides[0] : p.hidden;  // the stride of a single row may be
+                                                            // anything
 
   p.gated = params.gate != FLASHMOE_MOE_NO_GATE;
   Matrices m = {};

@@ -13,8 +13,7 @@ namespace flashmoe {
 namespace {
 
 constexpr int64_t kRegionAlignment = 256;
-constexpr int32_t kAllRows[2] = {
-    0, INT32_MAX};  // of a product of one expert: cut to the rows there are
+constexpr int32_t kAllRows[2] = {0, INT32_MAX};  // one expert; clamped to the existing rows
 
 struct FusedMoe {
   using Params = flashmoe_fused_moe_params;
@@ -39,23 +38,23 @@ struct FusedMoe {
   static constexpr size_t kGpuAlignment = 256;
 };
 
-// Where in the workspace lies what is between the operations.
+// Offsets of the intermediates in the workspace.
 struct Between {
   int64_t logits, ids, weights, offsets, pairs, slots;
   int64_t bytes;  // of all
 };
 
-// One call: its three operations, and what is between them.
+// One call: its three operations and their intermediates.
 struct Call {
   FusedMoe::Params params;
-  flashmoe_device where;  // as problems have it
+  flashmoe_device where;  // as in problems
   bool with_product;
   bool wide_weights;
   Between between;
   GroupedProductProblem product;
   MoeRouteProblem route;
   MoeForwardProblem forward;
-  flashmoe_moe_route_params route_params;  // what the caller gave of them
+  flashmoe_moe_route_params route_params;  // those that the caller gave
   flashmoe_moe_forward_params forward_params;
 };
 
@@ -76,7 +75,7 @@ flashmoe_status check_sources(const FusedMoe::Params& params) {
   return check_absent("router_bias", params.router_bias, "with logits");
 }
 
-// The router's product is one of a single expert, whose rows are all.
+// The router's product has a single expert, which has all rows.
 flashmoe_status read_router(const View& tokens, Dtype dtype, Call* call) {
   const FusedMoe::Params& params = call->params;
   constexpr char kName[] = "router_weights";
@@ -120,13 +119,13 @@ flashmoe_status check_logits(const Call& call, const View& tokens, Dtype dtype, 
       check_extent("logits", "number of tokens", logits.shape[0], "tokens", tokens.shape[0]));
   *experts = logits.shape[1];
   FLASHMOE_TRY(check_experts("logits", *experts));
-  // Weights of fp64 multiply rows of fp64 alone.
+  // Weights of fp64 multiply only fp64 rows.
   Dtype of_logits;
   return dtype == Dtype::kFloat64 ? check_float_dtype("logits", *given, call.where, &of_logits)
                                   : check_dtype("logits", *given, &of_logits);
 }
 
-// The number of experts, which a router's weights or logits tell, and the layer's weights too.
+// Reads the number of experts from the router's weights, the logits or the layer's weights.
 flashmoe_status read_experts(const View& tokens, Dtype dtype, Call* call, int64_t* experts) {
   if (call->with_product) {
     FLASHMOE_TRY(read_router(tokens, dtype, call));
@@ -136,7 +135,7 @@ flashmoe_status read_experts(const View& tokens, Dtype dtype, Call* call, int64_
   }
   const flashmoe_tensor* const held = call->params.w_gate_up;
   if (held == nullptr || held->ndim != 3 || held->shape == nullptr) {
-    return FLASHMOE_OK;  // the layer's checks tell
+    return FLASHMOE_OK;  // the layer's checks will report it
   }
   return check_extent(call->with_product ? "router_weights" : "logits", "number of experts",
                       *experts, "w_gate_up", held->shape[0]);
@@ -163,10 +162,10 @@ void lay_out(int64_t tokens, int64_t experts, Call* call) {
   between.bytes = used;
 }
 
-// Validation and plans come before the call's workspace, of which they take this address.
+// Validation and plans precede the call's workspace. They use this address for it.
 char* const kNowhere = reinterpret_cast<char*>(uintptr_t{kRegionAlignment});
 
-// Says in the problems where is what is between the operations.
+// Sets the addresses of the intermediates in the problems.
 void place(char* workspace, Call* call) {
   const Between& between = call->between;
   MoeRouteProblem& route = call->route;
@@ -188,7 +187,7 @@ void place(char* workspace, Call* call) {
   forward.slots = route.slots = indices(between.slots);
 }
 
-// What a product takes beyond what a layer and a router do.
+// Checks what a product requires beyond a layer and a router.
 flashmoe_status check_product(const View& tokens, Dtype dtype, Call* call) {
   FLASHMOE_TRY(check_rows("tokens", tokens, 2, dtype_bytes(dtype)));
   const flashmoe_tensor* const bias = call->params.router_bias;
@@ -283,14 +282,14 @@ flashmoe_status make_call(const FusedMoe::Params* given, Call* call) {
 // ---- plans and launches
 // ---------------------------------------------------------------------------
 
-// One of the operations, and how it is computed. Without a router's product that step is empty.
+// One of the operations and its plan. Without a router's product that step is empty.
 template <class Operation>
 struct Step {
   const Family<typename Operation::Problem>* family;
   const Plan* plan;
 };
 
-// Does work(product, route, forward), the planned steps of a call.
+// Calls work(product, route, forward) with the planned steps of a call.
 template <class Work>
 flashmoe_status with_steps(const Call& call, const Work& work) {
   const auto with_rest = [&](const Step<GroupedProduct>& product) {
@@ -307,8 +306,8 @@ flashmoe_status with_steps(const Call& call, const Work& work) {
   });
 }
 
-// Bytes of workspace of a whole call: `planned`, which its query tells, and `least`, which it can
-// do with by fewer threads.
+// Bytes of workspace of a whole call: `planned`, which its query returns, and `least`, which
+// suffices with fewer threads.
 struct Needs {
   uint64_t planned = 0;
   uint64_t least = 0;
@@ -345,7 +344,7 @@ void append(const Step<Operation>& step, const typename Operation::Problem& prob
   all->flops += Operation::flops(problem);
 }
 
-// The plan of the whole call, of the layer's family.
+// The plan of the whole call, under the layer's family.
 void join(const Call& call, const Step<GroupedProduct>& product, const Step<MoeRoute>& route,
           const Step<MoeForward>& forward, flashmoe_plan* all) {
   *all = flashmoe_plan_init();
@@ -386,7 +385,7 @@ void log_fused(const Call& call, const flashmoe_plan& plan, const void* stream) 
   log_call(FusedMoe::kName, text, call.where, plan, stream);
 }
 
-// Has a step make do with `bytes`, by fewer threads; `fitted` is where its plan is then.
+// Fits a step into `bytes` with fewer threads; `fitted` then holds its plan.
 template <class Operation>
 void fit(uint64_t bytes, Step<Operation>* step, Plan* fitted) {
   if (step->plan == nullptr || step->plan->room.least == 0) return;
@@ -395,7 +394,7 @@ void fit(uint64_t bytes, Step<Operation>* step, Plan* fitted) {
   step->plan = fitted;
 }
 
-// With the steps fitted to the workspace.
+// Launches the steps, fitted to the workspace.
 flashmoe_status launch(Call* call, const Step<GroupedProduct>& product, const Step<MoeRoute>& route,
                        const Step<MoeForward>& forward, void* workspace, void* stream) {
 #if FLASHMOE_WITH_CUDA

@@ -1,13 +1,13 @@
-// A layer's gradients in chunks, so that the workspace stays within a bound: first of columns of
-// I, chunk by chunk
+// A layer's gradients in chunks, so that the workspace stays within a bound. First come columns of
+// I, chunk by chunk:
 //
 //   (g, u) -> da -> dz, a -> rows of dw_gate_up, columns of dw_down, biases, part of <da, a>
 //
-// then, of all of dz, of columns of H: rows of dx, their sums, and with weight_on_input part of the
-// weights' gradients. Every sum but those of the weights' gradients is whole in one chunk; these go
-// by blocks of kGradientBlock columns, in order. So the bits are those of one chunk. What a chunk
-// is of is known before the routing is: experts, whose rows are not, would have to have room for
-// all.
+// Then come columns of H, from all of dz: rows of dx, their sums, and with weight_on_input part of
+// the weights' gradients. Each chunk holds whole sums, except those of the weights' gradients,
+// which go by blocks of kGradientBlock columns, in order. So the bits are those of one chunk.
+// Chunks are of columns because these are known before the routing; chunks of experts would need
+// room for all rows.
 //
 // For the launchers of the backends.
 #pragma once
@@ -23,7 +23,7 @@ namespace flashmoe {
 
 inline constexpr int64_t kGradientBlock = 256;
 
-// Columns of a chunk: multiples of kGradientBlock, or all.
+// Columns per chunk: a multiple of kGradientBlock, or all.
 struct GradientChunks {
   int64_t inner;
   int64_t hidden;
@@ -33,9 +33,9 @@ inline int64_t chunk_count(int64_t columns, int64_t chunk) {
   return std::max<int64_t>(columns / chunk + (columns % chunk != 0 ? 1 : 0), 1);
 }
 
-// Columns of a chunk: the fewest chunks, about equal, for which fits(columns of one) is true; the
-// smallest chunks if it never is. What is smaller than one that fits has to fit as well; but all
-// columns need not, which have other workspace than a part of them.
+// Columns per chunk: the fewest chunks, about equal, for which fits(columns of one) is true; the
+// smallest chunks if it never is. Everything smaller than a chunk that fits must fit as well. All
+// columns in one chunk are an exception, since they have another workspace than a part of them.
 template <class Fits>
 int64_t fit_chunk(int64_t columns, const Fits& fits) {
   if (fits(columns)) return columns;
@@ -60,7 +60,8 @@ int64_t fit_chunk(int64_t columns, const Fits& fits) {
 template <class BytesOf>
 GradientChunks fit_chunks(const MoeBackwardProblem& p, uint64_t bound, const BytesOf& bytes_of) {
   const GradientChunks whole = {p.layer.inner, p.layer.hidden};
-  // Chunks of one of the two take a little for partial sums, and may not fit where all does.
+  // Chunks of only one of the two need a little for partial sums, and may not fit where all columns
+  // do.
   if (bound == 0 || bytes_of(whole) <= bound) return whole;
   const GradientChunks least = {std::min(whole.inner, kGradientBlock),
                                 std::min(whole.hidden, kGradientBlock)};
@@ -79,16 +80,16 @@ inline flashmoe_status refuse_bound(const MoeBackwardProblem& p, uint64_t least,
       static_cast<unsigned long long>(least), static_cast<long long>(kGradientBlock));
 }
 
-// ---- what of the tensors a chunk has
+// ---- the part of the tensors that a chunk has
 
-// dz in the place of pre_activation, of all columns: an element of a row has the place of what it
-// is the gradient of, or of what that is multiplied by, so that who reads both may write both.
-// Where they lie interleaved rows of dz are in another order.
+// Whether dz takes the place of pre_activation, for all columns: each element replaces the number
+// it is the gradient of, or that number's factor, so that code that reads both may write both.
+// Interleaved rows of dz have another order.
 inline bool dz_is_in_place(const MoeBackwardProblem& p) {
   return p.overwrites && p.order != FLASHMOE_MOE_INTERLEAVED;
 }
 
-// Columns of I. Rows of dz of all of them, or of these alone.
+// Columns of I. Rows of dz hold all columns of I, or only these.
 struct InnerChunk {
   int64_t first;
   int64_t count;
@@ -96,8 +97,8 @@ struct InnerChunk {
   bool dz_is_whole;
 
   bool is_whole() const { return count == inner; }
-  int64_t dz_first() const { return dz_is_whole ? first : 0; }      // of what lies first in a row
-  int64_t dz_inner() const { return dz_is_whole ? inner : count; }  // to what lies second
+  int64_t dz_first() const { return dz_is_whole ? first : 0; }      // of the first part of a row
+  int64_t dz_inner() const { return dz_is_whole ? inner : count; }  // to the second part
 };
 
 // Columns of H.
@@ -119,7 +120,7 @@ inline HiddenChunk hidden_chunk(const MoeBackwardProblem& p, const GradientChunk
 }
 
 // Where g's and u's gradients begin in a row of dz, which has the order of w_gate_up's rows, and
-// the step from one to the next; without a gate u's at places[1].
+// the step between elements. Without a gate, u's begin at places[1].
 struct DzPlaces {
   int64_t places[2];
   int64_t step;
@@ -133,8 +134,7 @@ inline DzPlaces dz_places(const MoeBackwardProblem& p, const InnerChunk& chunk) 
   return made;
 }
 
-// Rows of the gradient of w_gate_up, or of w_up, that a chunk has, and the column of dz that the
-// first is of.
+// A chunk's rows of the gradient of w_gate_up or w_up, and the column of dz for the first.
 struct GradientRows {
   bool of_w_up;
   int64_t first;
@@ -142,7 +142,7 @@ struct GradientRows {
   int64_t dz_column;
 };
 
-// Fills `rows`, and returns how many there are.
+// Fills `rows` and returns their number.
 inline int gradient_rows(const MoeBackwardProblem& p, const InnerChunk& chunk,
                          GradientRows (&rows)[2]) {
   const int64_t width = p.layer.gated ? 2 : 1;
@@ -186,7 +186,7 @@ inline BiasGradient rows_from(BiasGradient gradient, int64_t row) {
   return gradient;
 }
 
-// The layer with these columns of I alone.
+// The layer with only these columns of I.
 inline MoeForwardProblem layer_of(const MoeBackwardProblem& p, const InnerChunk& chunk) {
   MoeForwardProblem layer = p.layer;
   layer.inner = chunk.count;

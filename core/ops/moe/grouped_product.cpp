@@ -8,7 +8,7 @@
 namespace flashmoe {
 namespace {
 
-// Which rows are whose: offsets with a rank 2 x, counts with a rank 3 one.
+// Reads the rows of each expert: offsets with a rank 2 x, counts with a rank 3 x.
 flashmoe_status read_rows(const flashmoe_grouped_product_params& params, int* rank) {
   if (params.x != nullptr && params.x->ndim != 2 && params.x->ndim != 3) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
@@ -80,7 +80,8 @@ flashmoe_status GroupedProduct::make_problem(const Params& params, Problem* prob
   FLASHMOE_TRY(check_no_overlap("out", out, rank));
 
   p.x.data = x.data;
-  p.x.row_stride = p.rows > 1 ? x.strides[row_axis] : p.columns;  // that of one row may be anything
+  p.x.row_stride = p.rows > 1 ? x.strides[row_axis] : p.columns;  // the stride of a single row may
+                                                                  // be anything
   p.x.expert_stride = rank == 3 ? x.strides[0] : 0;
   p.out.data = out.data;
   p.out.dtype = p.x.dtype;

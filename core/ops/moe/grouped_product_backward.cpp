@@ -16,7 +16,7 @@ constexpr Option<Params> kOptions[] = {
     Option<Params>::reserved("reserved", &Params::reserved),
 };
 
-// Which rows are whose: offsets with a rank 2 dout, counts with a rank 3 one.
+// Reads how rows belong to experts: offsets with a rank 2 dout, counts with a rank 3 dout.
 flashmoe_status read_rank(const Params& params, int* rank) {
   if (params.dout != nullptr && params.dout->ndim != 2 && params.dout->ndim != 3) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,

@@ -1,5 +1,5 @@
-// The operations of the mixture of experts, as core/operation.h takes them. Each has a source of
-// its own. make_problem() may be given other names of arguments: fused_moe's.
+// The operations of the mixture of experts, as core/operation.h takes them, each in its own source.
+// make_problem() takes other argument names for fused_moe.
 #pragma once
 
 #include <array>
@@ -43,7 +43,7 @@ struct MoeRoute {
 
   static flashmoe_status make_problem(const Params& params, Problem* problem,
                                       const char* logits = "logits");
-  // The same less the outputs, which are not looked at: what they tell, top_k, the problem has.
+  // The same without the outputs. They would tell top_k, which the problem already has.
   static flashmoe_status read_inputs(const Params& params, Problem* problem, const char* logits);
   static double flops(const Problem&) { return 0.0; }
   static bool is_empty(const Problem&) { return false; }  // offsets are written without tokens too
@@ -90,11 +90,11 @@ struct MoeForward {
   };
 
   static flashmoe_status make_problem(const Params& params, Problem* problem, const char* x = "x");
-  // The same less the outputs, which neither are looked at.
+  // The same without the outputs.
   static flashmoe_status read_inputs(const Params& params, Problem* problem, const char* x);
-  // And less the routing.
+  // Also without the routing.
   static flashmoe_status read_layer(const Params& params, Problem* problem, const char* x);
-  // The outputs, behind the others. What a routing tells, top_k, the problem has.
+  // Reads the outputs, after the others. A routing would tell top_k, which the problem already has.
   static flashmoe_status read_outputs(const Params& params, Problem* problem, const char* x);
   static double flops(const Problem& p);
   static bool is_empty(const Problem& p) { return p.tokens == 0; }

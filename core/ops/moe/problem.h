@@ -1,5 +1,5 @@
-// The mixture-of-experts problems and their plans: what the C ABI's arguments become after one
-// validation, and what every backend takes. Words as in flashmoe/moe.h.
+// The mixture-of-experts problems: the C ABI's arguments after validation, which every backend
+// takes. Words as in flashmoe/moe.h.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@ namespace flashmoe {
 inline constexpr int64_t kMaxExperts = 1024;
 inline constexpr int64_t kMaxTopK = 32;
 
-// Numbers of a routing are fp32, or fp64 on the CPU: then they are at the pointer that is named
-// wide_..., and the other one is nullptr.
+// Numbers of a routing are fp32, or on the CPU fp64. fp64 numbers are at the pointer named
+// wide_..., and the other pointer is nullptr.
 
 // A validated call of flashmoe_moe_route. T * K <= 2^31 - 2^16; every pointer is aligned to its
-// elements. Weights and lse are wide where logits or given weights are of fp64.
+// elements. Weights and lse are wide if logits or given weights are fp64.
 struct MoeRouteProblem {
   flashmoe_device device;
   int64_t tokens;
@@ -54,20 +54,19 @@ struct MoeRouteProblem {
   KernelName kernel;  // "": routing has one family for each device
 };
 
-// A [rows, columns] view, or one for each expert, whose columns lie next to each other. Strides in
-// elements.
+// A [rows, columns] view, or one per expert, with contiguous columns. Strides in elements.
 template <class Data>
 struct TokenRows {
   Data* data;  // nullptr: absent
   int64_t row_stride;
-  int64_t expert_stride;  // 0 of rows of all experts
+  int64_t expert_stride;  // 0 for rows of all experts
   Dtype dtype;
   int32_t gap;  // 0: the bytes of problems are compared (core/plan_cache.h)
 };
 
 // An [experts, rows, columns] view of weights, strides in elements. One of row_stride and
-// column_stride is 1; or, of a gate and an up that lie interleaved in a transposed tensor,
-// row_stride is 2 and the other's data is one element further.
+// column_stride is 1. For a gate and an up interleaved in a transposed tensor, row_stride is 2, and
+// up's data begins one element after the gate's.
 struct ExpertMatrix {
   const void* data;
   int64_t expert_stride;
@@ -77,17 +76,17 @@ struct ExpertMatrix {
   int32_t gap;
 };
 
-// [experts, rows]; data is nullptr where there is none.
+// [experts, rows]; data is nullptr: absent.
 struct ExpertBias {
   const void* data;
   int64_t expert_stride;
-  int64_t row_stride;  // 1, or 2 of an interleaved gate and up
+  int64_t row_stride;  // 1, or 2 for an interleaved gate and up
   Dtype dtype;
   int32_t gap;
 };
 
 // A validated call of flashmoe_moe_forward. T * K <= 2^31 - 2^16; hidden and inner are multiples
-// of 8. Rows and matrices are of one dtype: no kernel takes others yet.
+// of 8. Rows and matrices have one dtype: no kernel takes others yet.
 struct MoeForwardProblem {
   flashmoe_device device;
   int64_t tokens;
@@ -109,7 +108,7 @@ struct MoeForwardProblem {
   ExpertBias down_bias;
 
   const float* weights;        // [tokens, top_k]
-  const double* wide_weights;  // of an x of fp64 alone, which may have either
+  const double* wide_weights;  // only with an fp64 x, which may have either
   const int32_t* offsets;      // [experts + 1]
   const int32_t* pairs;        // [tokens * top_k]
   const int32_t* slots;        // [tokens, top_k]
@@ -122,16 +121,16 @@ struct MoeForwardProblem {
   KernelName kernel;  // the family asked for, or ""
 };
 
-// A validated call of flashmoe_grouped_product. x, w and out are of one dtype: no kernel takes
-// others yet.
+// A validated call of flashmoe_grouped_product. x, w and out have one dtype: no kernel takes others
+// yet.
 struct GroupedProductProblem {
   flashmoe_device device;
   int32_t experts;
-  int64_t rows;         // of all experts, with offsets; of one, M, with counts
+  int64_t rows;         // of all experts with offsets; of one (M) with counts
   int64_t columns;      // K
   int64_t out_columns;  // N
 
-  TokenRows<const void> x;  // with counts rows of each expert
+  TokenRows<const void> x;  // with counts, rows per expert
   TokenRows<void> out;
   ExpertMatrix w;  // [experts, out_columns, columns]
   ExpertBias bias;
@@ -140,7 +139,7 @@ struct GroupedProductProblem {
   KernelName kernel;
 };
 
-// The gradient of an ExpertMatrix, laid out as it may be; data is nullptr where none is wanted.
+// The gradient of an ExpertMatrix, with the same layouts; data is nullptr: not wanted.
 struct MatrixGradient {
   void* data;
   int64_t expert_stride;
@@ -150,7 +149,7 @@ struct MatrixGradient {
   int32_t gap;
 };
 
-// [experts, rows] whose rows lie next to each other; data is nullptr where none is wanted.
+// [experts, rows] with contiguous rows; data is nullptr: not wanted.
 struct BiasGradient {
   void* data;
   int64_t expert_stride;
@@ -158,16 +157,16 @@ struct BiasGradient {
   int32_t gap;
 };
 
-// A validated call of flashmoe_moe_backward. Of `layer` there are no outputs: its pre_activation
-// is absent, and what the forward saved is `pre_activation` here.
+// A validated call of flashmoe_moe_backward. `layer` has no outputs: its pre_activation is absent,
+// and `pre_activation` here is what the forward saved.
 struct MoeBackwardProblem {
   flashmoe_device device;
   MoeForwardProblem layer;
   flashmoe_moe_gate order;  // of gate and up in w_gate_up
   ExpertMatrix gate_up;     // all of w_gate_up, as it lies; with SEPARATE the gate
   TokenRows<const void> dout;
-  TokenRows<const void> pre_activation;  // absent: to be computed again
-  bool overwrites;                       // pre_activation, if that is of use
+  TokenRows<const void> pre_activation;  // absent: computed again
+  bool overwrites;                       // pre_activation, if that helps
 
   TokenRows<void> dx;
   MatrixGradient dw_gate_up;  // rows in the order of w_gate_up
@@ -177,7 +176,7 @@ struct MoeBackwardProblem {
   BiasGradient db_up;
   BiasGradient db_down;
   float* dweights;               // [tokens, top_k] or nullptr
-  double* wide_dweights;         // of wide weights
+  double* wide_dweights;         // for wide weights
   uint64_t max_workspace_bytes;  // 0: no bound
   bool accumulate;
   KernelName kernel;
@@ -207,11 +206,11 @@ struct GroupedProductBackwardProblem {
 struct MoeRouteBackwardProblem {
   flashmoe_device device;
   int64_t tokens;
-  int32_t experts;  // 0 of given weights
+  int32_t experts;  // 0 for given weights
   int32_t top_k;
 
   const float* dweights;         // [tokens, top_k]
-  const double* wide_dweights;   // where the scores are of fp64
+  const double* wide_dweights;   // if the scores are fp64
   const int32_t* ids;            // [tokens, top_k]
   const float* dlse;             // [tokens] or nullptr
   const double* wide_dlse;       // likewise

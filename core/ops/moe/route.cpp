@@ -18,7 +18,7 @@ constexpr Option<Params> kOptions[] = {
     Option<Params>::reserved("reserved", &Params::reserved),
 };
 
-// With given ids there are no logits to score.
+// Given ids leave no logits to score.
 flashmoe_status check_scoring(const flashmoe_moe_route_params& params) {
   FLASHMOE_TRY(check_options(kOptions, params));
   if (params.given_ids == nullptr || params.scoring == 0) return FLASHMOE_OK;
@@ -27,7 +27,7 @@ flashmoe_status check_scoring(const flashmoe_moe_route_params& params) {
               params.scoring);
 }
 
-// Logits or the choice itself, and what goes with either.
+// Checks logits or the given choice, and what goes with either.
 flashmoe_status check_sources(const flashmoe_moe_route_params& params) {
   if ((params.logits != nullptr) == (params.given_ids != nullptr)) {
     return fail(
@@ -103,7 +103,7 @@ flashmoe_status read_given(const flashmoe_moe_route_params& params, MoeRouteProb
     View map;
     FLASHMOE_TRY(
         check_int32_tensor("expert_map", params.expert_map, 1, "given_ids", p->device, &map));
-    static constexpr int32_t kNothing = 0;  // a map of no ids may have no data, and is a map still
+    static constexpr int32_t kNothing = 0;  // an empty map may have no data, but is still a map
     p->expert_map = map.shape[0] > 0 ? static_cast<const int32_t*>(map.data) : &kNothing;
     p->expert_map_size = map.shape[0];
   }
@@ -119,7 +119,7 @@ flashmoe_status read_sources(const flashmoe_moe_route_params& params, const char
 
 flashmoe_status read_outputs(const flashmoe_moe_route_params& params, const char* logits,
                              MoeRouteProblem* p) {
-  const bool from_logits = params.logits != nullptr;  // which of no tokens may have no data
+  const bool from_logits = params.logits != nullptr;  // without tokens the data may be null
   const char* const of = from_logits ? logits : "given_ids";
   const char* const scores = params.given_weights != nullptr ? "given_weights" : of;
   const Dtype dtype = from_logits ? p->logits_dtype : p->given_weights_dtype;
@@ -202,7 +202,7 @@ flashmoe_status read_groups(const flashmoe_moe_route_params& params, MoeRoutePro
   return FLASHMOE_OK;
 }
 
-// How experts are chosen and weighed, behind how many of a token.
+// Reads how experts are chosen and weighed, after top_k.
 flashmoe_status read_choice(const flashmoe_moe_route_params& params, MoeRouteProblem* p) {
   FLASHMOE_TRY(read_groups(params, p));
   p->scoring = static_cast<flashmoe_moe_scoring>(params.scoring);

@@ -38,7 +38,7 @@ flashmoe_status check_sources(const Params& params) {
   return check_absent("dlogits", params.dlogits, "with given_weights");
 }
 
-// Logits or given weights, and their gradient: rows whose last stride is 1.
+// Reads logits or given weights, and their gradient: rows whose last stride is 1.
 flashmoe_status read_scores(const char* name, const flashmoe_tensor* tensor,
                             const char* gradient_name, const flashmoe_tensor* gradient,
                             int64_t columns, MoeRouteBackwardProblem* p) {

@@ -1,6 +1,6 @@
 """The arrays that `check` and `bench` work on: NumPy, torch or CuPy behind one small face.
 
-torch and CuPy take NumPy's argument names (axis, keepdims), so the reference mathematics is
+torch and CuPy accept NumPy's argument names (axis, keepdims), so the reference mathematics is
 written once, against `Arrays.xp`.
 """
 
@@ -36,23 +36,23 @@ class Arrays:
         return self.cast(self.xp.random.default_rng(seed).gumbel(size=extents), "fp32")
 
     def array(self, values: Any) -> Any:
-        """On the device, of numbers on the host."""
+        """An array on the device from numbers on the host."""
         return self.xp.asarray(values)
 
     def sorted_down(self, values: Any) -> Any:
-        """The last axis from the greatest down."""
+        """Sorts the last axis in descending order."""
         return self.xp.sort(values, axis=-1)[..., ::-1]
 
     def stable_order(self, values: Any) -> Any:
-        """Indices that sort the last axis from the greatest down; of equals the first is first."""
+        """Indices that sort the last axis in descending order; ties keep their order."""
         return self.xp.argsort(-values, axis=-1, kind="stable")
 
     def poisoned(self, extents: tuple[int, ...], dtype: str) -> Any:
-        """An output in which every element that is not written shows: NaN."""
+        """An output full of NaN, so that elements that are not written show."""
         return self.xp.full(extents, self.xp.nan, dtype=self._dtype(dtype))
 
     def _dtype(self, dtype: str) -> Any:
-        if dtype == "bf16":  # NumPy has none; ml_dtypes adds it
+        if dtype == "bf16":  # NumPy lacks it; ml_dtypes adds it
             return importlib.import_module("ml_dtypes").bfloat16
         return {"fp64": "float64", "fp32": "float32", "fp16": "float16"}[dtype]
 
@@ -99,7 +99,7 @@ class TorchArrays(Arrays):
         self.dtypes = ("fp32", "fp16", "bf16")
         if device != "cpu":
             self.dtypes = ("fp16", "bf16")
-            self.xp.cuda.set_device(device)  # events, graphs and streams are of this device
+            self.xp.cuda.set_device(device)  # events, graphs and streams belong to this device
 
     def normal(self, extents: tuple[int, ...], dtype: str, seed: int) -> Any:
         generator = self.xp.Generator(device=self.device).manual_seed(seed)
@@ -149,7 +149,7 @@ def _torch_sees(device: str) -> bool:
 
 
 def normal_device(name: str) -> str:
-    """ "cpu" or "cuda:N" for a name a person gave."""
+    """ "cpu" or "cuda:N" for a name given by a person."""
     match = re.fullmatch(r"(cpu)|cuda(?::(\d+))?", name)
     if match is None:
         raise CommandError(f"--device: got {name}, accepted are cpu, cuda and cuda:N")
@@ -157,7 +157,7 @@ def normal_device(name: str) -> str:
 
 
 def choose_arrays(device: str) -> Arrays:
-    """torch where it can use the device, else CuPy for a GPU and NumPy for the CPU."""
+    """torch if it can use the device, else CuPy for a GPU and NumPy for the CPU."""
     if _torch_sees(device):
         return TorchArrays(device)
     if device == "cpu":
@@ -171,7 +171,7 @@ def choose_arrays(device: str) -> Arrays:
 
 
 def usable_device(flashmoe: Any) -> tuple[str, str]:
-    """The device to use when none is asked for, and a sentence that says why."""
+    """The default device, and a sentence that says why."""
     if flashmoe.cuda_device_count() == 0:
         return "cpu", "No GPU that this build can use here: running on the CPU backend."
     if _torch_sees("cuda:0") or importlib.util.find_spec("cupy") is not None:

@@ -187,7 +187,7 @@ def _choose_device(flashmoe: Any, arguments: argparse.Namespace, suite: Suite | 
 
 
 def _given(arguments: argparse.Namespace) -> list[str]:
-    """The flags of a shape, of whichever operation, that were given."""
+    """The given flags of a shape, for any operation."""
     of_attention = [*given_shape_options(arguments), *given_pass_options(arguments)]
     return [*of_attention, *given_moe_options(arguments)]
 
@@ -237,7 +237,7 @@ def _shapes(
 
 
 def _only(arguments: argparse.Namespace, shapes: Sequence[AnyShape]) -> frozenset[AnyShape]:
-    """Those of a suite's shapes that are to be measured."""
+    """The shapes of a suite to measure."""
     if arguments.only is None:
         return frozenset(shapes)
     if arguments.suite is None:
@@ -255,8 +255,8 @@ def _only(arguments: argparse.Namespace, shapes: Sequence[AnyShape]) -> frozense
 def _skip_emulated(
     shapes: tuple[AnyShape, ...], native: Sequence[str], arguments: argparse.Namespace
 ) -> tuple[tuple[AnyShape, ...], dict[str, Any] | None]:
-    """The shapes to measure, and what a record says of those that are left out: of element types
-    that the device does not multiply, unless they were asked for by name or there are no others."""
+    """The shapes to measure, and what a record says about those left out: element types that the
+    device does not multiply, unless asked for by name or there are no others."""
     kept = tuple(s for s in shapes if s.dtype in native)
     if arguments.dtype is not None or not kept or len(kept) == len(shapes):
         return shapes, None
@@ -281,7 +281,7 @@ def _set_threads(flashmoe: Any, arrays: Arrays, threads: int | None) -> None:
 
 
 def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each peer geometric mean, extremes and verdicts of the ratio that counts for the row's
+    """Geometric mean, extremes and verdicts per peer, for the ratio that counts for the row's
     operation, over all valid rows whose verdict is not withheld."""
     ratios: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
@@ -300,7 +300,7 @@ def summarise(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _command(argv: list[str]) -> list[str]:
-    """How to repeat this run; where its record went, and what was kept, is no part of that."""
+    """The command that repeats this run, without the place of its record and what was kept."""
     kept = ["flashmoe"]
     words = iter(argv)
     for word in words:
@@ -313,7 +313,7 @@ def _command(argv: list[str]) -> list[str]:
 
 
 def _source(commit: Any, operation: str, device: str) -> dict[str, Any]:
-    """What is measured: the commit, all sources of the library, and those of the kernels alone."""
+    """What is measured: the commit, all sources of the library, and the kernels' sources."""
     kind = "cpu" if device == "cpu" else "cuda"
     return {
         "commit": commit,
@@ -357,7 +357,7 @@ def _document(
 
 
 def _measure(flashmoe: Any, arrays: Arrays, shape: AnyShape, *rest: Any) -> dict[str, Any]:
-    """The cell of a shape; one that cannot be measured is void and leaves the others alone."""
+    """The cell of a shape; one that cannot be measured is void and does not affect the others."""
     try:
         if isinstance(shape, MoeBackwardShape):
             return measure_moe_backward(flashmoe, arrays, shape, *rest)
@@ -366,7 +366,7 @@ def _measure(flashmoe: Any, arrays: Arrays, shape: AnyShape, *rest: Any) -> dict
         if isinstance(shape, BackwardShape):
             return measure_backward(flashmoe, arrays, shape, *rest)
         return measure(flashmoe, arrays, shape, *rest)
-    except Exception as error:  # such as no memory
+    except Exception as error:  # such as running out of memory
         reason = f"measuring failed: {type(error).__name__}: {error}"
         return describe(shape) | {"status": "void", "reason": reason}
 
@@ -419,7 +419,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{skipped['reason']}. --dtype {skipped['dtypes'][0]} measures those of that type."
         )
     chosen = peers.choose_peers(arrays, arguments.peer, operation_of(shapes[0]))
-    # One that was asked for by name is shown in every row, missing or not.
+    # A peer asked for by name is shown in every row, even if missing.
     shown = [p for p in chosen if arguments.peer or isinstance(p, peers.Peer)]
     names = [p.name for p in shown]
     sampling = Sampling(
@@ -472,7 +472,7 @@ def run(arguments: argparse.Namespace) -> int:
                     )
                     document["cells"] = [c for c in cells if c is not None]
                     document["summary"] = summarise(document["cells"])
-                    if arguments.json not in (None, "-"):  # what is measured survives
+                    if arguments.json not in (None, "-"):  # so that measurements survive
                         write_json(document, arguments.json)
                 table.cell(str(shape), cell)
                 if cell["status"] != "ok":

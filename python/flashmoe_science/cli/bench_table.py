@@ -1,4 +1,5 @@
-"""What `flashmoe bench` shows people: a few lines a shape as it is measured, then the summary."""
+"""The output of `flashmoe bench` for people: a few lines per shape as it is measured, then the
+summary."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ forward, from the router's logits on, and a backward by torch's autograd.""",
 
 
 def ratio_text(against: dict[str, Any]) -> str:
-    """A ratio with its interval, and whether it is a tie; of a withheld verdict the ratio alone."""
+    """A ratio with its interval, and whether it is a tie; with a withheld verdict only the
+    ratio."""
     if against["verdict"] == "withheld":
         return f"{against['ratio']:.2f} noisy"
     tie = " tie" if against["verdict"] == "tie" else ""
@@ -68,7 +70,7 @@ def ratio_text(against: dict[str, Any]) -> str:
 
 
 def sustained_ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """A peer's time over ours where nobody pauses, and its energy over ours."""
+    """A peer's time over ours in calls without pauses, and its energy over ours."""
     text = f"{ours['tflops'] / theirs['tflops']:.2f}"
     if ours["joules_per_tflop"] is None or theirs["joules_per_tflop"] is None:
         return text
@@ -80,7 +82,7 @@ def _spread(times: dict[str, Any]) -> str:
 
 
 class BenchTable:
-    """Rows of shapes. On a GPU one for each way to take time: events, graph, host."""
+    """Rows of shapes. On a GPU one per way to take time: events, graph, host."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class BenchTable:
         *,
         sustained: bool = False,
     ) -> None:
-        """`labels` are those of the rows to come, which are of one operation."""
+        """`labels` are those of the coming rows, all of one operation."""
         self._moe = operation in (MOE, MOE_BACKWARD, MOE_TRAINING)
         self._weights = operation == MOE
         self._width = max([_SHAPE_WIDTH, *map(len, labels)])
@@ -193,7 +195,8 @@ class BenchTable:
         self._table.row([*ours, *own, *(peers.get(name, "-") for name in self._peers)])
 
     def _of_moe(self, ours: dict[str, Any]) -> tuple[str, str]:
-        """The fraction of the dense bound, and of a forward the weights' way from memory."""
+        """The fraction of the dense bound and, for a forward, of reading the weights from
+        memory."""
         share, rate = ours.get("bound_fraction"), ours.get("weight_bytes_per_s", 0.0)
         unit = "TB/s" if self._per_tera == 1 else "GB/s"
         return (

@@ -1,9 +1,9 @@
-"""What the device can do at best, measured in the run that is judged by it.
+"""The best that the device can do, measured in the run that it judges.
 
-Two ceilings: bytes a second of a copy, and FLOP/s of one large matrix product, both by the arrays'
-own library (on a GPU torch, and so cuBLAS), each the fastest of its samples: what slows one down
-is no part of a ceiling. They are no theoretical peaks: clocks, power and cooling are those of the
-run. Where one call takes longer than the time for all samples, it is the only one.
+Two ceilings: bytes per second of a copy, and FLOP/s of one large matrix product. The arrays' own
+library computes both (on a GPU torch, and so cuBLAS). Each is its fastest sample, since
+disturbances are no part of a ceiling. They are not theoretical peaks: clocks, power and cooling are
+those of the run. If one call takes longer than the time for all samples, it is the only one.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import flashmoe_science as fm
 from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.timing import CpuClock, CudaClock, Sampling, make_clock
 
-# Extents of the square product, and bytes of the array that is copied: far beyond every cache, and
-# long beside a launch.
+# Extents of the square product, and bytes of the copied array: far beyond every cache, and long
+# compared to a launch.
 _MATMUL_EXTENT = {"cpu": 2048, "cuda": 8192}
 _COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}
 
-_LEAST_SAMPLES = 3  # if they take no longer than this:
+_LEAST_SAMPLES = 3  # if they take at most:
 _BUDGET_S = 2.0
 
-# With these a CPU multiplies bf16. Without, torch's product takes seconds to minutes and is no
-# ceiling, as its product of fp16 is on any, and NumPy's of either.
+# CPUs with these multiply bf16. On others torch's product takes seconds to minutes and is no
+# ceiling; nor is its fp16 product on any CPU, or NumPy's of either.
 _NATIVE_BF16 = ("avx512bf16", "amx")
 
 
 def native_dtypes(device: str, served: Sequence[str]) -> tuple[str, ...]:
-    """Those of the element types served on a device that kernels there do not multiply as fp32."""
+    """The element types that kernels on a device multiply without widening to fp32."""
     if device != "cpu":
         return tuple(served)
     native = ("fp32", "bf16") if fm.device_info("cpu").isa in _NATIVE_BF16 else ("fp32",)
@@ -69,7 +69,7 @@ def _rate(
 
 
 def _fastest(call: Callable[[], Any], clock: CpuClock | CudaClock, sampling: Sampling) -> float:
-    """The least of as many samples as the time of one contender allows, or of a few."""
+    """The least of as many samples as one contender's time allows, or of a few."""
     begin = time.monotonic()
     samples: list[float] = []
     while len(samples) < sampling.most:
@@ -82,7 +82,7 @@ def _fastest(call: Callable[[], Any], clock: CpuClock | CudaClock, sampling: Sam
 
 
 def _copy(arrays: Arrays, size: int) -> Callable[[], Any]:
-    """Copies `size` bytes; that many are read and as many written."""
+    """Copies `size` bytes, which reads and writes that many."""
     source, target = (arrays.poisoned((size // 4,), "fp32") for _ in range(2))  # all pages touched
     if arrays.name == "numpy":
         return functools.partial(arrays.xp.copyto, target, source)

@@ -60,8 +60,8 @@ _SPEED_SHAPES = {
     "cuda": Shape(4, 4096, 4096, 16, 16, 128, 128, causal="bottom_right"),
 }
 
-# Odd lengths, grouped heads, every mask with seq_q != seq_k, rows that see no key, the head
-# dimensions at both ends and one value dimension of its own, windows and a softcap that bends.
+# Odd lengths, grouped heads, every mask with seq_q != seq_k, rows that see no key, the smallest and
+# largest head dimensions, a different value dimension, windows, and a softcap that bends.
 _CORRECTNESS_SHAPES = (
     Shape(2, 65, 65, 3, 3, 64, 64),
     Shape(1, 200, 333, 4, 2, 128, 128, causal="bottom_right"),
@@ -121,7 +121,7 @@ class Checks:
         self.sentence = ""
 
     def _prepare(self) -> tuple[Any, Arrays]:
-        """The package and arrays on the device; raises what is wrong with either."""
+        """Prepares the package and arrays on the device; raises errors in either."""
         if self._seen is None:
             flashmoe = environment.package()
             device, self.sentence = usable_device(flashmoe)
@@ -220,7 +220,7 @@ class Checks:
                 try:
                     ours = call_backward(flashmoe, arrays, shape, inputs, self._kernel)
                 except flashmoe.UnsupportedError as error:
-                    # What this version does not compute is no fault of the installation.
+                    # A shape that this version does not compute is no fault of the installation.
                     refused.append(f"{shape}: {error}")
                     continue
                 verdict = _judge_gradients_on_host(arrays, shape, inputs, ours)
@@ -248,7 +248,7 @@ class Checks:
         details = {"cases": [dataclasses.asdict(c) for c in found.cases], "refused": found.refused}
         if not found.cases:
             why = "; ".join(dict.fromkeys(found.refused.values()))
-            # It is no fault to ask for a family that computes attention alone.
+            # Asking for a family that computes only attention is no fault.
             return Result("experts", self._kernel is not None, f"none: {why}", details=details)
         if found.failed:
             first = found.failed[0]
@@ -302,7 +302,8 @@ class Checks:
 
 
 def _judge_on_host(arrays: Arrays, shape: Shape, inputs: Inputs, ours: OurCall) -> Accuracy:
-    """By NumPy, whatever the arrays: the verdict owes nothing to the library that made them."""
+    """Judges with NumPy, whatever the arrays, so that the verdict does not depend on the library
+    that made them."""
     q, k, v = (arrays.to_host(x) for x in inputs)
     outputs = {OURS: arrays.to_host(ours.out)}
     return judge(Arrays(), shape, (q, k, v), outputs, arrays.to_host(ours.lse))[OURS]
@@ -317,7 +318,7 @@ def _judge_gradients_on_host(
 
 
 def _guarded(name: str, check: Callable[[], Result]) -> Result:
-    """A check that raises has failed, and says what was raised."""
+    """A check that raises fails and reports the exception."""
     begin = time.monotonic()
     answer = environment.guarded(check)
     if not isinstance(answer, Result):

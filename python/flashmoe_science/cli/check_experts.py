@@ -1,5 +1,5 @@
-"""What `flashmoe check` asks of the mixture of experts: every kernel family that computes layers on
-the device, in every layout of weights, against float64."""
+"""The part of `flashmoe check` for the mixture of experts: every kernel family that computes layers
+on the device, in every layout of weights, against float64."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flashmoe_science.cli.moe_inputs import MoeInputs, make_moe_inputs
 from flashmoe_science.cli.moe_reference import judge_moe, routing_fault
 from flashmoe_science.cli.moe_shapes import MoeShape
 
-# One token and many, evenly and on one expert most of all, experts that are empty and token counts
-# that fill no tile, K = 1 and K = E, E that is no multiple of 8; each with a layout of its own.
+# One token and many, evenly spread and concentrated on one expert, empty experts and token counts
+# that fill no tile, K = 1 and K = E, E that is no multiple of 8; each with a different layout.
 SHAPES = (
     (MoeShape(1, 256, 128, 16, 4), "gate_up"),
     (MoeShape(13, 136, 72, 6, 2, skew=1.0), "interleaved"),
@@ -28,7 +28,7 @@ SHAPES = (
 
 @dataclasses.dataclass
 class Case:
-    """What one call gave. `kernel` is the family that was asked for, "" for the best."""
+    """The result of one call. `kernel` is the requested family, "" for the best."""
 
     shape: MoeShape
     layout: str
@@ -41,7 +41,7 @@ class Case:
 
 @dataclasses.dataclass
 class Experts:
-    """What all calls gave, by whom, and why families that are built in were not asked."""
+    """The results of all calls, by family, and why some built-in families were not asked."""
 
     cases: list[Case]
     refused: dict[str, str]
@@ -56,12 +56,12 @@ class Experts:
 
     @property
     def margin(self) -> float:
-        """The largest error as a part of what is allowed."""
+        """The largest error as a fraction of what is allowed."""
         return max(case.error / case.bound for case in self.cases)
 
 
 def check_experts(flashmoe: Any, arrays: Arrays, kernel: str | None) -> Experts:
-    """Calls the layer as users do, and by each family's name; with `kernel` by that name alone."""
+    """Calls the layer as users do, and by each family's name; with `kernel` only by that name."""
     found = Experts([], {})
     names = [kernel] if kernel else ["", *flashmoe.build_info().kernel_families.split()]
     seed = 0
@@ -77,7 +77,7 @@ def check_experts(flashmoe: Any, arrays: Arrays, kernel: str | None) -> Experts:
                 try:
                     calls[name] = _call(flashmoe, arrays, shape, layout, inputs, routing, name)
                 except (flashmoe.UnsupportedError, flashmoe.InvalidArgumentError) as error:
-                    # The latter of a family that computes attention alone.
+                    # The latter for a family that computes only attention.
                     if not str(error).startswith("kernel: "):
                         raise
                     found.refused.setdefault(name, str(error))
@@ -127,7 +127,8 @@ def _judge(
     routing: Any,
     calls: dict[str, _Call],
 ) -> list[Case]:
-    """By NumPy, whatever the arrays: the verdicts owe nothing to the library that made them."""
+    """Judges with NumPy, whatever the arrays, so that verdicts do not depend on the library that
+    made them."""
     numpy, on_host = Arrays(), _on_host(arrays, inputs)
     parts = ("ids", "weights", "offsets", "pairs", "slots")
     seen = types.SimpleNamespace(**{n: arrays.to_host(getattr(routing, n)) for n in parts})
@@ -154,7 +155,7 @@ def _stored(xp: Any, inputs: MoeInputs, layout: str) -> tuple[tuple[Any, Any], d
         return (xp.concatenate((up, gate), 1), down), {"gate": layout}
     if layout == "interleaved":
         return (xp.stack((gate, up), 2).reshape(both.shape), down), {"gate": layout}
-    if layout == "separate":  # views of one tensor: experts stand apart
+    if layout == "separate":  # views of one tensor: experts are not adjacent
         return (gate, down), {"gate": layout, "w_up": up}
     if layout == "transposed":
         return (_turned(xp, both), _turned(xp, down)), {}

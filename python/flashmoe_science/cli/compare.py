@@ -1,17 +1,17 @@
 """`flashmoe bench --compare A B`: which shapes moved beyond noise; and the gate of --fail-below.
 
-Two runs differ in more than the kernel: clocks, cooling, the machine itself. So our speed is taken
-relative to a peer that both records timed in the same version, the one that was fastest in A:
+Two runs differ in more than the kernel: clocks, cooling, the machine itself. So our speed is
+relative to a peer that both records timed in the same version: the fastest such in A.
 
     ratio = (ours in A / peer in A) / (ours in B / peer in B)        above 1, B is faster
 
-and how the peer itself moved, A's time over B's, is shown as the machine's drift. Without such a
-peer the ratio is A's time over B's, which says something on one machine only.
+The peer's own change, A's time over B's, is shown as the machine's drift. Without such a peer the
+ratio is A's time over B's, which is meaningful only on one machine.
 
-Every ratio has a bootstrap interval over the samples of all that is in it. The intervals hold for
-all shapes at once with 95 % confidence (Bonferroni's), so that among many shapes none is said to
-have moved by chance. Where quartiles spread too far (stats.MOST_SPREAD) there is no verdict: such a
-row is in no mean, and no gate judges it.
+Every ratio has a bootstrap interval over the samples of all its terms. The intervals hold for all
+shapes at once with 95 % confidence (Bonferroni's), so that none of many shapes appears to have
+moved by chance. If quartiles spread too far (stats.MOST_SPREAD) there is no verdict: such a row is
+in no mean, and no gate judges it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def best_peer(cell: dict[str, Any], wanted: list[str] | None = None) -> str | No
 
 
 def failures_below(least: float, cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """The gate of one run: shapes whose ratio over their fastest peer is below `least`, with the
-    whole interval; raises CommandError where there is no peer to judge any by."""
+    """The gate of one run: shapes whose ratio over their fastest peer is below `least` with the
+    whole interval. Raises CommandError if there is no peer to judge any by."""
     judged: list[dict[str, Any]] = []
     for cell in cells:
         peer = best_peer(cell)
@@ -63,7 +63,7 @@ def failures_below(least: float, cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _gate(least: float, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is below with its whole interval fails, however noisy. Raises CommandError where nothing
+    """A ratio whose whole interval is below fails, however noisy. Raises CommandError if nothing
     fails and all verdicts are withheld: nothing judged is nothing passed."""
     failed = [entry for entry in entries if entry["ratio"]["high"] < least]
     judged = [e for e in entries if e in failed or e["ratio"]["verdict"] != "withheld"]
@@ -88,14 +88,14 @@ def print_gate(gate: dict[str, Any], output: Output) -> None:
 
 
 def _clock(entries: list[dict[str, Any]], moe: bool) -> str:
-    """Which samples are compared: of a mixture of experts those in a CUDA graph, where all have
+    """Which samples are compared: for a mixture of experts those in a CUDA graph, if all have
     them."""
     in_graphs = moe and all("graph_samples_s" in entry for entry in entries)
     return "graph_samples_s" if in_graphs else "samples_s"
 
 
 def _yardstick(a: dict[str, Any], b: dict[str, Any], wanted: list[str] | None) -> str | None:
-    """The fastest peer of A that B timed too, in the same version as far as that is known."""
+    """The fastest peer of A that B timed too, in the same version if that is known."""
     common = []
     for name, entry in a["contenders"].items():
         other = b["contenders"].get(name, {})
@@ -130,7 +130,7 @@ def _moved(
 def compare_records(
     a: dict[str, Any], b: dict[str, Any], wanted: list[str] | None = None
 ) -> dict[str, Any]:
-    """What moved between two records, as a document; raises CommandError where nothing is common.
+    """What moved between two records, as a document; raises CommandError if they share nothing.
 
     `wanted` names the peers that may be the yardstick; None is all.
     """
@@ -225,7 +225,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         judged = [cell for cell in document["cells"] if cell["status"] == "ok"]
         document["gate"] = _gate(arguments.fail_below, judged)
         print_gate(document["gate"], output)
-        # A row that was measured in A and is void in B is worse than slower.
+        # A row measured in A but void in B is worse than slower.
         lost = [c for c in document["cells"] if c["status"] == "void in B"]
         code = EXIT_FAILED if lost or document["gate"]["failed"] else EXIT_OK
     if arguments.json is not None:

@@ -1,7 +1,7 @@
-"""What this machine and this installation are made of.
+"""A description of this machine and this installation.
 
-Every probe stands alone: one that fails reports why and the others still run, so that a broken
-installation can be described by the installation itself.
+Probes are independent: one that fails reports why and the others still run, so that a broken
+installation can describe itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PACKAGES = (
     "nvidia-cudnn-cu13",
 )
 
-# Shared libraries worth naming when they are mapped into this process.
+# Shared libraries to report when mapped into this process.
 _LIBRARIES = re.compile(
     r"lib(flashmoe|cudart|cuda|cudnn|cublas|nvrtc|torch|c10|gomp|iomp5|openblas|mkl|tcmalloc"
     r"|jemalloc|c)[-_.\w]*\.so"
@@ -84,8 +84,8 @@ def as_dict(value: Any) -> dict[str, Any]:
     return {name: _lists(field) for name, field in dataclasses.asdict(value).items()}
 
 
-# Fields of an AttentionPlan's main launch, which a document has beside the plan's own. Records from
-# before lists of launches have the same names.
+# Fields of an AttentionPlan's main launch, which a document has besides the plan's own. Records
+# older than lists of launches have the same names.
 _OF_MAIN_LAUNCH = (
     "kernel", "grid", "block", "shared_bytes", "cluster", "stages", "tile_q", "tile_k", "dim",
     "dim_v",
@@ -93,7 +93,7 @@ _OF_MAIN_LAUNCH = (
 
 
 def plan_as_dict(plan: Any) -> dict[str, Any]:
-    """The fields of a plan, and of one of attention what it says of its main launch."""
+    """The fields of a plan and, for attention, those of its main launch."""
     main = {name: _lists(getattr(plan, name)) for name in _OF_MAIN_LAUNCH if hasattr(plan, name)}
     return main | as_dict(plan)
 
@@ -110,7 +110,7 @@ def _lists(value: Any) -> Any:
 
 
 def package() -> Any:
-    """The package, with its library loaded; raises CommandError with what is wrong with it."""
+    """The package, with its library loaded; raises CommandError if it is broken."""
     try:
         module = importlib.import_module("flashmoe_science")
         module.cuda_device_count()
@@ -146,7 +146,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def nvidia_smi() -> list[dict[str, str]]:
-    """One dictionary a GPU, [] where there is no driver."""
+    """One dictionary per GPU, [] without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -177,7 +177,7 @@ def available_processors() -> int:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what is installed, read from metadata: nothing is imported."""
+    """Versions of installed packages, read from metadata without importing."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -207,9 +207,9 @@ _NOT_RECORDS = ":(top,exclude)benchmarks/results"  # as git says it
 
 
 def git_commit() -> str:
-    """What FLASHMOE_COMMIT says, for a copy of the sources whose history is not theirs; else the
-    commit of the working tree this is run in, marked when it has changes, other than of records of
-    measurements; "" outside one."""
+    """FLASHMOE_COMMIT, for a copy of the sources without their history; else the commit of the
+    current working tree, marked if it has changes other than records of measurements; "" outside
+    one."""
     told = os.environ.get("FLASHMOE_COMMIT", "")
     git = shutil.which("git")
     if told or git is None:
@@ -229,7 +229,7 @@ _SOURCES = ("include", "core", "cpu", "cuda", "bindings", "cmake/*.cmake", "CMak
 
 
 def checkout() -> Path | None:
-    """Root of the FlashMoE checkout that holds the working directory, None outside one."""
+    """Root of the FlashMoE checkout that contains the working directory, None outside one."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         if (folder / "include/flashmoe/flashmoe.h").is_file() and (folder / "core").is_dir():
@@ -238,7 +238,7 @@ def checkout() -> Path | None:
 
 
 def _hash_of(root: Path, names: Iterable[str]) -> str:
-    """SHA-256 of what sha256sum prints of these files, in the order of their names' bytes."""
+    """SHA-256 of the output of sha256sum for these files, ordered by their names' bytes."""
     digest = hashlib.sha256()
     for name in sorted(name.encode() for name in names):
         content = hashlib.sha256((root / name.decode()).read_bytes()).hexdigest()
@@ -262,8 +262,8 @@ def source_hash(root: Path | None = None) -> str:
     return _hash_of(root, [f.relative_to(root).as_posix() for f in files if f.is_file()])
 
 
-# What belongs to one operation alone: its kernels, how they are compiled, and what chooses among
-# them. Headers that kernels include are found by following them, since most are of all operations.
+# Files of one operation only: its kernels, how they are compiled, and what chooses among them.
+# Included headers are found by following them, since all operations share most of them.
 _KERNELS = {
     ("attention_forward", "cuda"): ("cuda/attention/**/*",),
     ("attention_forward", "cpu"): ("cpu/attention*",),
@@ -271,7 +271,7 @@ _KERNELS = {
     ("attention_backward", "cpu"): ("cpu/attention*",),
     ("moe_forward", "cuda"): ("cuda/moe/**/*",),
     ("moe_forward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
-    # Gradients are computed by products of the forward, too.
+    # Gradients also use products of the forward.
     ("moe_backward", "cuda"): ("cuda/moe/**/*",),
     ("moe_backward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
 }
@@ -319,7 +319,7 @@ def kernel_sources(operation: str, kind: str, root: Path) -> list[str]:
         return sorted(set().union(*parts))
     names: set[str] = set()
     following = found(_KERNELS[operation, kind])
-    if way == "forward" and kind == "cuda":  # on the CPU a hash is of both
+    if way == "forward" and kind == "cuda":  # on the CPU one hash covers both
         following = {name for name in following if "backward" not in name}
     while following:
         names |= following
@@ -334,14 +334,14 @@ def kernel_sources(operation: str, kind: str, root: Path) -> list[str]:
 def kernels_hash(operation: str, kind: str, root: Path | None = None) -> str:
     """SHA-256 of an operation's kernel_sources, hashed as source_hash does; "" outside a checkout.
 
-    A record carries it: other kernels than those measured have another one.
+    A record carries it: kernels other than the measured ones have a different hash.
     """
     root = root or checkout()
     return "" if root is None else _hash_of(root, kernel_sources(operation, kind, root))
 
 
 def for_record() -> dict[str, Any]:
-    """What a result that is kept should say: everything but where things lie on this machine."""
+    """The environment for a kept result: everything except paths on this machine."""
     document = collect()
     for key in ("location", "executable", "loaded"):
         del document[key]

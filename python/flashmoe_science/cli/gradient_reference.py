@@ -2,10 +2,10 @@
 
     max|ours - ref| <= 2 max|plain - ref| + 2 ulp + what fp32 leaves of a cancellation
 
-as for the output (reference.py), of dq, dk and dv each. `ref` is float64 mathematics from q, k, v
-and dout alone; `plain` rounds scores, weights, their gradients and the results to the inputs'
-dtype, with the log-sum-exp and sums in fp32. The last term is of rows that see few keys: where a
-weight is 1 the gradient of its score is 0, but for the rounding of what is subtracted there.
+as for the output (reference.py), for each of dq, dk and dv. `ref` is float64 mathematics from q, k,
+v and dout only; `plain` rounds scores, weights, their gradients and the results to the inputs'
+dtype, with the log-sum-exp and sums in fp32. The last term is for rows that see few keys: if a
+weight is 1, the gradient of its score is 0 except for rounding in the subtraction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashmoe_science.cli.reference import (
 from flashmoe_science.cli.shapes import Shape
 
 NAMES = ("dq", "dk", "dv")
-_CANCELLATION = 4 * 2.0**-23  # of a weight, and of the largest of dweights in dscores
+_CANCELLATION = 4 * 2.0**-23  # for a weight, and for the largest of dweights in dscores
 
 Gradients = dict[str, Any]
 
@@ -40,8 +40,8 @@ Gradients = dict[str, Any]
 def _gradients(
     arrays: Arrays, given: tuple[Any, ...], logits: Logits, dtype: str
 ) -> tuple[Any, Any, Any]:
-    """dq of the rows that are given, and what they add to dk and dv, summed over query heads and
-    not rounded yet. "fp64" is without rounding; else what is stored is of `dtype`.
+    """dq of the given rows, and their parts of dk and dv, summed over query heads and not rounded
+    yet. "fp64" rounds nothing; otherwise stored numbers have `dtype`.
 
     q [group, rows, dim], k [1, keys, dim], v [1, keys, dim_v], dout [group, rows, dim_v].
     """
@@ -70,7 +70,7 @@ def _gradients(
 
 
 def _cancellation(arrays: Arrays, shape: Shape, inputs: BackwardInputs) -> dict[str, float]:
-    """What the last term of the rule allows of each gradient."""
+    """What the last term of the rule allows for each gradient."""
     q, k, v, dout = (largest(arrays.xp, arrays.cast(x, "fp32")) for x in inputs)
     # Sums of random signs grow with the root of their number.
     dscores = _CANCELLATION * dout * v * math.sqrt(shape.dim_v) / math.sqrt(shape.dim)
@@ -104,9 +104,9 @@ def judge_gradients(
 ) -> dict[str, Accuracy]:
     """Holds every (dq, dk, dv) [batch, seq, heads, dim] to the rule, against one reference.
 
-    The errors are those of the gradient that comes closest to its bound, or breaks it. Of long
-    sequences some KV heads are checked, with all rows of all their query heads, for a key's
-    gradient is of all of them; that every element was written is checked on all.
+    The errors are those of the gradient that comes closest to its bound, or breaks it. For long
+    sequences only some KV heads are checked, with all rows of all their query heads, since a key's
+    gradient depends on all of them. That every element was written is checked on all heads.
     """
     xp = arrays.xp
     kind = "cpu" if arrays.device == "cpu" else "cuda"

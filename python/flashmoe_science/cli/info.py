@@ -47,7 +47,7 @@ def version_text(number: int) -> str:
 
 
 def device_text(device: dict[str, Any]) -> str:
-    """One line: what it is, what it runs."""
+    """One line: the device and what it runs."""
     if "error" in device:
         return f"not available: {device['error']}"
     gib = device["memory_bytes"] / 2**30

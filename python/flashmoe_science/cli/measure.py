@@ -1,8 +1,7 @@
 """One measured shape: our kernel checked, proved to be the planned one, then timed beside peers.
 
-How that goes is the same for every operation (measure_row); what is an operation's own in it, a
-Procedure.
-That of attention is here.
+measure_row does this for every operation; a Procedure holds an operation's own steps. Attention's
+Procedure is in this file.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from flashmoe_science.cli.sustained import sustain
 from flashmoe_science.cli.timing import Contender, Sampling, interleave, make_clock
 
 OURS = "flashmoe"
-_FROM_CODE = ("registers", "local_bytes", "binary_arch")  # of a launch, and of no plan
+_FROM_CODE = ("registers", "local_bytes", "binary_arch")  # fields of a launch that plans lack
 
 
 def launch_mismatch(plan: dict[str, Any], launches: list[dict[str, Any]]) -> str:
-    """How the launches that were read back differ from the plan's, "" when they do not."""
+    """How the launches read back differ from the plan's, "" if they do not."""
     planned = plan["launches"]
     if len(planned) != len(launches):
         names = (", ".join(launch["kernel"] for launch in those) for those in (planned, launches))
@@ -40,7 +39,7 @@ def launch_mismatch(plan: dict[str, Any], launches: list[dict[str, Any]]) -> str
 
 
 def describe(shape: AnyShape) -> dict[str, Any]:
-    """What a record says of a shape before anything is measured."""
+    """What a record says about a shape before anything is measured."""
     return {
         "shape": vars(shape),
         "flops": shape.flops,
@@ -51,7 +50,7 @@ def describe(shape: AnyShape) -> dict[str, Any]:
 
 
 class Checked(Protocol):
-    """Our call on poisoned outputs, with its plan and the launches read back. Of several outputs
+    """Our call on poisoned outputs, with its plan and the launches read back. With several outputs
     `out` is a tuple."""
 
     out: Any
@@ -61,20 +60,21 @@ class Checked(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Procedure:
-    """What is an operation's own in measuring one shape.
+    """An operation's own steps in measuring one shape.
 
     Attributes:
         inputs: What peers take.
         checked: Our call, to be checked: its outputs were full of NaN.
-        judge: Holds outputs, by name and ours first, to the accuracy rule. Takes our call, too.
-        again: The call that is timed, on what was checked; its output.
+        judge: Checks outputs, by name and ours first, against the accuracy rule. Also takes our
+            call.
+        again: Makes the timed call on the checked tensors; returns its output.
         timed: The call that is timed.
-        fault: What else is wrong with our call, "" for nothing.
-        beside: Makes what is timed too and is no peer.
-        read_back: Whether the launches of the timed call can be read back. Those of a backward by
-            torch's autograd cannot: on a GPU it runs in another thread.
-        launched: What `again` launched, where it is more than one call of the library; None asks
-            for those of its last.
+        fault: What else is wrong with our call, "" if nothing.
+        beside: Makes what is also timed but is no peer.
+        read_back: Whether the launches of the timed call can be read back. Those of torch's
+            autograd cannot: on a GPU its backward runs in another thread.
+        launched: What `again` launched, if it makes several calls of the library; None reads those
+            of the last call.
     """
 
     inputs: Any
@@ -102,7 +102,7 @@ def measure_row(
     procedure: Procedure,
     record: dict[str, Any],
 ) -> dict[str, Any]:
-    """`record`, which describes the shape, with what was measured.
+    """Returns `record`, which describes the shape, with the measurements.
 
     A void row has a reason and no times at all. `ceiling` is what a matrix product of the shape's
     dtype reaches here, in FLOP/s.
@@ -169,10 +169,10 @@ def _check(
 
 
 def _another_call(flashmoe: Any, arrays: Arrays, procedure: Procedure, checked: Checked) -> str:
-    """How the call that is to be timed differs from the one that was checked, "" when it does not.
+    """How the call to time differs from the checked one, "" if it does not.
 
-    The one writes into an output of its own making, the other into ours; both must be launched as
-    planned, and give the same bits.
+    The first writes into a new output, the other into ours; both must be launched as planned and
+    give the same bits.
     """
     out = procedure.again()
     mismatch = ""
@@ -188,7 +188,7 @@ def _another_call(flashmoe: Any, arrays: Arrays, procedure: Procedure, checked: 
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    """Whether one output, or each of several, is the same."""
+    """Whether one output, or each of several, has the same bits."""
     if isinstance(a, tuple):
         return all(map(_same_bits, a, b))
     return bool((a == b).all())
@@ -259,7 +259,7 @@ def call_ours(
     kernel: str | None,
     sinks: Any = None,
 ) -> OurCall:
-    """Computes into outputs full of NaN, so that what is not written shows."""
+    """Computes into outputs full of NaN, so that missing writes show."""
     out = arrays.poisoned((shape.batch, shape.seq_q, shape.heads_q, shape.dim_v), shape.dtype)
     lse = arrays.poisoned((shape.batch, shape.heads_q, shape.seq_q), "fp32")
     options = shape.options | {"layout": "bshd", "kernel": kernel, "sinks": sinks}

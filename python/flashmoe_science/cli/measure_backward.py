@@ -42,9 +42,9 @@ def call_ours(
     inputs: BackwardInputs,
     kernel: str | None,
 ) -> OurCall:
-    """Computes into gradients full of NaN, so that what is not written shows.
+    """Computes into gradients full of NaN, so that missing writes show.
 
-    Of a TrainingShape plan and launches are those of the forward, too, which come first.
+    For a TrainingShape, plan and launches also include the forward's, which come first.
     """
     q, k, v, dout = inputs
     options = shape.options | {"layout": "bshd"}
@@ -89,8 +89,8 @@ def measure_backward(
 ) -> dict[str, Any]:
     """The record of one shape: see measure_row.
 
-    Of a TrainingShape what is timed is a forward and a backward by torch's autograd; its gradients
-    must have the bits of those that were checked, which are of the functions without autograd.
+    For a TrainingShape a forward and a backward by torch's autograd are timed. Their gradients must
+    have the bits of the checked ones, which come from the functions without autograd.
     """
     inputs = make_backward_inputs(arrays, shape, sampling.seed)
     options = shape.options | {"layout": "bshd"}

@@ -17,7 +17,7 @@ from flashmoe_science.cli.peers.peer import Missing, Peer
 from flashmoe_science.cli.timing import Contender, Sampling
 
 BOUND = "dense"
-_BOUND_TOKENS = 512  # from here up products bound the time, and not the weights' way from memory
+_BOUND_TOKENS = 512  # from here on products, not reads of weights, bound the time
 
 
 @dataclasses.dataclass
@@ -33,7 +33,7 @@ class OurCall:
 def our_call(
     flashmoe: Any, shape: MoeShape, inputs: MoeInputs, kernel: str | None
 ) -> Callable[[Any], Any]:
-    """What is timed, of one logits: routing and layer, into an output of its own making."""
+    """The timed call on one logits: routing and layer, into a new output."""
 
     def call(logits: Any) -> Any:
         routing = flashmoe.moe_route(logits, shape.top_k, renormalize=True)
@@ -47,7 +47,7 @@ def our_call(
 def call_ours(
     flashmoe: Any, arrays: Arrays, shape: MoeShape, inputs: MoeInputs, kernel: str | None
 ) -> OurCall:
-    """Computes into an output full of NaN, so that what is not written shows."""
+    """Computes into an output full of NaN, so that missing writes show."""
     out = arrays.poisoned(shape.output_extents, shape.dtype)
     layer = (inputs.x, inputs.w_gate_up, inputs.w_down)
     routing = flashmoe.moe_route(inputs.logits[0], shape.top_k, renormalize=True)
@@ -59,10 +59,10 @@ def call_ours(
 
 
 def dense_bound(arrays: Arrays, shape: MoeShape, seed: int) -> Contender:
-    """The layer's products as plain ones of the same FLOPs, two of its forward and four of its
+    """The layer's products as plain ones with the same FLOPs, two for its forward and four for its
     backward: no routing, one expert for all.
 
-    No implementation of the layer that multiplies by the same library can be faster; it computes
+    No implementation of the layer with the same library's products can be faster. It computes
     something else, so it is no peer.
     """
     matmul = arrays.xp.matmul
@@ -86,12 +86,12 @@ def dense_bound(arrays: Arrays, shape: MoeShape, seed: int) -> Contender:
 
 
 def bounds(arrays: Arrays, shape: MoeShape, seed: int) -> list[Contender]:
-    """What is timed beside the peers: of many tokens the bound of their products."""
+    """What is timed besides the peers: for many tokens, the bound of their products."""
     return [] if shape.tokens < _BOUND_TOKENS else [dense_bound(arrays, shape, seed)]
 
 
 def with_bound(made: dict[str, Any]) -> dict[str, Any]:
-    """A row whose bound, where it has one, is none of its contenders."""
+    """A row with its bound, if any, separated from its contenders."""
     bound = made.get("contenders", {}).pop(BOUND, None)
     if bound is None:
         return made
@@ -113,8 +113,8 @@ def measure_moe(
 ) -> dict[str, Any]:
     """The record of one mixture of experts: see measure_row.
 
-    Beside the rest it has the loads of experts, the rate at which their weights are read, and, of
-    many tokens, the time of plain products of the same FLOPs.
+    It also has the loads of experts, the rate at which their weights are read and, for many tokens,
+    the time of plain products with the same FLOPs.
     """
     record = describe(shape)
     inputs = make_moe_inputs(arrays, shape, sampling.seed)

@@ -38,9 +38,9 @@ class OurCall:
     """Our call on poisoned gradients, with its plan and the launches read back.
 
     Attributes:
-        out: What is checked of the gradients; they themselves are as much memory as the weights,
-            and are gone.
-        unwritten: What holds a value that was not written, as a sentence; "" when nothing does.
+        out: The checked part of the gradients. The gradients take as much memory as the weights,
+            and are already freed.
+        unwritten: What holds an unwritten value, as a sentence; "" if nothing does.
     """
 
     out: Gradients
@@ -58,8 +58,8 @@ def backward(
     into: dict[str, Any] | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> Gradients:
-    """The gradients of everything, of the layer and through it of the routing: two calls of the
-    library, with `after` behind each."""
+    """All gradients, of the layer and, through it, of the routing: two calls of the library, each
+    followed by `after`."""
     layer, into = inputs.layer, dict(into or {})
     dlogits = into.pop("dlogits", None)
     made = flashmoe.moe_backward(
@@ -81,10 +81,10 @@ def call_ours(
     inputs: MoeGradientInputs,
     kernel: str | None,
 ) -> OurCall:
-    """Computes into gradients full of NaN, so that what is not written shows.
+    """Computes into gradients full of NaN, so that missing writes show.
 
-    Of a MoeTrainingShape plan and launches are those of the routing and the layer, too, which come
-    first.
+    For a MoeTrainingShape, plan and launches also include those of the routing and the layer, which
+    come first.
     """
     layer = inputs.layer
     tensors, logits = (layer.x, layer.w_gate_up, layer.w_down), layer.logits[0]
@@ -133,8 +133,8 @@ def _unwritten(arrays: Arrays, gradients: dict[str, Any]) -> str:
 
 
 def one_after_the_other(plans: Sequence[dict[str, Any]], operation: str) -> dict[str, Any]:
-    """The plan of several calls: that of the layer's backward, the last but one, with the launches
-    of all."""
+    """The plan of several calls: that of the layer's backward, the second to last, with the
+    launches of all."""
 
     def of_all(name: str) -> list[Any]:
         return [plan[name] for plan in plans]
@@ -158,12 +158,11 @@ def measure_moe_backward(
     kernel: str | None = None,
     ceiling: float | None = None,
 ) -> dict[str, Any]:
-    """The record of one shape: see measure_row. Beside the rest it has the loads of experts and, of
-    many tokens, the time of plain products of the same FLOPs.
+    """The record of one shape: see measure_row. It also has the loads of experts and, for many
+    tokens, the time of plain products with the same FLOPs.
 
-    Of a MoeTrainingShape what is timed is a forward and a backward by torch's autograd; its
-    gradients must have the bits of those that were checked, which are of the functions without
-    autograd.
+    For a MoeTrainingShape a forward and a backward by torch's autograd are timed. Their gradients
+    must have the bits of the checked ones, which come from the functions without autograd.
     """
     record = describe(shape)
     inputs = make_moe_gradient_inputs(arrays, shape, sampling.seed)

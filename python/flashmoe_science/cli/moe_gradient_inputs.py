@@ -1,4 +1,4 @@
-"""Tensors of the backward of a mixture of experts, and what of its gradients is checked."""
+"""Tensors of the backward of a mixture of experts, and the checked part of its gradients."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class MoeGradientInputs:
     """One layer's tensors and the gradient of its output.
 
     Attributes:
-        layer: Of one logits alone: what a backward reads was saved from one forward.
+        layer: With only one logits, since a backward reads what one forward saved.
         dout: [T, H], standard normal.
-        held: Experts of which the gradients of weights are checked, from the one with the fewest
-            tokens to the one with the most. All of them are as much memory as the weights, and
-            every contender would have its own.
+        held: Experts whose gradients of weights are checked, from the one with the fewest tokens to
+            the one with the most. All gradients would take as much memory as the weights, for every
+            contender.
     """
 
     layer: MoeInputs
@@ -34,15 +34,14 @@ class MoeGradientInputs:
 
     @property
     def leaves(self) -> Gradients:
-        """What is differentiated by, on the same memory as torch tensors that require grad."""
+        """The differentiated tensors as torch tensors that require grad, in the same memory."""
         layer = self.layer
         tensors = (layer.x, layer.logits[0], layer.w_gate_up, layer.w_down)
         x, logits, w_gate_up, w_down = (t.detach().requires_grad_() for t in tensors)
         return x, logits, w_gate_up, w_down
 
     def checked(self, gradients: Gradients) -> Gradients:
-        """What is checked of the gradients of all that `leaves` are: a copy of a part of those of
-        weights."""
+        """The checked part of the gradients of all `leaves`: for weights, a copy of a part."""
         dx, dlogits, dw_gate_up, dw_down = gradients
         return dx, dlogits, dw_gate_up[self.held], dw_down[self.held]
 
@@ -50,10 +49,10 @@ class MoeGradientInputs:
 def make_moe_gradient_inputs(
     arrays: Arrays, shape: MoeBackwardShape, seed: int = 0
 ) -> MoeGradientInputs:
-    """The same for the same seed, and a layer's as those of its forward."""
+    """The same inputs for the same seed; the layer's equal those of its forward."""
     layer = make_moe_inputs(arrays, shape, seed)
     layer = dataclasses.replace(layer, logits=layer.logits[:1])
-    # Seeds of the forward's tensors end below those of its logits, which are from 2^20 on.
+    # Seeds of the forward's tensors lie below those of its logits, which begin at 2^20.
     dout = arrays.normal((shape.tokens, shape.hidden), shape.dtype, 2**19 + seed)
     counts = counts_of(arrays, shape, layer.logits[0])
     by_load = sorted(range(shape.experts), key=lambda expert: counts[expert])

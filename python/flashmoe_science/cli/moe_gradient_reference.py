@@ -2,13 +2,13 @@
 
     max|ours - ref| <= 2 max|plain - ref| + 2 ulp
 
-as for those of attention (gradient_reference.py), of dx and dlogits on some tokens, and of the
-gradients of weights of each of some experts, to which all of its tokens add. `ref` is float64
-mathematics from the inputs alone; `plain` is what a framework without fused kernels does: every
+as for attention's gradients (gradient_reference.py): for dx and dlogits on some tokens, and for the
+gradients of weights of some experts, to which all tokens of an expert add. `ref` is float64
+mathematics from the inputs only; `plain` is what a framework without fused kernels computes: every
 product, activation and weighting of the forward (moe_reference.py) and of the backward takes and
-gives the inputs' dtype and accumulates in fp32. dlogits may also be off by what fp32 leaves of a
+gives the inputs' dtype and accumulates in fp32. dlogits may also be off by the fp32 rounding of a
 cancellation: it is a weight times the difference of its gradient and a mean of gradients, which is
-0 where a token has one expert.
+0 if a token has one expert.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from flashmoe_science.cli.reference import (
     sample,
 )
 
-_CANCELLATION = 4 * 2.0**-23  # of the largest gradient of a weight, in dlogits
-# Operations of the reference on tokens, and on experts, in all.
+_CANCELLATION = 4 * 2.0**-23  # relative to the largest gradient of a weight, in dlogits Total
+# operations of the reference on tokens, and on experts.
 _TOKEN_FLOPS = {"cpu": 2**32, "cuda": 2**39}
 _EXPERT_FLOPS = {"cpu": 2**34, "cuda": 2**44}
 _LEAST_TOKENS, _MOST_TOKENS = 4, 512
@@ -40,7 +40,7 @@ _BLOCK = {"cpu": 2**22, "cuda": 2**27}  # values of one expert's rows at once
 
 @dataclasses.dataclass
 class _Rows:
-    """What rows of one expert, each a token's, give on their way back; wider than the dtype."""
+    """Intermediates of the backward for one expert's rows, one per token; wider than the dtype."""
 
     dweights: Any  # [rows], of the routing's weights
     dy: Any  # [rows, H], of what w_down gives
@@ -49,7 +49,7 @@ class _Rows:
 
 
 class _Computation:
-    """The backward in float64, for which dtype is "fp64", or the plain one of a dtype."""
+    """The backward in float64 (dtype "fp64"), or the plain one in a dtype."""
 
     def __init__(self, arrays: Arrays, shape: MoeShape, dtype: str) -> None:
         self._arrays, self._inner, self._dtype = arrays, shape.inner, dtype
@@ -59,7 +59,7 @@ class _Computation:
         return self._arrays.cast(values, "fp64" if self.exact else "fp32")
 
     def stored(self, values: Any) -> Any:
-        """As it is kept between two steps."""
+        """A value as stored between two steps."""
         return values if self.exact else self._arrays.rounded(values, self._dtype)
 
     def rows(self, weights: tuple[Any, Any], x: Any, dout: Any, scales: Any) -> _Rows:
@@ -135,7 +135,8 @@ class _Judge:
     def add(
         self, name: str, ref: Any, plain: Any, parts: dict[str, Any], left: float = 0.0
     ) -> None:
-        """Holds `parts`, each a contender's, to the rule; `left` is what it allows beside."""
+        """Checks `parts`, one per contender, against the rule; `left` is an additional
+        allowance."""
         xp, cast = self._arrays.xp, self._arrays.cast
         plain_error = difference(xp, cast(plain, "fp64"), ref)
         greatest = largest(xp, ref)
@@ -150,18 +151,18 @@ class _Judge:
             )
 
     def verdict(self, who: str) -> Accuracy:
-        """The first that failed, else that of the part which came closest to its bound."""
+        """The first failed verdict, else that of the part closest to its bound."""
         found = self.verdicts[who]
         failed = [verdict for verdict in found if not verdict.passed]
-        # A bound of 0, of an expert without tokens, is kept by 0 alone.
+        # A bound of 0, for an expert without tokens, allows only 0.
         return (
             failed[0] if failed else max(found, key=lambda v: v.error / v.bound if v.bound else 0)
         )
 
 
 def _affordable(held: list[int], counts: list[int], shape: MoeShape, most: float) -> int:
-    """How many of the held experts, from the fewest tokens up, are checked: those that cost no more
-    than `most` together, and at least one that has tokens."""
+    """How many of the held experts, from the fewest tokens up, are checked: those that together
+    cost at most `most`, and at least one with tokens."""
     spent, number = 0.0, 0
     for expert in held:
         spent += 18.0 * shape.hidden * shape.inner * counts[expert]
@@ -177,12 +178,12 @@ def judge_moe_gradients(
     inputs: MoeGradientInputs,
     outputs: dict[str, Gradients],
 ) -> dict[str, Accuracy]:
-    """Holds what is checked of every contender's gradients (MoeGradientInputs.checked) to the rule,
-    against one reference.
+    """Checks every contender's gradients (MoeGradientInputs.checked) against the rule, with one
+    reference.
 
-    Of many tokens evenly spaced ones are checked, of the held experts' weights every gradient; that
-    every element is finite is checked on all that is given. The errors are those of the part that
-    comes closest to its bound, or breaks it.
+    Of many tokens, evenly spaced ones are checked; of the held experts' weights, every gradient.
+    All given elements are checked to be finite. The errors are those of the part that comes closest
+    to its bound, or breaks it.
     """
     xp = arrays.xp
     kind = "cpu" if arrays.device == "cpu" else "cuda"

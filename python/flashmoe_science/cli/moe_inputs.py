@@ -1,4 +1,5 @@
-"""Tensors of a mixture of experts that are like a trained model's: who is liked, and how much."""
+"""Tensors of a mixture of experts like a trained model's, with some experts more popular than
+others."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from flashmoe_science.cli.arrays import Arrays
 from flashmoe_science.cli.moe_shapes import MoeShape
 
 _VARIANTS = 20  # as many as there are calls in a CUDA graph (timing.py)
-_VARIANT_TOKENS = 8192  # of all variants together, so that they cost little memory
+_VARIANT_TOKENS = 8192  # in all variants together, so that they take little memory
 _REDRAWS = 64
 
 
@@ -24,9 +25,9 @@ class MoeInputs:
         x: [T, H], standard normal.
         w_gate_up: [E, 2I, H], gate rows first, normal with variance 1 / H.
         w_down: [E, H, I], normal with variance 1 / I.
-        logits: Of the router, each [T, E]: the first is what outputs are checked by, and calls in
-            a row take one after the other. With few tokens each choice wakes other experts, so
-            that weights come from memory even where calls follow on each other.
+        logits: The router's logits, each [T, E]. Outputs are checked with the first; consecutive
+            calls take one after another. With few tokens each choice uses other experts, so that
+            weights come from memory even in consecutive calls.
     """
 
     x: Any
@@ -35,14 +36,14 @@ class MoeInputs:
     logits: tuple[Any, ...]
 
     def rotation(self, call: Callable[[Any], Any]) -> Callable[[], Any]:
-        """`call` of one logits after the other, from the first on."""
+        """Calls `call` with one logits after another, from the first on."""
         following = itertools.cycle(self.logits)
         return lambda: call(next(following))
 
 
 def make_moe_inputs(arrays: Arrays, shape: MoeShape, seed: int = 0) -> MoeInputs:
-    """The same for the same seed. No token's K-th logit equals its next: which experts it has does
-    not hang on how ties are broken."""
+    """The same inputs for the same seed. No token's K-th logit equals its next, so its experts do
+    not depend on how ties are broken."""
     h, i, e = shape.hidden, shape.inner, shape.experts
     x = arrays.normal((shape.tokens, h), shape.dtype, 4 * seed)
     w_gate_up = arrays.normal((e, 2 * i, h), shape.dtype, 4 * seed + 1)
@@ -55,8 +56,8 @@ def make_moe_inputs(arrays: Arrays, shape: MoeShape, seed: int = 0) -> MoeInputs
 
 
 def make_logits(arrays: Arrays, shape: MoeShape, seed: int) -> Any:
-    """[T, E] in the shape's dtype. By Gumbel's trick the K greatest of log p + noise are drawn
-    without replacement with weights p; which expert has which rank is drawn once a seed."""
+    """[T, E] in the shape's dtype. By the Gumbel trick the K greatest of log p + noise are a draw
+    without replacement with weights p. The ranks of experts are drawn once per seed."""
     liking = [-shape.skew * math.log(rank + 1) for rank in range(shape.experts)]
     ranks = arrays.stable_order(arrays.gumbel((shape.experts,), seed + _REDRAWS))
     preference = arrays.cast(arrays.array(liking), "fp32")[ranks]
@@ -74,7 +75,7 @@ def make_logits(arrays: Arrays, shape: MoeShape, seed: int) -> Any:
 
 
 def _tied(arrays: Arrays, logits: Any, top_k: int) -> Any:
-    """[T], whether the K-th greatest logit of a token equals the one behind it."""
+    """[T], whether the K-th greatest logit of a token equals the next one."""
     if top_k == logits.shape[-1]:
         return arrays.xp.zeros_like(logits[:, 0]) != 0
     ordered = arrays.sorted_down(arrays.cast(logits, "fp32"))

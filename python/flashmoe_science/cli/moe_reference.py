@@ -1,10 +1,10 @@
-"""The accuracy rule for a mixture of experts, and what routing must be.
+"""The accuracy rule for a mixture of experts, and the checks of routing.
 
     max|ours - ref| <= 2 max|plain - ref| + ulp
 
 as for attention (reference.py). `plain` is the loop over experts of a framework without fused
 kernels: every product, activation and weighting takes and gives the inputs' dtype and accumulates
-in fp32. Routing is held to mathematics exactly: who is chosen, and where each pair lies.
+in fp32. Routing must be exact: the chosen experts, and the place of each pair.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from flashmoe_science.cli.reference import (
     worse,
 )
 
-WEIGHT_TOLERANCE = 1e-5  # of a routing weight, which is fp32
-# Operations of the reference in all, and tokens that it looks at whatever they cost.
+WEIGHT_TOLERANCE = 1e-5  # for a routing weight, which is fp32 Total operations of the reference,
+# and tokens that it checks whatever they cost.
 _FLOP_BUDGET = {"cpu": 2**32, "cuda": 2**39}
 _LEAST_TOKENS, _MOST_TOKENS = 4, 512
 
 
 def routing_of(arrays: Arrays, shape: MoeShape, logits: Any) -> tuple[Any, Any]:
-    """Ids [T, K], greatest logit first, and in float64 the weights: the softmax of all logits, of
-    which the chosen ones are divided by their sum."""
+    """Ids [T, K], greatest logit first, and the weights in float64: the softmax of all logits, with
+    the chosen ones divided by their sum."""
     xp = arrays.xp
     ids = arrays.stable_order(arrays.cast(logits, "fp32"))[:, : shape.top_k]
     rows = arrays.arange(logits.shape[0])[:, None]
@@ -43,7 +43,7 @@ def routing_of(arrays: Arrays, shape: MoeShape, logits: Any) -> tuple[Any, Any]:
 
 
 def routing_fault(arrays: Arrays, shape: MoeShape, logits: Any, routing: Any) -> str:
-    """What is wrong with a routing, on all tokens; "" when nothing is."""
+    """What is wrong with a routing, on all tokens; "" if nothing."""
     xp = arrays.xp
     ids, weights = routing_of(arrays, shape, logits)
     if not bool((ids == routing.ids).all()):
@@ -66,7 +66,7 @@ def routing_fault(arrays: Arrays, shape: MoeShape, logits: Any, routing: Any) ->
 
 
 def counts_of(arrays: Arrays, shape: MoeShape, logits: Any) -> list[int]:
-    """How many tokens each expert has."""
+    """The number of tokens of each expert."""
     ids, _ = routing_of(arrays, shape, logits)
     counts = [0] * shape.experts
     for expert in ids.reshape((shape.pairs,)).tolist():
@@ -75,7 +75,7 @@ def counts_of(arrays: Arrays, shape: MoeShape, logits: Any) -> list[int]:
 
 
 def loads(arrays: Arrays, shape: MoeShape, logits: Any) -> dict[str, int]:
-    """How tokens lie on experts: how many experts have any, and the most that one has."""
+    """The distribution of tokens: how many experts have any, and the most that one has."""
     counts = counts_of(arrays, shape, logits)
     return {"active_experts": sum(c > 0 for c in counts), "most_tokens": max(counts)}
 
@@ -118,9 +118,10 @@ def _layer(
 def judge_moe(
     arrays: Arrays, shape: MoeShape, inputs: MoeInputs, outputs: dict[str, Any]
 ) -> dict[str, Accuracy]:
-    """Holds every output [T, H] of the first logits to the rule, against one reference.
+    """Checks every output [T, H] of the first logits against the rule, with one reference.
 
-    Of many tokens evenly spaced ones are checked; that every element was written is checked on all.
+    Of many tokens, evenly spaced ones are checked; that every element was written is checked on
+    all.
     """
     xp = arrays.xp
     kind = "cpu" if arrays.device == "cpu" else "cuda"

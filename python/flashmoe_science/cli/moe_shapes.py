@@ -1,4 +1,4 @@
-"""Mixture-of-experts shapes: what `bench` is asked about beside attention."""
+"""Mixture-of-experts shapes for `bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MOE = "moe_forward"
 MOE_BACKWARD = "moe_backward"
 MOE_TRAINING = "moe_training"
 _HELD_EXPERTS = (
-    3  # of which gradients of weights are kept to be checked: all are as many as weights
+    3  # experts whose gradients of weights are kept for checks: all would be as large as the
+    # weights
 )
 
 
@@ -27,10 +28,10 @@ class MoeShape:
         inner: I, of an expert's activation; its weights are [2I, H] and [H, I].
         experts: E.
         top_k: K, experts of a token.
-        dtype: Of tokens, logits, weights and output.
-        skew: A token's experts are drawn without replacement, the one of rank r (from 1) with
-            weight r^-skew (Zipf's law). 0: every expert alike.
-        model: Whose shape it is, for people; not part of what is compared.
+        dtype: Dtype of tokens, logits, weights and output.
+        skew: A token's experts are drawn without replacement; rank r (from 1) has weight r^-skew
+            (Zipf's law). 0: all experts are equally likely.
+        model: The model with this shape, for people; not compared.
     """
 
     operation: ClassVar[str] = MOE
@@ -46,7 +47,7 @@ class MoeShape:
 
     @property
     def pairs(self) -> int:
-        """Tokens with one of their experts each."""
+        """Number of pairs of a token and one of its experts."""
         return self.tokens * self.top_k
 
     @property
@@ -61,18 +62,18 @@ class MoeShape:
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients are among what is computed."""
+        """Whether gradients are computed."""
         return self.operation != MOE
 
     def traffic(self, active: int) -> int:
-        """Least traffic where `active` experts have tokens: their weights, the tokens, the logits
-        and the output, each once."""
+        """Least traffic if `active` experts have tokens: their weights, the tokens, the logits and
+        the output, each once."""
         values = self.tokens * (2 * self.hidden + self.experts)
         return active * self.expert_bytes + values * ITEM_BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:
-        """Least traffic with as many experts active as can be."""
+        """Least traffic with as many active experts as possible."""
         return self.traffic(min(self.experts, self.pairs))
 
     @property
@@ -108,8 +109,8 @@ class MoeBackwardShape(MoeShape):
         return self.pairs * 2 * self.inner * ITEM_BYTES[self.dtype]
 
     def traffic(self, active: int) -> int:
-        """Least traffic where `active` experts have tokens: their weights, the gradients of all
-        weights, what was saved, and the tokens, the logits, the output's gradient and those of
+        """Least traffic if `active` experts have tokens: their weights, the gradients of all
+        weights, the saved tensors, and the tokens, the logits, the output's gradient and those of
         tokens and logits, each once."""
         values = self.tokens * (3 * self.hidden + 2 * self.experts)
         weights = (active + self.experts) * self.expert_bytes
@@ -117,12 +118,12 @@ class MoeBackwardShape(MoeShape):
 
     @property
     def held_experts(self) -> int:
-        """Experts whose gradients of weights are held to the accuracy rule."""
+        """Experts whose gradients of weights are checked against the accuracy rule."""
         return min(self.experts, _HELD_EXPERTS)
 
     @property
     def output_extents(self) -> tuple[Any, ...]:
-        """Those of what is checked: the gradients of tokens and logits, and of a few experts'
+        """Extents of the checked outputs: the gradients of tokens and logits, and of a few experts'
         weights."""
         held = self.held_experts
         return (
@@ -156,7 +157,7 @@ MOE_SHAPES: dict[str, type[MoeShape]] = {
 
 
 def skew_text(skew: float) -> str:
-    """Such as " zipf 1", "" where every expert is alike."""
+    """Text such as " zipf 1", "" if all experts are equally likely."""
     return f" zipf {skew:g}" if skew else ""
 
 
@@ -189,14 +190,14 @@ def add_moe_shape_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_moe_options(arguments: argparse.Namespace) -> list[str]:
-    """Those of the flags that were given."""
+    """The given flags."""
     return [
         n for n, f in {**_EXTENTS, "--skew": "skew"}.items() if getattr(arguments, f) is not None
     ]
 
 
 def moe_shape_from_options(arguments: argparse.Namespace, dtype: str) -> MoeShape:
-    """The shape the flags describe, of the way they ask for; refuses flags that leave an extent
+    """The shape that the flags describe, for the requested pass; refuses flags that leave an extent
     open."""
     extents = {}
     for name, field in _EXTENTS.items():

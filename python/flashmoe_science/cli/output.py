@@ -1,4 +1,4 @@
-"""What a subcommand writes: tables for people, one JSON document for programs."""
+"""The output of subcommands: tables for people, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130
 
 
 class CommandError(Exception):
-    """A request that cannot be done; the message is the whole explanation."""
+    """A request that cannot be served; the message is the whole explanation."""
 
 
 def positive(kind: type[Any]) -> Callable[[str], Any]:
@@ -59,7 +59,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: both become null."""
+    """Replaces NaN and infinity, which JSON lacks, by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -70,7 +70,7 @@ def _strict(value: Any) -> Any:
 
 
 def write_json(document: dict[str, Any], destination: str) -> None:
-    """Writes `document` to standard output ("-") or, whole or not at all, to a file."""
+    """Writes `document` to standard output ("-") or, atomically, to a file."""
     text = json.dumps(_strict(document), indent=1, allow_nan=False, default=str) + "\n"
     if destination == "-":
         sys.stdout.write(text)
@@ -82,7 +82,8 @@ def write_json(document: dict[str, Any], destination: str) -> None:
 
 
 def check_writable(destination: str) -> None:
-    """Raises CommandError where `write_json` could not write: better before hours than after."""
+    """Raises CommandError if `write_json` could not write: better before hours of work than
+    after."""
     if destination != "-":
         with _partial(destination) as partial:
             partial.touch()
@@ -91,7 +92,7 @@ def check_writable(destination: str) -> None:
 
 @contextlib.contextmanager
 def _partial(destination: str) -> Iterator[Path]:
-    """The file beside `destination` that becomes it, in a folder that exists."""
+    """The temporary file next to `destination`, in an existing folder."""
     path = Path(destination)
     try:
         if path.is_dir():
@@ -103,7 +104,7 @@ def _partial(destination: str) -> Iterator[Path]:
 
 
 def _terminal(stream: Any) -> Any:
-    """rich's console on the stream; None where that is no terminal, or there is no rich."""
+    """rich's console on the stream; None if that is no terminal, or without rich."""
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
         return None
     console = importlib.import_module("rich.console")
@@ -127,11 +128,10 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
-        """Gives a function to call with how many of `total` are done, and what is next.
-
-        It draws a bar on a terminal, that of standard error where standard output is none; where
-        there is no terminal, or no rich, a line on standard error says what begins: a log tells
-        what it was that took long, or was killed.
+        """Gives a function to call with how many of `total` are done, and what is next. It draws a
+        bar on a terminal: standard error's if standard output is none. Without a terminal or rich,
+        it writes a line to standard error for each item that begins, so that a log tells what took
+        long or was killed.
         """
         console = self._console or _terminal(sys.stderr)
         if total < 2:
@@ -147,7 +147,7 @@ class Output:
             rich.TimeElapsedColumn(),
             rich.TextColumn("{task.description}", markup=False),
         )
-        # It is drawn when told to only: a thread that redraws would run beside what is timed.
+        # Draws only when told to: a redrawing thread would disturb the timing.
         with rich.Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda done, text: bar.update(
@@ -173,7 +173,8 @@ class Output:
 
 
 class Table:
-    """Rows printed as they come, under headers of fixed width: a long run shows its progress."""
+    """Prints rows as they come, under headers of fixed width, so that a long run shows its
+    progress."""
 
     def __init__(self, output: Output, headers: Sequence[str], widths: Sequence[int]) -> None:
         self._output = output

@@ -39,8 +39,8 @@ device would get.
   flashmoe plan --seq 4096 --heads 32 --kv-heads 8 --dim 128 --causal --backward
 """
 
-# Most threads and, beside a block's own shared memory, bytes the system keeps for it, on an SM
-# of sm_89 and sm_90.
+# Most threads per SM, and bytes of shared memory that the system reserves per block, on sm_89 and
+# sm_90.
 _THREADS_PER_SM = {89: 1536}
 _DEFAULT_THREADS_PER_SM = 2048
 _SYSTEM_SHARED_BYTES = 1024
@@ -68,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """A device, or a model of GPUs that need not be here."""
+    """Adds the flags for a device, or a GPU model that need not be here."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--device",
@@ -81,8 +81,8 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_device(flashmoe: Any, arguments: argparse.Namespace) -> str:
-    """The name of the device, or of the model, to plan for; one that is not here is refused with
-    what can be planned for nevertheless."""
+    """The name of the device or model to plan for. A missing device is refused with what can be
+    planned for instead."""
     if arguments.gpu:
         return str(arguments.gpu)
     if not arguments.device:
@@ -121,8 +121,8 @@ def plan_for(
 
 
 def occupancy(plan: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
-    """How the grid fills the device. On a GPU the blocks an SM holds are bounded by shared memory
-    and threads; registers can lower it further and are known only once the kernel is loaded."""
+    """How the grid fills the device. On a GPU shared memory and threads bound the blocks per SM;
+    registers can lower this further and are known only once the kernel is loaded."""
     units = max(int(device["multiprocessors"]), 1)
     blocks = math.prod(plan["grid"])
     resident = 1
@@ -143,7 +143,7 @@ def _rejected(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def launch_words(launch: dict[str, Any], gpu: bool) -> str:
-    """How a kernel is launched, in a line."""
+    """A kernel's launch, in one line."""
     if not gpu:
         return f"{launch['grid'][0]} tiles over {launch['block'][0]} threads"
     parts = [f"grid {_extent(launch['grid'])}", f"block {_extent(launch['block'])}"]

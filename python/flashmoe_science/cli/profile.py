@@ -1,7 +1,7 @@
 """`flashmoe profile`: Nsight Compute on the kernels of one call of ours; the figures that matter.
 
-Nsight Compute (ncu) runs a process of its own, cli/profile_call.py, which makes the call once with
-the profiler on. What is read is its CSV.
+Nsight Compute (ncu) runs a separate process, cli/profile_call.py, which makes the call once with
+the profiler on. Its CSV is read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ METRICS = {
     "local_stores": "smsp__inst_executed_op_local_st.sum",
 }
 
-_NAMESPACE = "flashmoe"  # of every kernel of ours, and of none of another's
+_NAMESPACE = "flashmoe"  # all of our kernels have it, and no others
 _FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda-*/bin", "/opt/nvidia/nsight-compute/*")
 _LIMIT_S = 600
 _GET_IT = (
@@ -94,7 +94,7 @@ def find_ncu() -> str:
 
 
 def ncu_command(ncu: str, log: Path, call: list[str]) -> list[str]:
-    """Profiles what `call` launches of ours while it has the profiler on; CSV goes to `log`."""
+    """Profiles our kernels that `call` launches while the profiler is on; CSV goes to `log`."""
     return [
         ncu,
         "--csv",
@@ -117,7 +117,7 @@ def ncu_command(ncu: str, log: Path, call: list[str]) -> list[str]:
 
 
 def _number(text: str | None) -> float | None:
-    """Nsight Compute's number, which may have commas; None for "n/a" and what is not there."""
+    """Nsight Compute's number, which may have commas; None for "n/a" and missing values."""
     try:
         return float((text or "").replace(",", ""))
     except ValueError:
@@ -141,7 +141,7 @@ def parse_csv(text: str) -> list[dict[str, Any]]:
 def _profile(
     ncu: str, shape: Shape, device: str, kernel: str | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the call said of itself, and the kernels that were profiled."""
+    """What the call reported, and the profiled kernels."""
     with tempfile.TemporaryDirectory() as folder:
         log, answer = Path(folder, "ncu.csv"), Path(folder, "call.json")
         call = [sys.executable, "-m", "flashmoe_science.cli.profile_call", json.dumps(vars(shape))]

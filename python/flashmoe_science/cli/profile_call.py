@@ -3,7 +3,7 @@
     python -m flashmoe_science.cli.profile_call SHAPE DEVICE KERNEL FILE
 
 SHAPE is a JSON object of shapes.Shape's fields, KERNEL a family or "". The profiler is on during
-the second call only: the first loads the kernel. FILE gets plan, launches and accuracy, or the
+the second call only: the first loads the kernel. FILE receives plan, launches and accuracy, or the
 reason why the call is void.
 """
 
@@ -25,7 +25,7 @@ from flashmoe_science.cli.shapes import Shape
 
 @contextlib.contextmanager
 def _profiler(arrays: Arrays) -> Any:
-    """Profiling between here and there; torch and CuPy call it the same."""
+    """Profiles the enclosed code; torch and CuPy use the same names for it."""
     if arrays.device == "cpu":
         yield
         return

@@ -14,19 +14,19 @@ from flashmoe_science.cli.output import CommandError
 from flashmoe_science.cli.stats import MOST_SPREAD
 
 SCHEMA = 2
-_READABLE = (1, 2)  # a record of schema 1 lacks fields of 2; what both have means the same
+_READABLE = (1, 2)  # a record of schema 1 lacks fields of 2; shared fields mean the same
 
 
 def is_moe(shape: dict[str, Any]) -> bool:
-    """Whether a row's shape is of a mixture of experts."""
+    """Whether a row's shape is a mixture of experts."""
     return "experts" in shape
 
 
 def ratio_of(cell: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any] | None:
-    """A peer's ratio in a row, None where it has none.
+    """A peer's ratio in a row, None if it has none.
 
-    Of a mixture of experts it is that of calls in a CUDA graph where both were captured: a peer of
-    many small launches is to be beaten by its kernels and not by its host.
+    For a mixture of experts it is the ratio of calls in a CUDA graph if both were captured: a peer
+    with many small launches should be beaten in its kernels, not in its host code.
     """
     found = entry.get("against")
     if is_moe(cell["shape"]):
@@ -36,13 +36,13 @@ def ratio_of(cell: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any] | No
 
 
 def launches_of(cell: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What our call of a row launched; an older record has one launch of it."""
+    """The launches of our call in a row; an older record has one."""
     launches: list[dict[str, Any]] = cell.get("launches") or [cell["launch"]]
     return launches
 
 
 def withheld_words(number: int) -> str:
-    """Why so many ratios have no verdict."""
+    """Why this many ratios have no verdict."""
     spread = f"{MOST_SPREAD * 100:g} %"
     return f"no verdict in {number}: quartiles spread over more than {spread} of a median"
 
@@ -56,28 +56,28 @@ def summary_words(of_peer: dict[str, Any]) -> str:
             f"geometric mean {s['geometric_mean']:.2f}, from {s['least']:.2f} to {s['most']:.2f}",
             f"faster in {s['faster']}, tied in {s['tie']}, slower in {s['slower']} of {s['rows']}",
         ]
-    withheld = s.get("withheld", 0)  # a record of before there were any has no such field
+    withheld = s.get("withheld", 0)  # older records have no such field
     return "; ".join([*parts, withheld_words(withheld)] if withheld else parts)
 
 
 def record_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of what is written now."""
+    """The JSON Schema (draft 2020-12) of current records."""
     file = resources.files("flashmoe_science") / "bench_schema" / "record.json"
     schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return schema
 
 
 def schema_violations(document: dict[str, Any]) -> list[str]:
-    """Where `document` breaks the schema, a sentence each; needs the package jsonschema."""
+    """Violations of the schema in `document`, one sentence each; needs the package jsonschema."""
     jsonschema = importlib.import_module("jsonschema")
     errors = jsonschema.Draft202012Validator(record_schema()).iter_errors(document)
     return [f"{error.json_path}: {error.message}" for error in errors]
 
 
 def read_record(path: str) -> dict[str, Any]:
-    """The record in a file of schema 1 or 2; raises CommandError where it is none.
+    """The record in a file, of schema 1 or 2; raises CommandError if it is none.
 
-    One of schema 2 is held to its schema where the package jsonschema is installed.
+    A record of schema 2 is validated if the package jsonschema is installed.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from flashmoe_science.cli.shapes import Shape
 LSE_TOLERANCE = 1e-3
 EPSILON = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 
-# Scores that are computed in all, and at a time: they bound time and memory.
+# Total scores computed, and scores at a time: these bound time and memory.
 SCORE_BUDGET = {"cpu": 2**24, "cuda": 2**30}
 SCORE_BLOCK = {"cpu": 2**21, "cuda": 2**26}
 
@@ -54,7 +54,7 @@ def _blocks(
     pairs: list[int], rows: list[int], keys: int, dim: int, limit: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     rows_at_once = max(1, min(len(rows), limit // keys))
-    # Few rows: the keys that are gathered for each pair are more than its scores.
+    # Few rows: the gathered keys of each pair take more than its scores.
     pairs_at_once = max(1, limit // (keys * max(rows_at_once, dim)))
     for p in range(0, len(pairs), pairs_at_once):
         for r in range(0, len(rows), rows_at_once):
@@ -96,7 +96,7 @@ def softmax_parts(
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """What becomes of the products of q and k."""
+    """How products of q and k become logits."""
 
     scale: float
     softcap: float | None
@@ -137,7 +137,7 @@ def largest(xp: Any, values: Any) -> float:
 
 
 def difference(xp: Any, ours: Any, reference: Any) -> float:
-    """max|ours - reference|, NaN when ours holds one; equal infinities differ by 0."""
+    """max|ours - reference|, NaN if ours contains one; equal infinities differ by 0."""
     same = ours == reference
     return largest(xp, xp.where(same, 0.0, ours) - xp.where(same, 0.0, reference))
 
@@ -151,7 +151,7 @@ def judge(
     scale: float | None = None,
     sinks: Any = None,
 ) -> dict[str, Accuracy]:
-    """Holds every output [batch, seq_q, heads_q, dim_v] to the rule, against one reference.
+    """Checks every output [batch, seq_q, heads_q, dim_v] against the rule, with one reference.
 
     `lse` [batch, heads_q, seq_q] belongs to the first of them. Long sequences are checked on evenly
     spaced heads and rows; that every element was written is checked on all.
@@ -217,7 +217,7 @@ def worse(a: float, b: float) -> float:
 def fault(
     error: float, bound: float, lse_error: float | None, finite: bool, tensor: str = "out"
 ) -> str:
-    """Why the rule does not hold for a tensor, "" when it does."""
+    """Why the rule does not hold for a tensor, "" if it does."""
     if not finite:
         what = "the output" if tensor == "out" else tensor
         return f"{what} holds NaN or infinity: some of it was never written, or is wrong"

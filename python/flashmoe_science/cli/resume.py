@@ -19,23 +19,23 @@ class Kept:
 
     Attributes:
         rows: The row of a shape, for those that have one.
-        since: When the oldest of them was measured, ISO 8601.
+        since: Time of the oldest of them, ISO 8601.
     """
 
     rows: dict[AnyShape, dict[str, Any]]
     since: str = ""
 
     def describe(self) -> dict[str, Any] | None:
-        """What a record says of rows that an earlier run measured, None where there are none."""
+        """What a record says about rows from an earlier run, None if there are none."""
         return {"rows": len(self.rows), "since": self.since} if self.rows else None
 
 
 def kept_rows(path: str, document: dict[str, Any], shapes: Sequence[AnyShape]) -> Kept:
-    """Rows of the record in a file that are as `document`'s run would measure them.
+    """Rows of the record in a file that match what `document`'s run would measure.
 
-    Kernels, suite, device, sampling and torch must be the same, and every peer that is found now
-    must have been there, of the same version. Void rows are measured again. Without a file there
-    are none; one that is no record raises CommandError.
+    Kernels, suite, device, sampling and torch must be the same, and every peer found now must have
+    been there in the same version. Void rows are measured again. Without a file there are none; a
+    file that is no record raises CommandError.
     """
     if not Path(path).exists():
         return Kept({})

@@ -1,4 +1,4 @@
-"""Attention shapes: what `plan`, `check` and `bench` are asked about."""
+"""Attention shapes for `plan`, `check` and `bench`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What flash_attention and its plans are given beside extents and dtype."""
+        """Arguments of flash_attention and its plans besides extents and dtype."""
         causal = False if self.causal == "none" else self.causal
         return {"causal": causal, "window": self.window, "softcap": self.softcap}
 
@@ -69,8 +69,8 @@ class Shape:
 
     @property
     def _flops_of_a_dimension(self) -> float:
-        """FLOPs of one product, for each dimension that it sums over or gives. Pairs that the mask
-        hides do no work."""
+        """FLOPs of one product per dimension that it sums over or outputs. Pairs that the mask
+        hides cost nothing."""
         left, right = self.bounds
         pairs = self.seq_q * self.seq_k if right is None else self._pairs_before(right + 1)
         pairs -= 0 if left is None else self._pairs_before(left)
@@ -132,7 +132,7 @@ class BackwardShape(Shape):
     @property
     def flops(self) -> float:
         """FLOPs of the five products, as the library counts them: the scores again, dout v, and one
-        for each gradient. That is 2.5 times the forward's where dim is dim_v."""
+        per gradient. That is 2.5 times the forward's if dim equals dim_v."""
         return self._flops_of_a_dimension * (3 * self.dim + 2 * self.dim_v)
 
     @property
@@ -142,7 +142,7 @@ class BackwardShape(Shape):
 
     @property
     def output_extents(self) -> tuple[Any, ...]:
-        """Those of dq, dk and dv: of q, k and v."""
+        """The extents of dq, dk and dv, which are those of q, k and v."""
         keys = (self.batch, self.seq_k, self.heads_kv)
         queries = (self.batch, self.seq_q, self.heads_q, self.dim)
         return queries, (*keys, self.dim), (*keys, self.dim_v)
@@ -182,7 +182,7 @@ def window_text(window: tuple[int | None, int | None]) -> str:
 
 
 def parse_window(text: str) -> tuple[int | None, int | None]:
-    """The value of --window; raises ValueError for what is none."""
+    """Parses the value of --window; raises ValueError if it is none."""
     ends = [None if end == "none" else int(end) for end in text.split(",")]
     if len(ends) != 2 or any(end is not None and end < 0 for end in ends):
         raise ValueError(text)
@@ -199,7 +199,7 @@ def _window_option(text: str) -> tuple[int | None, int | None]:
 
 
 def add_shape_options(parser: argparse.ArgumentParser, required: bool) -> None:
-    """The flags that describe one shape; without a required one, the caller has a suite."""
+    """Adds the flags that describe one shape; `required` is off if the caller has a suite."""
     group = parser.add_argument_group("shape")
     group.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
     group.add_argument(
@@ -259,14 +259,15 @@ _SHAPE_OPTIONS = (
 
 
 def given_shape_options(arguments: argparse.Namespace) -> list[str]:
-    """The shape flags that say something else than their default."""
+    """The shape flags that differ from their defaults."""
     defaults: dict[str, Any] = {"batch": 1, "causal": "none"}
     fields = {name: name.removeprefix("--").replace("-", "_") for name in _SHAPE_OPTIONS}
     return [n for n, f in fields.items() if getattr(arguments, f) != defaults.get(f)]
 
 
 def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:
-    """The shape the flags describe; refuses flags that leave an extent open or say it twice."""
+    """The shape that the flags describe; refuses flags that leave an extent open or give it
+    twice."""
     if arguments.seq is not None and (arguments.seq_q, arguments.seq_k) != (None, None):
         raise CommandError("--seq: give either --seq or --seq-q and --seq-k, not both")
     seq_q: Any = arguments.seq if arguments.seq is not None else arguments.seq_q
@@ -293,7 +294,7 @@ def shape_from_options(arguments: argparse.Namespace, dtype: str) -> Shape:
 
 
 def add_pass_options(parser: argparse.ArgumentParser, training: bool = False) -> None:
-    """Which way through an operation a shape is of; without these flags it is the forward."""
+    """Adds the flags for the pass of an operation; without them it is the forward."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--backward", action="store_true", help="the gradients alone, of what a forward saved"
@@ -311,7 +312,7 @@ def given_pass_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def of_pass(shape: Shape, arguments: argparse.Namespace) -> Shape:
-    """The same extents, of the way that the flags ask for."""
+    """The same extents, for the pass that the flags ask for."""
     by_flag = {"--backward": BACKWARD, "--training": TRAINING}
     operations = [by_flag[flag] for flag in given_pass_options(arguments)] or [FORWARD]
     return ATTENTION_SHAPES[operations[0]](**vars(shape))

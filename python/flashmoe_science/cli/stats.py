@@ -1,4 +1,4 @@
-"""Medians, quartiles, and how sure a ratio of two medians is."""
+"""Medians, quartiles, and the uncertainty of a ratio of two medians."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-# Quartiles further apart than this share of the median say nothing of who is faster: whatever else
-# ran on the machine took much of the time, and need not come to all contenders alike. In
-# most rows of the recorded results they are within a tenth.
+# If quartiles are further apart than this share of the median, no verdict is possible: other work
+# on the machine took much of the time and need not hit all contenders alike. In most rows of the
+# recorded results they are within a tenth.
 MOST_SPREAD = 0.25
 
 _RESAMPLES = 2000
@@ -41,10 +41,10 @@ def ratio_of_medians(
     seed: int = 0,
 ) -> dict[str, Any]:
     """Product of the medians of the numerators over that of the denominators, with its bootstrap
-    interval: every list of samples is drawn anew by itself.
+    interval: every list of samples is resampled separately.
 
-    The verdict is "faster" or "slower" where the whole interval is above or below 1, else "tie"; it
-    is "withheld" where the quartiles of some list spread too far.
+    The verdict is "faster" or "slower" if the whole interval is above or below 1, else "tie"; it is
+    "withheld" if the quartiles of some list spread too far.
     """
     numpy = importlib.import_module("numpy")
     rng = numpy.random.default_rng(seed)
@@ -72,8 +72,8 @@ def compare(ours: Sequence[float], peer: Sequence[float], seed: int = 0) -> dict
 
 
 def verdicts(ratios: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many ratios have which verdict, and the geometric mean of those that have one, None
-    without any: `rows` counts these, and `withheld` the others."""
+    """Counts of each verdict, and the geometric mean of the ratios that have one, or None: `rows`
+    counts these, `withheld` the others."""
     judged = [r for r in ratios if r["verdict"] != "withheld"]
     return {
         "rows": len(judged),

@@ -37,13 +37,13 @@ class Suite:
 
 
 def operation_of(shape: AnyShape) -> str:
-    """What a record calls the operation that a shape is one of."""
+    """The record's name of a shape's operation."""
     return shape.operation
 
 
 def shape_of(fields: Mapping[str, Any], operation: str = ATTENTION) -> AnyShape:
-    """The shape of a row of a record of that operation."""
-    if "experts" in fields:  # a file of before there were backwards may not say its operation
+    """The shape of a row in a record of that operation."""
+    if "experts" in fields:  # files older than backwards may not name their operation
         return MOE_SHAPES.get(operation, MoeShape)(**fields)
     return ATTENTION_SHAPES[operation](**fields)
 
@@ -62,7 +62,7 @@ def suite_names() -> list[str]:
 
 
 def _expand(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """An entry whose fields may be lists becomes one entry for each combination of them."""
+    """Expands an entry with list fields into one entry per combination."""
     expanded: list[dict[str, Any]] = [{}]
     for key, value in entry.items():
         values = value if isinstance(value, list) else [value]
@@ -71,7 +71,7 @@ def _expand(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _attention_shape(entry: dict[str, Any], operation: str) -> Shape:
-    """Fills what an entry leaves to its neighbours: tokens / seq = batch, width / dim = heads."""
+    """Derives fields that an entry leaves out: tokens / seq = batch, width / dim = heads."""
     seq_k: int = entry["seq_k"] if "seq_k" in entry else entry["seq"]
     seq_q: int = entry["seq_q"] if "seq_q" in entry else entry["seq"]
     dim = entry["dim"]

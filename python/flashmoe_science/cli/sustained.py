@@ -1,8 +1,8 @@
-"""Speed and energy of calls without a pause between them: what the power limit leaves of a kernel.
+"""Speed and energy of calls without pauses: what a kernel reaches under the power limit.
 
-Single calls, each behind a flush of the cache, run on a GPU that has cooled and clocks high. Here
-every contender works for seconds on end. Each runs twice, in one order and in the reverse of it,
-so that none is always behind a hotter one.
+Single calls, each after a cache flush, run on a GPU that has cooled and clocks high. Here every
+contender works for seconds. Each runs twice, in one order and in reverse, so that none always
+follows a hotter one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from flashmoe_science.cli.timing import Contender
 
-_WARM_UP_S = 0.25  # until clocks and power are those of this contender
+_WARM_UP_S = 0.25  # until clocks and power settle for this contender
 _BATCH_S = 0.02  # of calls between two events; another batch is always in the queue
 _POLL_S = 0.001
-_LEAST_READINGS = 3  # the first is of a change that was not seen
+_LEAST_READINGS = 3  # the first belongs to a change that was not seen
 
 _NVML = "libnvidia-ml.so.1"  # comes with the driver
 
@@ -28,7 +28,7 @@ class EnergyCounter:
     """The energy that a GPU has used since its driver was loaded, by NVML."""
 
     def __init__(self, uuid: str) -> None:
-        """Raises OSError where NVML, the GPU or its counter is not there."""
+        """Raises OSError if NVML, the GPU or its counter is missing."""
         self._nvml = ctypes.CDLL(_NVML)
         self._handle = ctypes.c_void_p()
         self._ask("nvmlInit_v2")
@@ -48,7 +48,7 @@ class EnergyCounter:
 
 
 def energy_counter(torch: Any, device: str) -> EnergyCounter | None:
-    """That of a torch device, None where it has none."""
+    """The counter of a torch device, None if it has none."""
     try:
         return EnergyCounter(str(torch.cuda.get_device_properties(device).uuid))
     except (OSError, AttributeError):  # no such library, function or field
@@ -56,8 +56,8 @@ def energy_counter(torch: Any, device: str) -> EnergyCounter | None:
 
 
 def watts_of(readings: list[tuple[float, float]]) -> float | None:
-    """Mean power from (seconds, joules) at every change of the counter that was seen, the first of
-    them being just where reading began; None where it changed too seldom."""
+    """Mean power from (seconds, joules) at every observed change of the counter; the first pair is
+    just the start of reading. None if it changed too seldom."""
     if len(readings) < _LEAST_READINGS:
         return None
     (begin, before), (end, after) = readings[1], readings[-1]
@@ -65,12 +65,12 @@ def watts_of(readings: list[tuple[float, float]]) -> float | None:
 
 
 class _Run:
-    """Calls of one contender without a pause."""
+    """Calls of one contender without pauses."""
 
     def __init__(
         self, torch: Any, contender: Contender, calls: int, joules: Callable[[], float] | None
     ) -> None:
-        """`calls` are those of a batch."""
+        """`calls`: calls per batch."""
         self._torch = torch
         self._call = contender.call
         self._calls = calls
@@ -79,7 +79,7 @@ class _Run:
         self._readings: list[tuple[float, float]] = []
 
     def measure(self, seconds: float) -> dict[str, Any]:
-        """Calls, the seconds that they took the GPU, and its mean power."""
+        """The number of calls, their GPU seconds, and the mean power."""
         self._launch()
         self._work(_WARM_UP_S)
         self._readings.clear()
@@ -99,8 +99,8 @@ class _Run:
         self._queue.append(event)
 
     def _work(self, seconds: float) -> tuple[Any, int, Any]:
-        """Batches for that long, one of them still queued at the end: the event behind the batch
-        before them, how many were done, and the event behind the last of these."""
+        """Runs batches for that long, with one still queued at the end. Returns the event after the
+        preceding batch, the number of finished batches, and the event after the last of these."""
         self._launch()
         first = last = self._wait()
         begin, batches = time.perf_counter(), 0
@@ -111,7 +111,7 @@ class _Run:
         return first, batches, last
 
     def _wait(self) -> Any:
-        """For the oldest batch; meanwhile the counter is read."""
+        """Waits for the oldest batch and reads the counter meanwhile."""
         event = self._queue.popleft()
         while True:
             done = event.query()
@@ -132,8 +132,8 @@ def sustain(
     flops: float,
     seconds: float,
 ) -> dict[str, dict[str, Any]]:
-    """Two runs of so many seconds for every contender on torch's stream, and over both speed, power
-    and joules per 10^12 FLOPs; the last two are None without a counter."""
+    """Makes two runs of this many seconds for every contender on torch's stream. Returns speed,
+    power and joules per 10^12 FLOPs over both; the last two are None without a counter."""
     counter = energy_counter(torch, device)
     runs: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders if c.of_torch}
     there = [c for c in contenders if c.of_torch]

@@ -22,8 +22,8 @@ _GRAPH_BUDGET_S = 0.01
 _GRAPH_CALLS = 20
 _GRAPH_ROUNDS = 15
 _ROUNDS = 5  # of host and eager time
-_CALLS = 20  # of a contender in each, fewer than a launch queue holds
-_SHORT_S = 0.001  # host, eager and graph time say something about calls shorter than this
+_CALLS = 20  # calls per contender in each, fewer than a launch queue holds
+_SHORT_S = 0.001  # host, eager and graph times are taken for calls shorter than this
 
 
 def _as_it_is(answer: Any) -> Any:
@@ -39,10 +39,10 @@ class Contender:
         call: What is timed.
         context: Entered around its calls and not timed.
         output: The answer of a call as [batch, seq_q, heads_q, dim_v]; not timed.
-        of_torch: It works on torch's current stream and in memory of torch's allocator, so that it
-            can be captured into a CUDA graph and its memory counted.
-        capturable: Such a one can; that of a graph of torch's autograd that was recorded before
-            cannot, for its work goes on the stream of that time.
+        of_torch: It works on torch's current stream and in torch's allocator, so that it can be
+            captured into a CUDA graph and its memory counted.
+        capturable: Whether it can be captured. A graph of torch's autograd that was recorded
+            earlier cannot, since its work goes on the stream of that time.
     """
 
     name: str
@@ -56,7 +56,8 @@ class Contender:
 class CpuClock:
     """Wall-clock time of a call that returns when its result is there.
 
-    A pause and an untimed call come first: no contender meets another's threads still spinning.
+    A pause and an untimed call come first, so that no contender meets another's threads still
+        spinning.
     """
 
     def time(self, call: Callable[[], Any]) -> float:
@@ -73,17 +74,17 @@ class CpuClock:
     def details(
         self, contenders: list[Contender], medians: dict[str, float], seed: int
     ) -> dict[str, dict[str, Any]]:
-        return {c.name: {} for c in contenders}  # the host keeps no count of a call's memory
+        return {c.name: {} for c in contenders}  # the host does not count a call's memory
 
 
 class CudaClock:
     """Time between two events around a call on torch's current stream.
 
-    Before each, the L2 cache is flushed by writing a buffer twice its size: no call finds its
-    inputs there. That is done several times over, which takes the GPU longer than the host takes to
-    launch the call: the host runs ahead, and launching is not part of the time. Where the GPU was
-    through with flushing first, the sample is taken again behind twice as many, and so are all that
-    follow, of every contender.
+    Before each call, writing a buffer of twice its size flushes the L2 cache, so that no call finds
+    its inputs there. This is done several times, which takes the GPU longer than the host takes to
+    launch the call: the host runs ahead, and launching is not part of the time. If the GPU finished
+    flushing first, the sample is taken again after twice as many flushes, and so are all later
+    samples of every contender.
     """
 
     def __init__(self, torch: Any, device: str) -> None:
@@ -104,7 +105,7 @@ class CudaClock:
             covered = not self._begin.query()
             self._end.record()
             self._end.synchronize()
-            # A call that waits for the GPU is never covered: then it is as it is.
+            # Flushes can never cover a call that waits for the GPU: accept its time.
             if covered or self._flushes >= _MOST_FLUSHES:
                 return float(self._begin.elapsed_time(self._end)) * 1e-3
             self._flushes *= 2
@@ -117,7 +118,7 @@ class CudaClock:
         short = [c for c in contenders if medians[c.name] <= _SHORT_S]
         for name, seconds in _interleaved_medians(short, self._host_samples, seed).items():
             found[name]["host_s"] = seconds
-        of_torch = [c for c in short if c.of_torch]  # whose stream events are recorded on
+        of_torch = [c for c in short if c.of_torch]  # events are recorded on its stream
         for name, seconds in _interleaved_medians(of_torch, self._eager_samples, seed).items():
             found[name]["eager_s"] = seconds
         for name, samples in self._graph_samples(short, medians, seed).items():
@@ -139,7 +140,7 @@ class CudaClock:
         return {"peak_bytes": int(cuda.max_memory_allocated() - before)}
 
     def _host_samples(self, contender: Contender) -> list[float]:
-        """Time that one call keeps the host; the GPU may lag behind."""
+        """Host time of one call; the GPU may lag behind."""
         samples = []
         self._torch.cuda.synchronize()
         for _ in range(_CALLS):
@@ -150,7 +151,7 @@ class CudaClock:
         return samples
 
     def _eager_samples(self, contender: Contender) -> list[float]:
-        """Time between events around a call that finds the GPU idle: the host's part and all."""
+        """Time between events around a call that finds the GPU idle, including the host's part."""
         samples = []
         for _ in range(_CALLS):
             self._torch.cuda.synchronize()
@@ -164,8 +165,8 @@ class CudaClock:
     def _graph_samples(
         self, contenders: list[Contender], medians: dict[str, float], seed: int
     ) -> dict[str, list[float]]:
-        """Time of a call inside a CUDA graph of several, replayed in rounds of random order; []
-        for one that cannot be captured. There is no launch in it, and the L2 cache is warm."""
+        """Time of a call inside a CUDA graph of several, replayed in rounds of random order; [] if
+        it cannot be captured. It contains no launch, and the L2 cache is warm."""
         graphs = {}
         samples: dict[str, list[float]] = {c.name: [] for c in contenders}
         for contender in contenders:
@@ -193,7 +194,7 @@ class CudaClock:
         cuda = self._torch.cuda
         graph = cuda.CUDAGraph()
         try:
-            # This thread's own: threads of another library may allocate meanwhile.
+            # Only this thread: threads of another library may allocate meanwhile.
             mode = "thread_local"
             with contender.context(), cuda.graph(graph, capture_error_mode=mode):
                 for _ in range(calls):
@@ -206,7 +207,7 @@ class CudaClock:
 def _interleaved_medians(
     contenders: list[Contender], take: Callable[[Contender], list[float]], seed: int
 ) -> dict[str, float]:
-    """Medians of the samples that `take` gives of every contender, in rounds of random order."""
+    """Medians of the samples that `take` gives for every contender, in rounds of random order."""
     samples: dict[str, list[float]] = {c.name: [] for c in contenders}
     rng = random.Random(seed)
     for _ in range(_ROUNDS):
@@ -222,8 +223,8 @@ def make_clock(arrays: Arrays) -> CpuClock | CudaClock:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How long to look: seconds for each contender, within bounds on the number of samples, and on
-    a GPU so many seconds of calls without a pause, twice."""
+    """How long to measure: seconds per contender, within bounds on the number of samples, and on a
+    GPU twice this many seconds of calls without pauses."""
 
     seconds: float = 0.25
     least: int = 7

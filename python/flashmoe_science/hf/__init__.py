@@ -7,17 +7,17 @@
         path, attn_implementation="flashmoe", experts_implementation="flashmoe"
     )
 
-The model's code and weights stay as they are; weights are read where they lie. A model that would
-never call our operations is refused when it is made. A call that they do not cover goes to
-transformers' own implementation, and a warning says which and why, once for each reason;
-`register(strict=True)` makes it an error. `report()` has the calls of either, layer by layer.
+The model's code and weights stay as they are; weights are read in place. A model that would never
+call our operations is refused when it is made. A call that they do not cover goes to transformers'
+own implementation, and a warning says which and why, once per reason; `register(strict=True)` makes
+it an error. `report()` counts the calls of both, layer by layer.
 
-Covered by attention: causal or not, queries that end where the keys end (a prompt, and what follows
-it through a growing, sliding or static cache), cross attention, grouped heads, sliding windows,
-softcap, sinks, padding, packed rows, other masks, biases of positions, continuous batching,
-gradients of all but masks and biases.
-Covered by experts: gated and plain ones in every layout transformers knows, with biases, SiLU,
-GELU, ReLU and squared ReLU, gpt-oss's clamped gate, expert parallelism, inference.
+Attention covers causal and other calls, queries that end where the keys end (a prompt, and its
+continuation through a growing, sliding or static cache), cross attention, grouped heads, sliding
+windows, softcap, sinks, padding, packed rows, other masks, position biases, continuous batching,
+and gradients of everything except masks and biases. Experts cover gated and plain ones in every
+layout of transformers, with biases, SiLU, GELU, ReLU and squared ReLU, gpt-oss's clamped gate,
+expert parallelism, and inference.
 """
 
 from __future__ import annotations
@@ -60,15 +60,17 @@ __all__ = [
 def register(
     *, strict: bool = False, max_workspace_bytes: int | None = None, recompute: bool = False
 ) -> str:
-    """Makes FlashMoE the attention and the experts implementation "flashmoe" of transformers.
+    """Registers FlashMoE as the attention and experts implementation "flashmoe" of transformers.
 
-    A model's configuration keeps the attention as "fmoe", a name that is accepted, too. Registering
-    again changes nothing but the options.
+    A model's configuration keeps the attention as "fmoe", which is also accepted. Registering again
+    changes only the options.
 
     Args:
-        strict: A call that our operations do not cover is an UnsupportedError that says why, in
-            this process and in all threads. Otherwise it goes to transformers' own implementation.
-        max_workspace_bytes, recompute: Of the gradients of each layer's experts, as in moe_forward.
+        strict: Raise an UnsupportedError that says why for a call that our operations do not cover,
+            in all threads of this process. Otherwise the call goes to transformers' own
+            implementation.
+        max_workspace_bytes, recompute: Options of the gradients of each layer's experts, as in
+            moe_forward.
 
     Returns:
         "flashmoe".
@@ -90,7 +92,7 @@ def register(
 
 
 def _checking_names(theirs: Callable[..., str]) -> Callable[..., str]:
-    """A method by which models check the name of an attention, and that knows ours."""
+    """A method with which models check an attention's name, extended to know ours."""
 
     signature = inspect.signature(theirs)
     parameter = _first_parameter(signature)
@@ -107,12 +109,13 @@ def _checking_names(theirs: Callable[..., str]) -> Callable[..., str]:
 
 
 def _first_parameter(method: inspect.Signature) -> str:
-    """Its name, behind self: a caller may give the argument by position or by name."""
+    """The name of the first parameter after self: a caller may pass it by position or by name."""
     return list(method.parameters)[1]
 
 
 def _keep_our_name(config: Any) -> None:
-    """In a model's configuration and in those within it, whose models may not check theirs."""
+    """Keeps our name in a model's configuration and in nested ones, whose models may not check
+    theirs."""
     if config._attn_implementation_internal == NAME:
         config._attn_implementation_internal = KEPT_NAME
     for name in config.sub_configs:
@@ -121,7 +124,7 @@ def _keep_our_name(config: Any) -> None:
 
 
 def _checking_layers(theirs: Callable[..., None]) -> Callable[..., None]:
-    """The method that ends the making of a model, which has its layers then."""
+    """The method that completes a model, extended: the model then has its layers."""
 
     def post_init(self: PreTrainedModel) -> None:
         theirs(self)
@@ -134,7 +137,7 @@ def _checking_layers(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def _setting(choice: Choice) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A method that changes the implementation of a model and of those within it."""
+    """A method that changes the implementation of a model and its submodels, extended."""
 
     def checking(theirs: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(theirs)

@@ -1,4 +1,5 @@
-"""transformers' attention function by ours; what ours does not cover by transformers' own."""
+"""transformers' attention function, computed by ours; transformers' own serves what ours does not
+cover."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM, REFUSALS, not
 from flashmoe_science.hf._masks import Note, added, layers_tell_causality, note_of
 from flashmoe_science.torch import operators
 
-# Options of attention functions that change what is computed, and that ours does not have.
+# Options of attention functions that change the result and that ours lacks.
 _FOREIGN_OPTIONS = (
     "sinks",
     "cache",
@@ -25,12 +26,12 @@ _FOREIGN_OPTIONS = (
     "indices",
     "block_indices",
 )
-# Those that torch's SDPA does not have either.
+# Those that torch's SDPA lacks, too.
 _BEYOND_SDPA = ("softcap", "s_aux", "sinks", "block_mask", "indices", "block_indices")
 
 
 class _Visible(NamedTuple):
-    """The keys that queries see where transformers passes no mask; as flash_attention has it."""
+    """The keys that queries see if transformers passes no mask, as flash_attention's arguments."""
 
     causal: bool
     window: tuple[int, int | None] | None
@@ -57,7 +58,7 @@ def attention(
     key, value, where = _packed.packed(module, key, value, options)
     causal = _is_causal(module, note, where) if is_causal is None else bool(is_causal)
     if where is not None and (where.served or note is None or note.packed is not None):
-        attention_mask = note = None  # the offsets say all that a mask would
+        attention_mask = note = None  # the offsets tell all that a mask would
     else:
         where = None
     filled = None if note is None else note.filled
@@ -67,11 +68,11 @@ def attention(
     bias = options.get("position_bias")
     pairs: dict[str, Any] = {}
     masked = ""
-    # Beside a bias a mask of padding is one of pairs, too: both are read in one way.
+    # With a bias, a padding mask becomes one of pairs, too, so that both are read in one way.
     all_told = note is None or (bias is None and not _is_needed(note, visible))
     if attention_mask is not None and not all_told:
         masked, pairs = _pairs(attention_mask, q, k)
-        note, visible = None, _Visible(False, None)  # a mask says all of it
+        note, visible = None, _Visible(False, None)  # a mask tells everything
     if bias is not None and not masked:
         masked = _add_bias(bias, pairs, q, k, where)
     recorded = is_recorded(q, k, v, options.get("s_aux"))
@@ -110,7 +111,8 @@ def attention(
         key, value = where.pages.gathered()
     options |= {"dropout": dropout, "scaling": scaling}
     eager = _eager_attention(module, options)
-    # torch's SDPA knows a causal mask of as many keys as queries, a model's own function none.
+    # torch's SDPA can mask causally if there are as many keys as queries; a model's own function
+    # cannot.
     known = eager is None and visible.window is None and query.shape[2] >= key.shape[2]
     if where is not None or (attention_mask is None and not visible.whole and not known):
         attention_mask = _mask_of(visible, query, key, where)
@@ -129,25 +131,25 @@ def attention(
 def _is_causal(module: torch.nn.Module, note: Note | None, where: _packed.Packed | None) -> bool:
     """Whether a call without a mask of pairs is causal."""
     told = layers_tell_causality(getattr(module, "config", None))
-    if told or (note is None and where is not None):  # as a flash attention, which is given offsets
+    if told or (note is None and where is not None):  # like a flash attention, which gets offsets
         return bool(getattr(module, "is_causal", True))
     return note is not None and bool(note.causal)
 
 
 def _is_needed(note: Note, visible: _Visible) -> bool:
-    """Whether a call is told by its mask what is seen, and not by lengths."""
+    """Whether the mask, not lengths, tells a call what is visible."""
     return note.filled is None or (note.packed is not None and not visible.causal)
 
 
 def _pairs(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """Why a mask of pairs is not ours, or "" and what flash_attention is told of it."""
+    """Why ours does not take a mask of pairs, or "" and the arguments of flash_attention for it."""
     if mask.dim() != 4:
         return f"the mask has {mask.dim()} dimensions", {}
     if mask.requires_grad and torch.is_grad_enabled():
         return "gradients of the mask are recorded", {}
-    # Some models make masks of all keys that their caches have room for.
+    # Some models make masks for all keys that their caches can hold.
     mask = mask[..., : key.shape[2]] if mask.shape[3] > key.shape[2] else mask
     if mask.dtype == torch.bool:
         return "", {"attn_mask": mask}
@@ -157,7 +159,7 @@ def _pairs(
 
 
 def _as_bias(numbers: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The numbers in a dtype that flash_attention takes beside the query's."""
+    """The numbers in a dtype that flash_attention takes with the query's."""
     same = numbers.dtype in (torch.float32, query.dtype)
     return numbers if same else numbers.to(query.dtype)
 
@@ -169,7 +171,7 @@ def _add_bias(
     key: torch.Tensor,
     where: _packed.Packed | None,
 ) -> str:
-    """Why a bias of positions is not ours, or "", when it is among the pairs."""
+    """Adds a position bias to the pairs and returns "", or returns why ours does not take it."""
     if where is not None:
         return "the model passes position_bias beside packed rows"
     if bias.requires_grad and torch.is_grad_enabled():
@@ -190,9 +192,9 @@ def _attend(
     recorded: bool,
     call: dict[str, Any],
 ) -> torch.Tensor:
-    """By ours, token by token, as what follows reads it. Rows of padding that are not computed are
-    zeros."""
-    # An output cannot be written to while gradients are recorded.
+    """Computes with ours, token by token in memory as the next layer reads it. Padding rows that
+    are not computed are zeros."""
+    # Outputs cannot be given while gradients are recorded.
     shape = (*q.shape[:3], v.shape[3])
     made: Any
     if note is not None and note.packed is not None:
@@ -213,7 +215,7 @@ def _attend(
         return made  # type: ignore[no-any-return]
     used = padding.seqused_q
     if padding.from_start and call["causal"]:
-        # Rows behind a sequence see its keys, as transformers' own attention has it.
+        # Rows after a sequence see its keys, as in transformers' own attention.
         call, used = call | {"causal": "top_left"}, None
     out = None if recorded else q.new_empty(shape) if used is None else q.new_zeros(shape)
     made = flashmoe_science.flash_attention(
@@ -234,7 +236,7 @@ def _visible(
     options: dict[str, Any],
     where: _packed.Packed | None = None,
 ) -> _Visible:
-    """What a call without a mask means."""
+    """The meaning of a call without a mask."""
     size = options.get("sliding_window")
     keys = key.shape[2]
     if where is not None and where.served:
@@ -246,8 +248,8 @@ def _visible(
     elif causal:
         window = None if size >= keys else (size - 1, None)
     else:
-        # The size is that of a flash attention, which takes it for one key less on either side. A
-        # few models pass their configuration's, by which transformers masks, as it is.
+        # The size follows flash attention's convention, which takes one key less on either side. A
+        # few models pass their configuration's value unchanged, which transformers masks by.
         configured = getattr(getattr(module, "config", None), "sliding_window", None)
         reach = size if size == configured else size - 1
         window = None if reach + 1 >= keys else (reach, reach)
@@ -260,7 +262,7 @@ def _mask_of(
     """SDPA's mask of these keys, [1, 1, queries, keys]."""
 
     def places(count: int, starts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Before the end of its sequence, and which sequence that is."""
+        """Places counted from the end of each sequence, and the sequence of each."""
         at = torch.arange(count, device=query.device)
         if starts is None:
             return at - count, torch.zeros_like(at)
@@ -290,7 +292,7 @@ def _attention_refusal(
     dropout: float,
     options: dict[str, Any],
 ) -> str:
-    """What of the call our attention does not have, "" when it has all."""
+    """What of the call our attention lacks, "" if nothing."""
     if options.get("output_attentions"):
         return "the weights of attention are asked for"
     if dropout != 0.0:
@@ -307,7 +309,7 @@ def _attention_refusal(
 
 
 def _eager_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., Any] | None:
-    """The model's own function, where SDPA does not compute what is asked."""
+    """The model's own function, for calls that SDPA cannot compute."""
     beyond = options.get("output_attentions") or any(
         options.get(name) is not None for name in _BEYOND_SDPA
     )

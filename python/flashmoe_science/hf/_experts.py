@@ -1,4 +1,5 @@
-"""transformers' experts function by ours; what ours does not cover by transformers' own."""
+"""transformers' experts function, computed by ours; transformers' own serves what ours does not
+cover."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _recompute = False
 
 
 def set_gradients(max_workspace_bytes: int | None, recompute: bool) -> None:
-    """The options of the gradients of every call from now on."""
+    """Sets the gradient options of all later calls."""
     global _max_workspace_bytes, _recompute
     if max_workspace_bytes is not None and not 1 <= max_workspace_bytes < 2**63:
         raise InvalidArgumentError(
@@ -31,7 +32,7 @@ def set_gradients(max_workspace_bytes: int | None, recompute: bool) -> None:
     _max_workspace_bytes, _recompute = max_workspace_bytes, recompute
 
 
-# transformers' activations and torch's by our names; exactly those whose formula is ours.
+# transformers' and torch's activations by our names: exactly those with our formulas.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -56,14 +57,14 @@ _ACTIVATION_CLASSES = _activation_classes()
 
 
 def _activation(function: Any) -> str | None:
-    """Our name of a module's activation, None where it is none of ours."""
+    """Our name for a module's activation, None if we lack it."""
     if isinstance(function, torch.nn.GELU):
         return "gelu" if function.approximate == "none" else "gelu_tanh"
     return _ACTIVATION_CLASSES.get(type(function))
 
 
 def _gate_options(module: Any) -> dict[str, Any] | str:
-    """What moe_forward is told of a module's activation and gate; or why it cannot be."""
+    """The arguments of moe_forward for a module's activation and gate, or why there are none."""
     if not module.has_gate:
         activation = _activation(module.act_fn)
         if activation is None:
@@ -83,7 +84,7 @@ def _gate_options(module: Any) -> dict[str, Any] | str:
 
 
 def _sizes(module: Any) -> tuple[int, int]:
-    """The hidden size, and that of an expert."""
+    """The hidden size, and the inner size of an expert."""
     rows, columns = module.down_proj.shape[1:]
     return (columns, rows) if module.is_transposed else (rows, columns)
 
@@ -95,7 +96,7 @@ def experts(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """transformers' experts function: hidden_states [T, H], the experts of each token [T, K] and
-    their weights, to [T, H]. Ids beyond the module's experts are another device's, and add 0."""
+    their weights, to [T, H]. Ids beyond the module's experts belong to another device and add 0."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     w_up, w_down = (getattr(module, name) for name in names)
     options = _gate_options(module)

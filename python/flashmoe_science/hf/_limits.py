@@ -1,4 +1,4 @@
-"""What our operations take of any layer: devices, dtypes, sizes."""
+"""What our operations take for any layer: devices, dtypes, sizes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _DTYPES = {
 EXTENT_MULTIPLE = 8  # of head dimensions, hidden and inner sizes
 MOST_DIM = 256  # of a head
 
-# A model is right: where its tensors are refused (rows begin at odd addresses, say), it is a limit
-# of ours.
+# Models are assumed correct: if their tensors are refused (misaligned rows, for example), the limit
+# is ours.
 REFUSALS = (InvalidArgumentError, UnsupportedError)
 
 
 def not_ours(tensors: tuple[torch.Tensor, ...]) -> str:
-    """Why no operation of ours takes these, "" when it does."""
+    """Why our operations do not take these, "" if they do."""
     first = tensors[0]
     kind = first.device.type
     if kind not in _DTYPES or (kind == "cuda" and operators.cuda_devices() == 0):

@@ -1,4 +1,4 @@
-"""transformers' mask function: no mask where ours needs none, and a note on the others."""
+"""transformers' mask function: no mask if ours needs none, and a note on other masks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OTHER_MASK = "there is a mask of another kind than causal or a sliding window"
 
 
 class Padding(NamedTuple):
-    """Which rows of each sequence of a batch are tokens, as flash_attention has it.
+    """Which rows of each sequence of a batch are tokens, as flash_attention's arguments.
 
     Attributes:
         seqused_q: None: all rows are computed.
         seqused_k, k_begin: None: there is no padding on that side.
         from_start: Query n stands at key n of every sequence. A causal call that counts from there
-            can compute rows of padding, too.
+            can also compute rows of padding.
     """
 
     seqused_q: torch.Tensor | None
@@ -42,16 +42,16 @@ class Padding(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What is known of a mask.
+    """What is known about a mask.
 
     Attributes:
-        reason: Why ours needs it, "" where it does not.
-        filled: Where ours needs no mask but for the keys from this number on, which it has to leave
-            out: those that a static cache has room for.
-        padding: Where ours leaves out padding, beside those keys.
-        packed: Where each row of the batch has several sequences, one behind the other and each
-            causal by itself: where they begin, cu_seqlens of each row.
-        causal: Whether the keys are causal; None where the layer tells.
+        reason: Why ours needs it, "" if it does not.
+        filled: If ours needs no mask but must leave out the keys from this number on: the unused
+            room of a static cache.
+        padding: If ours leaves out padding, besides those keys.
+        packed: If each row of the batch has several packed sequences, each causal by itself: their
+            offsets, cu_seqlens of each row.
+        causal: Whether the keys are causal; None if the layer tells.
     """
 
     reason: str
@@ -62,7 +62,7 @@ class Note(NamedTuple):
 
 
 def note_of(mask: torch.Tensor) -> Note:
-    """What `attention_mask` noted of a mask; a graph knows no attributes of its tensors."""
+    """The note of `attention_mask` on a mask. In a graph, tensors have no attributes."""
     if torch.compiler.is_compiling():
         return Note(_COMPILED)
     note: Note = getattr(mask, _NOTE, Note(_UNKNOWN))
@@ -83,13 +83,13 @@ def attention_mask(
     config: Any = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask function: None where `attention` masks by itself, else SDPA's mask.
+    """transformers' mask function: None if `attention` masks by itself, else SDPA's mask.
 
-    Without a mask `attention` takes the keys to be causal, if it is causal, and within the layer's
-    window, both from the last query and key backwards. So there is none only where that is so and
-    nothing is padded. Of a mask of padding, and of packed rows, it is noted where tokens are.
-    Layers that do not tell whether they are causal always have a mask, of the form that their own
-    attention has, which they may extend; its note tells it.
+    Without a mask, `attention` assumes causal keys, if it is causal, and the layer's window, both
+    counted back from the last query and key. So it gets no mask only if that holds and nothing is
+    padded. For masks of padding and of packed rows, the note says where tokens are. Layers that do
+    not tell whether they are causal always get a mask, in the form of their own attention, which
+    they may extend; its note tells it.
     """
     known = local_size is None or kv_length < local_size or _is_window(local_size, config)
     filled: int | None = None
@@ -110,13 +110,13 @@ def attention_mask(
     padding: Padding | None = None
     if filled is not None:
         lengths = (kv_offset, filled, q_length)
-        # The position of a query matters only under a causal mask or in a window.
+        # A query's position matters only under a causal mask or in a window.
         placed = allow_is_causal_skip or local_size is not None or one_more
         reason, padding = _padding(attention_mask, lengths, placed)
         filled = None if reason else filled
     told = layers_tell_causality(config)
     if filled == kv_length and padding is None and not one_more and told:
-        return None  # and no cache has room for more
+        return None  # and no cache holds more
     mask: torch.Tensor | None = sdpa_mask(
         batch_size,
         q_length,
@@ -131,7 +131,7 @@ def attention_mask(
         config=config,
         **options,
     )
-    # Only its name told that nothing else hides keys.
+    # Only the function's name told that nothing else hides keys.
     if (
         mask is not None
         and one_more
@@ -142,7 +142,7 @@ def attention_mask(
     note: Note | None = None
     if mask is not None and not torch.compiler.is_compiling():
         if filled is not None or q_length == 1:  # and is small
-            # As generate() has it: another tensor would lack the attribute.
+            # Contiguous, as in generate(): a later copy would lack the attribute.
             mask = mask.contiguous()
         if filled is not None:
             note = Note("", filled, padding, causal=None if told else allow_is_causal_skip)
@@ -160,14 +160,14 @@ def attention_mask(
 def _is_plain(mask_function: Callable[..., Any], local_size: int | None) -> bool:
     """Whether nothing but causality or a window hides keys, as far as can be seen.
 
-    Such a mask of one query is made for caches alone that may be compiled.
+    Such a mask of one query is made only for caches that may be compiled.
     """
     return mask_function is causal_mask_function or local_size is not None
 
 
 def _may_be_read(options: dict[str, Any]) -> bool:
-    """Whether how far a static cache is filled may be read: what is traced or captured has no
-    numbers yet. A GPU is waited for, once for a token and not for each layer."""
+    """Whether the fill of a static cache may be read: traced or captured code has no numbers yet.
+    This waits for the GPU once per token, not once per layer."""
     device = options.get("device")
     if torch.compiler.is_compiling() or device is None:
         return False
@@ -181,7 +181,7 @@ def _hides_as_told(
     filled: int,
     window: int | None,
 ) -> bool:
-    """Whether the mask of one query is what `attention` makes of these."""
+    """Whether the mask of one query equals what `attention` makes from these."""
     keys = mask.shape[-1]
     at = torch.arange(keys, device=mask.device)
     seen = at < filled
@@ -194,9 +194,9 @@ def _hides_as_told(
 
 
 def _filled(q_offset: Any, q_length: int, kv_offset: int, kv_length: int) -> int | None:
-    """How many of the keys there are up to the last query, where that can be known."""
+    """The number of keys up to the last query, if it can be known."""
     if torch.compiler.is_compiling():
-        # A static cache counts in a tensor, and a graph knows no attributes of its tensors.
+        # A static cache counts in a tensor, and in a graph tensors have no attributes.
         together = (
             not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
         )
@@ -206,14 +206,14 @@ def _filled(q_offset: Any, q_length: int, kv_offset: int, kv_length: int) -> int
 
 
 def _masked_alone(local_size: int | None, config: Any) -> str:
-    """Why a mask of this size, which `attention` is not told, stays one."""
+    """Why a mask of this size, which `attention` does not know, must stay."""
     chunk = getattr(config, "attention_chunk_size", None)
     window = getattr(config, "sliding_window", None)
     return _UNTOLD_WINDOW if local_size == window != chunk else OTHER_MASK
 
 
 def _is_window(local_size: int | None, config: Any) -> bool:
-    """Whether a mask of this size is a sliding window, and no chunk, that `attention` is told."""
+    """Whether a mask of this size is a sliding window, not a chunk, that `attention` knows."""
     return (
         local_size == getattr(config, "sliding_window", None)
         and local_size != getattr(config, "attention_chunk_size", None)
@@ -223,10 +223,10 @@ def _is_window(local_size: int | None, config: Any) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _passes_windows(configuration: str) -> bool:
-    """Whether the models of a configuration's module tell attention functions their windows.
+    """Whether the models of a configuration's module pass their windows to attention functions.
 
-    A few have them in masks alone. So it is looked up in the source, where transformers looks for
-    what implementations its models take.
+    A few have them only in masks. So this searches the source, as transformers does to find the
+    implementations that its models take.
     """
     return _source_passes_windows(configuration)
 
@@ -250,7 +250,7 @@ def _models_of(configuration: str) -> ModuleType | None:
 
 
 def added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask in the form that models' own functions know: added to the logits."""
+    """A mask in the form of models' own functions: added to the logits."""
     if mask.dtype != torch.bool:
         return mask
     zero = torch.zeros((), dtype=dtype, device=mask.device)
@@ -258,11 +258,11 @@ def added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def layers_tell_causality(config: Any) -> bool:
-    """Whether the layers of a configuration's models say by themselves, where they have no mask,
-    if they are causal, as SDPA and flash attentions ask them.
+    """Whether the layers of a configuration's models tell, without a mask, if they are causal, as
+    SDPA and flash attentions ask them.
 
-    Models that support neither may say nothing, or what is wrong: their own attention reads masks
-    alone, and without one it sees all keys.
+    Models that support neither may tell nothing, or a wrong answer: their own attention reads only
+    masks, and without one it sees all keys.
     """
     supported: bool = _supports_any(type(config).__module__)
     return supported
@@ -290,16 +290,15 @@ def _class_supports_any(configuration: str) -> bool:
 def _padding(
     mask: torch.Tensor | None, lengths: tuple[int, int, int], placed: bool
 ) -> tuple[str, Padding | None]:
-    """Why a padding mask is needed, "" where it hides no key or ours can leave out what it hides.
-
-    `lengths` are the offset of the keys, how many there are, and how many queries. `placed`: the
-    last query stands at the last key.
+    """Why a padding mask is needed, "" if it hides no key or ours can leave out what it hides.
+    `lengths` are the offset and number of the keys, and the number of queries. `placed`: the last
+    query stands at the last key.
     """
     kv_offset, keys, queries = lengths
     if mask is None or keys == 0:
         return "", None
     end = kv_offset + keys
-    if torch.compiler.is_compiling():  # what it holds a graph cannot know
+    if torch.compiler.is_compiling():  # a graph cannot know its content
         return _COMPILED, None
     if mask.shape[-1] < end:
         return _SHORT, None
@@ -310,7 +309,7 @@ def _padding(
     ends = begins + count
     used = (ends - (keys - queries)).clamp(min=0)
     whole = seen == ((at >= begins[:, None]) & (at < ends[:, None]))
-    # Read together, since each read waits for a GPU.
+    # Reads them together, since each read waits for the GPU.
     apart, on_left, on_right, unused = torch.stack(
         [~whole.all(), (begins > 0).any(), (ends < keys).any(), (used < queries).any()]
     ).tolist()
@@ -327,8 +326,8 @@ def _padding(
 
 
 def _packed(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, ...] | None:
-    """cu_seqlens of each row of the batch, if this is a mask of sequences that are one behind the
-    other, each causal by itself and within the window."""
+    """cu_seqlens of each row of the batch, if this masks packed sequences, each causal by itself
+    and within the window."""
     rows, keys = mask.shape[-2:]
     if mask.dtype != torch.bool or rows != keys or rows == 0:
         return None

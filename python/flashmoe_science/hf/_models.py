@@ -1,9 +1,9 @@
-"""Which models ask for an implementation, and the refusal of those that do not.
+"""Finds models that ask for an implementation, and refuses those that do not.
 
 transformers offers attention and experts by name to every model. A layer that takes part looks the
-name up when it is called, in an AttentionInterface or an ExpertsInterface; others compute by
-themselves and would never see ours. There is no list of either, so the code of a layer's class is
-searched for an interface that it refers to.
+name up in an AttentionInterface or an ExpertsInterface when called; others compute by themselves
+and would never use ours. There is no list of either, so the code of a layer's class is searched for
+an interface that it refers to.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from transformers.integrations.moe import ExpertsInterface
 from flashmoe_science.errors import InvalidArgumentError
 
 NAME = "flashmoe"
-# transformers takes an attention whose name contains "flash" for one of its flash attention
-# packages, which it then imports and gives packed sequences; this is the name in configurations.
+# transformers treats an attention whose name contains "flash" as one of its flash attention
+# packages, which it imports and gives packed sequences. So configurations use this name.
 KEPT_NAME = "fmoe"
-# An older transformers puts the word before the attention's name for continuous batching.
+# Older transformers put this word before the attention's name for continuous batching.
 PAGED_NAME = f"paged|{NAME}"
 KEPT_PAGED_NAME = f"paged|{KEPT_NAME}"
 KEPT: dict[str | None, str] = {NAME: KEPT_NAME, PAGED_NAME: KEPT_PAGED_NAME}
@@ -36,13 +36,13 @@ NAMES = (NAME, KEPT_NAME, PAGED_NAME, KEPT_PAGED_NAME)
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the two choices that transformers has.
+    """One of transformers' two choices.
 
     Attributes:
-        operation: What is chosen.
-        argument: Its name where models are made; with an underscore before it, in configurations.
-        interface: The class of the tables in which layers look it up.
-        suffix: The end of the names of classes that compute it.
+        operation: The operation to choose for.
+        argument: Its argument name when models are made; configurations prefix an underscore.
+        interface: The class of the tables that layers look it up in.
+        suffix: The suffix of the names of classes that compute it.
     """
 
     operation: str
@@ -51,7 +51,7 @@ class Choice:
     suffix: str
 
     def is_ours(self, config: Any) -> bool:
-        """Whether a configuration has ours."""
+        """Whether a configuration chose ours."""
         return getattr(config, f"_{self.argument}", None) in NAMES
 
 
@@ -63,7 +63,7 @@ EXPERTS = Choice("experts", "experts_implementation", ExpertsInterface, "Experts
 
 
 def _code(code: CodeType) -> Iterator[CodeType]:
-    """It, and that of the functions and comprehensions in it."""
+    """The code object, and those of the functions and comprehensions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -71,7 +71,7 @@ def _code(code: CodeType) -> Iterator[CodeType]:
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """The methods of a model's or a layer's class, and what decorators wrapped in them."""
+    """The methods of a model's or a layer's class, and the functions that decorators wrapped."""
     for base in kind.__mro__:
         if issubclass(PreTrainedModel, base):  # what all models inherit
             continue
@@ -107,9 +107,8 @@ def _asks(kind: type, choice: Choice) -> bool:
 
 @functools.cache
 def _table(model: type[Any]) -> tuple[str, tuple[str, ...]] | None:
-    """The table of attention classes by which a model is built, and the names in it.
-
-    Such models choose a class while they are made, and fail there with any other name.
+    """The table of attention classes that a model is built from, and its names. Such models choose
+    a class while they are made, and fail with any other name.
     """
     seen: set[type] = set()
     left: list[type] = [model]
@@ -124,7 +123,7 @@ def _table(model: type[Any]) -> tuple[str, tuple[str, ...]] | None:
             ):
                 return name, tuple(value)
             is_layer = inspect.isclass(value) and issubclass(value, torch.nn.Module)
-            # Models within this one are looked at when they are made.
+            # Nested models are examined when they are made.
             if is_layer and not issubclass(value, PreTrainedModel) and value not in seen:
                 left.append(value)
     return None
@@ -139,9 +138,9 @@ def asking(model: torch.nn.Module, choice: Choice) -> list[str]:
 
 
 def computing_alone(model: torch.nn.Module, choice: Choice) -> list[str]:
-    """The paths of its layers that go by the name of such a layer, and do not look it up.
+    """The paths of its layers that are named like such a layer but do not look it up.
 
-    Neither are those within a layer that does, or around one, nor those around another of them.
+    Excludes layers within or around a layer that does, and those around another of them.
     """
     asks = asking(model, choice)
     named = [
@@ -165,7 +164,7 @@ def _within(path: str, around: str) -> bool:
 
 
 def refuse_built_by_table(model: PreTrainedModel, given: str | None) -> None:
-    """Refuses ours for a model that would be built by a table of attention classes.
+    """Refuses ours for a model that a table of attention classes would build.
 
     Raises:
         InvalidArgumentError: It is.
@@ -185,9 +184,9 @@ def refuse_model(
     """Refuses a model that would never call ours.
 
     Args:
-        model: A model that is made.
-        choice: What is to be ours in it.
-        whole: The model that it is a part of, which may do without such layers.
+        model: A complete model.
+        choice: The choice that is ours in it.
+        whole: The model that contains it, which may lack such layers.
 
     Raises:
         InvalidArgumentError: None of its layers looks the choice up.
@@ -212,7 +211,7 @@ def refuse_model(
 
 
 def _accepted(model: PreTrainedModel, choice: Choice) -> list[str]:
-    """What of transformers' own a model takes."""
+    """The implementations of transformers' own that a model takes."""
     if choice is EXPERTS:
         return ["eager"]
     names = {
@@ -229,7 +228,7 @@ def _quoted(names: list[str] | tuple[str, ...]) -> str:
 
 
 def maker_of(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The outermost model by which a model is made while that is being made itself."""
+    """The outermost model under construction that makes this model."""
     found = None
     frame = sys._getframe(1)
     while frame := frame.f_back:  # type: ignore[assignment]
@@ -243,10 +242,10 @@ def maker_of(model: PreTrainedModel) -> PreTrainedModel | None:
 def chosen(
     model: PreTrainedModel, given: str | dict[str, Any] | None
 ) -> Iterator[tuple[PreTrainedModel, PreTrainedModel | None]]:
-    """The models within a model, and itself, for which ours is chosen, by name or part by part.
+    """The model and nested models that chose ours, by name or part by part.
 
     Yields:
-        A model, and the one that it was chosen with as a part of.
+        A model, and the enclosing model with which it was chosen.
     """
     by_config: dict[int, Any] = {}
 

@@ -1,5 +1,5 @@
-"""Sequences that transformers passes one behind the other, with their offsets: what FlashAttention
-is passed, by data collators and by continuous batching, whose cache may be in pages."""
+"""Packed sequences with offsets, as transformers passes them to FlashAttention: from data collators
+and from continuous batching, whose cache may be in pages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import flashmoe_science
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM, not_ours
 from flashmoe_science.torch import operators
 
-# What our own update of a cache leaves in the options of the attention behind it.
+# The option that our own cache update leaves for the following attention.
 WRITTEN = "flashmoe_pages"
 
 
 class Pages(NamedTuple):
-    """A cache that keys and values are read from.
+    """A cache to read keys and values from.
 
     Attributes:
         k, v: [pages, page size, heads, dim].
         table: [sequences, pages of a sequence].
-        lengths: Keys of each sequence that are there; negative where a graph's sequence is none.
-        rows: Where each of these keys is, in rows of all pages, one sequence behind the other; None
-            where the new keys and values, one of each sequence, are to be written first.
+        lengths: Existing keys of each sequence; negative for an unused sequence of a graph.
+        rows: The row of each of these keys among the rows of all pages, sequence after sequence;
+            None if the new keys and values, one per sequence, must be written first.
     """
 
     k: torch.Tensor
@@ -33,19 +33,20 @@ class Pages(NamedTuple):
     rows: torch.Tensor | None = None
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values one sequence behind the other, [1, heads, keys, dim]."""
+        """Keys and values, sequence after sequence, [1, heads, keys, dim]."""
         k, v = (x.flatten(0, 1)[self.rows].transpose(0, 1)[None] for x in (self.k, self.v))
         return k, v
 
 
 class Packed(NamedTuple):
-    """Where each sequence is.
+    """The place of each sequence.
 
     Attributes:
         starts_q, starts_k: cu_seqlens.
-        most_q, most_k: Bounds of the lengths, None where nobody said.
-        pages: Where the keys are, if that is in pages.
-        served: By continuous batching, whose mask is none: rows may be there that are nobody's.
+        most_q, most_k: Bounds of the lengths, None if unknown.
+        pages: The pages of the keys, if any.
+        served: Whether it is for continuous batching, which has no mask: some rows may belong to no
+            sequence.
     """
 
     starts_q: torch.Tensor
@@ -59,8 +60,8 @@ class Packed(NamedTuple):
 def packed(
     module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, Packed | None]:
-    """What a call's options say of the sequences of its one row, and the keys and values, which an
-    older transformers leaves to the attention to write to the cache of continuous batching."""
+    """The sequences of a call's single row, from its options, and the keys and values. In older
+    transformers the attention must write these to the cache of continuous batching."""
     starts_q, starts_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if starts_q is None or starts_k is None or key.shape[0] != 1:
         return key, value, None
@@ -95,13 +96,13 @@ def _update(
     most_k: int | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes new keys and values to an older transformers' cache, and gathers what there is of the
-    sequences where it is not read from its pages."""
+    """Writes new keys and values to the cache of an older transformers, and gathers the sequences
+    if they are not read from their pages."""
     read, write = options["read_index"], options["write_index"]
     group, index = cache.layer_index_to_group_indices[layer]
     stays = is_read_in_pages(key, value, read[group]) and cache.sliding_windows[layer] == 1
     if stays:
-        # A batch that reads nothing is only written.
+        # A batch that reads nothing only writes.
         cache.update(key, value, layer, read_index=[x[:0] for x in read], write_index=write)
         shape = (-1, cache.block_size, *key.shape[1::2])
         k, v = (x[index].view(shape) for x in (cache.key_cache, cache.value_cache))
@@ -115,8 +116,8 @@ def _update(
 
 
 def is_read_in_pages(key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether a batch of prompts and of requests that decode is read where its cache is. One that
-    has nothing there is not."""
+    """Whether a batch of prompts and decoding requests is read from its cache in place. A batch
+    with nothing in the cache is not."""
     dims = (key.shape[3], value.shape[3])
     fit = all(dim % EXTENT_MULTIPLE == 0 and dim <= MOST_DIM for dim in dims)
     return rows.numel() > 0 and fit and not not_ours((key, value))
@@ -132,8 +133,8 @@ def written_pages(
     starts: torch.Tensor,
     most: int | None,
 ) -> Pages:
-    """The pages of a cache that knows where each key is. Layers of a group share what the first of
-    them finds, which their owner keeps."""
+    """The pages of a cache that knows the place of each key. Layers of a group share the result of
+    the first, which their owner keeps."""
     found = owner.__dict__.setdefault("_flashmoe_tables", {})
     if first or group not in found:
         size = k.shape[1]
@@ -148,10 +149,10 @@ def written_pages(
 def _apart(
     k: torch.Tensor, v: torch.Tensor, table: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pages of keys and those of values as views that share no memory, and their table.
+    """The pages of keys and of values as views without shared memory, and their table.
 
-    Where transformers keeps them by turns, in one tensor, either view has all: those of keys are at
-    even numbers of one, those of values at even numbers of the other.
+    If transformers alternates them in one tensor, each view spans all of it: keys are at even
+    numbers of one view, values at even numbers of the other.
     """
     between = (v.data_ptr() - k.data_ptr()) // k.element_size()
     if between != k.stride(0):
@@ -167,13 +168,13 @@ def attend(
     recorded: bool,
     call: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of packed rows, [batch, seq, heads, dim], by ours."""
+    """Attention of packed rows, [batch, seq, heads, dim], computed by ours."""
     if where.pages is not None and where.pages.rows is None:
         return _attend_to_pages(q, k, v, where.pages, call)  # type: ignore[no-any-return]
     if where.pages is not None:
         return _attend_to_written_pages(q, where, call)  # type: ignore[no-any-return]
     ours: Any = operators if torch.compiler.is_compiling() else flashmoe_science
-    # Continuous batching computes on with rows that no sequence has, so they are zeros.
+    # Continuous batching also uses rows of no sequence, so they must be zeros.
     zeros = where.served and not recorded and not torch.compiler.is_compiling()
     out: torch.Tensor = ours.flash_attention(
         q, k, v, **call, cu_seqlens_q=where.starts_q, cu_seqlens_k=where.starts_k,
@@ -187,7 +188,7 @@ def attend(
 def _attend_to_pages(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, call: dict[str, Any]
 ) -> torch.Tensor:
-    """Attention of one new token for each sequence, which is written to its page first."""
+    """Attention of one new token per sequence, which is first written to its page."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [sequences, 1, heads, dim]
     flashmoe_science.kv_append(
         k, v, pages.k, pages.v, cache_seqlens=pages.lengths, page_table=pages.table
@@ -200,10 +201,10 @@ def _attend_to_pages(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_to_written_pages(q: torch.Tensor, where: Packed, call: dict[str, Any]) -> torch.Tensor:
-    """Attention of prompts, chunks of them and tokens that decode, whose keys are all there."""
+    """Attention of prompts, their chunks and decoding tokens, whose keys are all written."""
     pages = where.pages
     assert pages is not None
-    # Continuous batching computes on with rows that no sequence has, so they are zeros.
+    # Continuous batching also uses rows of no sequence, so they must be zeros.
     out: torch.Tensor = flashmoe_science.flash_attention(
         q, pages.k, pages.v, **call, cu_seqlens_q=where.starts_q, max_seqlen_q=where.most_q,
         seqused_k=pages.lengths, page_table=pages.table,

@@ -1,4 +1,4 @@
-"""What ran each layer of transformers' models, ours or transformers' own."""
+"""Counts what ran each layer of transformers' models: ours or transformers' own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashmoe_science.errors import UnsupportedError
 from flashmoe_science.hf._models import ATTENTION, EXPERTS, Choice
 
 _LOGGER = "flashmoe_science.hf"
-OURS = ""  # the reason of a call that is ours
+OURS = ""  # the reason of our calls
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Layer:
     """The calls of one layer.
 
     Attributes:
-        model: Class of the model that the layer was last named in; "" where it is in none.
+        model: Class of the model that last named the layer; "" if none did.
         name: Its path in that model, or its class.
         operation: "attention" or "experts".
         ours: Calls by FlashMoE.
@@ -41,15 +41,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Report:
-    """What `report` answers; `str()` of it is for people.
+    """The result of `report`; `str()` of it is for people.
 
     Attributes:
-        layers: One entry for each layer of the models that take FlashMoE, also those not called.
-        compiled: What torch.compile and torch.export traced: how often, by the class of the layer.
-            What they begin anew, as at a graph break, they trace again. How often a graph runs is
-            not counted.
-        without_choice: Layers that compute by themselves and ask for no implementation, as
-            "model: class".
+        layers: One entry per layer of the models that take FlashMoE, even if not called.
+        compiled: How often torch.compile and torch.export traced a layer, by its class. They trace
+            again after a graph break. Runs of a graph are not counted.
+        without_choice: Layers that compute by themselves and ask for no implementation, as "model:
+            class".
     """
 
     layers: tuple[Layer, ...]
@@ -58,12 +57,12 @@ class Report:
 
     @property
     def ours(self) -> int:
-        """Calls by FlashMoE, those in compiled graphs apart."""
+        """Calls by FlashMoE, without those in compiled graphs."""
         return sum(layer.ours for layer in self.layers)
 
     @property
     def stock(self) -> int:
-        """Calls by transformers' own implementation, those in compiled graphs apart."""
+        """Calls by transformers' own implementation, without those in compiled graphs."""
         return sum(sum(layer.stock.values()) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -78,7 +77,7 @@ class Report:
 
 
 def _lines(layers: Iterable[Layer]) -> Iterator[str]:
-    """A line for layers that differ in their number alone, and one for each reason."""
+    """One line for layers that differ only in their number, and one per reason."""
     alike: Counter[tuple[str, str, str, int, tuple[tuple[str, int], ...]]] = Counter()
     for layer in layers:
         name = re.sub(r"(?<![A-Za-z_])\d+(?![A-Za-z_])", "*", layer.name)
@@ -114,21 +113,21 @@ class _Calls:
         return None if self.module is None else self.module()
 
     def takes_ours(self, operation: str) -> bool:
-        """Whether the layer is there, and its configuration still has ours."""
+        """Whether the layer exists and its configuration still chooses ours."""
         choice = ATTENTION if operation == ATTENTION.operation else EXPERTS
         return choice.is_ours(getattr(self.layer(), "config", None))
 
 
 class _Alone(NamedTuple):
-    """A layer that asks for no implementation: the model that it is in, and what it computes."""
+    """A layer that asks for no implementation: its model, and what it computes."""
 
     model: weakref.ref[torch.nn.Module]
     choice: Choice
 
 
 _lock = threading.Lock()
-_calls: list[_Calls] = []  # of layers that are gone, too
-_MOST_GONE = 1000  # layers that may come before those that are gone and of one name become one
+_calls: list[_Calls] = []  # includes layers that are gone
+_MOST_GONE = 1000  # from this many layers on, gone ones with the same name are merged
 _next_join = _MOST_GONE
 _by_module: weakref.WeakKeyDictionary[torch.nn.Module, _Calls] = weakref.WeakKeyDictionary()
 _traced: dict[str, _Calls] = {}  # by the class of the layer
@@ -137,18 +136,18 @@ _strict = False
 
 
 def set_strict(strict: bool) -> None:
-    """Whether a call that is not ours is an error."""
+    """Sets whether a call that is not ours is an error."""
     global _strict
     _strict = strict
 
 
 def note_ours(module: torch.nn.Module, operation: str) -> None:
-    """Counts a call of ours."""
+    """Counts a call by ours."""
     _note(module, operation, OURS)
 
 
 def note_stock(module: torch.nn.Module, operation: str, reason: str) -> None:
-    """Counts a call that goes to transformers' own implementation, and says why.
+    """Counts a call that goes to transformers' own implementation, and warns why.
 
     Raises:
         UnsupportedError: Registered as strict.
@@ -164,7 +163,8 @@ def note_stock(module: torch.nn.Module, operation: str, reason: str) -> None:
 
 def _note(module: torch.nn.Module, operation: str, reason: str) -> None:
     if torch.compiler.is_compiling():
-        # The module itself would be guarded, and each layer that shares this code compiled anew.
+        # Passes the class: the module itself would be guarded, and each layer that shares this code
+        # compiled again.
         _note_traced(type(module).__name__, operation, reason)
         return
     with _lock:
@@ -184,7 +184,7 @@ def _calls_of(module: torch.nn.Module) -> _Calls:
 
 
 def _join_gone() -> None:
-    """Makes one of the layers of one name that are gone, as replicas are after each call."""
+    """Merges gone layers of one name, such as replicas after each call."""
     there = [calls for calls in _calls if calls.layer() is not None]
     gone: dict[tuple[str, str], _Calls] = {}
     for calls in _calls:
@@ -206,7 +206,7 @@ def _note_traced(layer: str, operation: str, reason: str) -> None:
 def name_layers(
     model: torch.nn.Module, choice: Choice, asking: Iterable[str], without_choice: Iterable[str]
 ) -> None:
-    """Gives the layers of a model at these paths, which ask for an implementation, their names."""
+    """Names the layers of a model at these paths, which ask for an implementation."""
     kind = type(model).__name__
     modules = dict(model.named_modules())
     alone = _Alone(weakref.ref(model), choice)
@@ -214,7 +214,7 @@ def name_layers(
         for path in asking:
             calls = _calls_of(modules[path])
             calls.model, calls.name = kind, path or type(modules[path]).__name__
-            calls.by_reason[choice.operation]  # an entry, though without calls
+            calls.by_reason[choice.operation]  # creates an entry without calls
         _without_choice.update({modules[path]: alone for path in without_choice})
     for layer in sorted({type(modules[path]).__name__ for path in without_choice}):
         _warn_of_stock(choice.operation, f"{layer} asks for no implementation")
@@ -225,18 +225,19 @@ def _warn_of_stock(operation: str, reason: str) -> None:
 
 
 def report() -> Report:
-    """What ran the layers of transformers' models since the start or the last `reset_report`.
+    """Reports what ran the layers of transformers' models since the start or the last
+    `reset_report`.
 
-    Every layer of a model that takes FlashMoE has its number of calls by FlashMoE and, for each
-    reason, by transformers' own implementation. torch.compile and torch.export are counted while
-    they trace; a call from a compiled graph or a CUDA graph is not.
+    Every layer of a model that takes FlashMoE has its number of calls by FlashMoE and, per reason,
+    by transformers' own implementation. Traces by torch.compile and torch.export are counted; calls
+    from a compiled graph or a CUDA graph are not.
     """
     with _lock:
         return _report()
 
 
 def reset_report() -> Report:
-    """Starts all counts over, and returns what they were. No call is lost between the two."""
+    """Resets all counts and returns the old ones. No call is lost in between."""
     with _lock:
         made = _report()
         _calls[:] = [calls for calls in _calls if calls.layer() is not None]

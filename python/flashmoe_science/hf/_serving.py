@@ -1,5 +1,5 @@
-"""transformers' continuous batching, which knows by their names which attentions need no mask and
-read pages: it is told that ours does."""
+"""Support for transformers' continuous batching. It knows by name which attentions need no mask and
+read pages, so this module adds ours."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from flashmoe_science.hf._models import NAMES
 
 _PACKAGE = "transformers.generation.continuous_batching"
 
-# Where FlashAttention's function for pages is in what transformers loads by an attention's name.
-# Ours is called by our own attention.
+# The place of FlashAttention's paged function among the functions that transformers loads by an
+# attention's name. Our own attention calls ours.
 _LOADED = {
     "lazy_import_flash_attention": ((None, None, NotImplemented), None),
     "lazy_import_paged_flash_attention": (None, NotImplemented),
@@ -25,7 +25,7 @@ _LOADED = {
 
 
 def take_part() -> None:
-    """Has continuous batching treat our attention as one of FlashAttention, where it is loaded."""
+    """Makes continuous batching, if loaded, treat our attention like FlashAttention."""
     for part in ("continuous_api", "initialization", "cache"):
         module = sys.modules.get(f"{_PACKAGE}.{part}")
         _replace(module, "is_flash_attention_requested", _or_ours)
@@ -50,7 +50,7 @@ def _or_ours(theirs: Callable[..., bool]) -> Callable[..., bool]:
     ) -> bool:
         name = requested_attention_implementation
         name = name if config is None else config._attn_implementation
-        if name in NAMES:  # by its version it is asked for pages
+        if name in NAMES:  # asked for pages by its version
             return version is None or (config is not None and _reads_pages(config))
         return theirs(config, requested_attention_implementation, version)
 
@@ -58,7 +58,7 @@ def _or_ours(theirs: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _reads_pages(config: Any) -> bool:
-    """Whether a GPU's kernels take the heads of a model."""
+    """Whether the GPU kernels take a model's heads."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     halves = (torch.float16, torch.bfloat16)
     return config.dtype in halves and dim % EXTENT_MULTIPLE == 0 and dim <= MOST_DIM
@@ -72,8 +72,8 @@ def _loading(ours: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _staying_in_pages(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """An update of the cache that leaves keys in their pages where our attention reads them there.
-    An older transformers has the attention update the cache."""
+    """A cache update that leaves keys in their pages if our attention reads them there. In older
+    transformers the attention updates the cache."""
 
     def update(
         cache: Any,
@@ -95,7 +95,7 @@ def _staying_in_pages(theirs: Callable[..., Any]) -> Callable[..., Any]:
         )
         if not stays:
             return theirs(cache, key, value, layer, kwargs=kwargs)
-        # A batch that reads nothing is only written.
+        # A batch that reads nothing only writes.
         kwargs["read_index"] = [x[:0] for x in read]
         made = theirs(cache, key, value, layer, kwargs=kwargs)
         kwargs["read_index"] = read

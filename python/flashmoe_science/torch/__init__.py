@@ -1,5 +1,5 @@
-"""FlashMoE inside torch: operators for torch.compile and torch.export, torch's own attention routed
-here, and modules with the weights of those people have.
+"""FlashMoE inside torch: operators for torch.compile and torch.export, routing of torch's own
+attention, and modules with the weights of common models.
 
     import flashmoe_science.torch as fmt
 
@@ -9,8 +9,8 @@ here, and modules with the weights of those people have.
         out = model(x)
 
 Importing this module registers the operators torch.ops.flashmoe.*, and tells torch.compile that the
-functions of flashmoe_science are these; where that package is imported, torch.compile imports this
-one by itself. Attention and the mixture of experts have gradients.
+functions of flashmoe_science are these. If that package is imported, torch.compile imports this
+module automatically. Attention and the mixture of experts have gradients.
 """
 
 from flashmoe_science.torch.append import kv_append

@@ -24,14 +24,14 @@ _OPTIONS = ("interleaved", "q_stays", "layout", "kernel")
 
 
 def _fake(*arguments: Any) -> Any:
-    """q_out, which is a new one."""
+    """q_out, a new tensor."""
     q = arguments[_TENSORS.index("q")]
     return None if q is None else q.new_empty(q.shape)
 
 
 def _kernel(*arguments: Any) -> Any:
     tensors, options = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
-    call: Callable[..., Any] = _core.kv_append  # whose arguments a tuple has
+    call: Callable[..., Any] = _core.kv_append  # takes the tuple's arguments
     interleaved, q_stays, layout, kernel = options
     *others, k_scale, v_scale, q = tensors
     return call(
@@ -102,7 +102,7 @@ def kv_append(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """As flashmoe_science.kv_append. In a graph, q_out and stream are None."""
+    """Like flashmoe_science.kv_append. In a graph, q_out and stream are None."""
     tensors = (
         k, v, k_cache, v_cache, slots, cache_seqlens, cu_seqlens, seqused, batch_index, page_table,
         positions, rotary_cos, rotary_sin,

@@ -74,7 +74,7 @@ def check_sequences(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """As flashmoe_science.check_sequences. In a graph, status and stream are None."""
+    """Like flashmoe_science.check_sequences. In a graph, status and stream are None."""
     tables = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
     )  # fmt: skip
@@ -84,7 +84,7 @@ def check_sequences(
             return _core.check_sequences(q, k, sequences, layout, status, kernel, stream)
         except _TransformedError:
             _refuse_outputs(status=status, stream=stream)
-    # Only the extents of q and k are read, so they have no part in gradients.
+    # Only the extents of q and k are read, so gradients do not involve them.
     return _check_sequences(
         q.detach(), k.detach(), *tables, max_seqlen_q, max_seqlen_k, layout, kernel
     )

@@ -60,7 +60,7 @@ def _fake(*arguments: Any) -> Any:
 
 def _kernel(*arguments: Any) -> Any:
     *tensors, layout, rows, dtype, kernel = arguments
-    call: Callable[..., Any] = _core.kv_gather  # whose arguments a tuple has
+    call: Callable[..., Any] = _core.kv_gather  # takes the tuple's arguments
     return call(*tensors, layout, rows, dtype, None, None, kernel, None)
 
 
@@ -75,7 +75,7 @@ def _check(*arguments: Any) -> None:
 
 
 def _of_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the operator whose arguments have neither v_cache nor v_scale."""
+    """The arguments of the operator without v_cache and v_scale."""
 
     def call(k_cache: Any, *others: Any) -> Any:
         at = _TENSORS.index("v_scale") - 2
@@ -121,7 +121,7 @@ def kv_gather(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """As flashmoe_science.kv_gather. In a graph, k, v and stream are None."""
+    """Like flashmoe_science.kv_gather. In a graph, k, v and stream are None."""
     name = parse_name(dtype)
     tables = (cu_seqlens_k, seqused_k, k_begin, batch_index, page_table)
     if _is_plain(k_cache) or _leaves_graph(k_cache, k=k, v=v, stream=stream):

@@ -96,7 +96,7 @@ def merge_states(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """As flashmoe_science.merge_states. In a graph, out, lse and stream are None."""
+    """Like flashmoe_science.merge_states. In a graph, out, lse and stream are None."""
     partials, behind = parse_partials(outs, lses)
 
     def merge(

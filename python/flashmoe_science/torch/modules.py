@@ -1,4 +1,4 @@
-"""torch.nn modules on the operators, with the weights of those that people have."""
+"""torch.nn modules on the operators, with the weights of common models."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _attend: Any = _naming({"attn_bias": "attn_mask"})(flash_attention)
 def _as_pairs(
     name: str, mask: torch.Tensor, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> torch.Tensor:
-    """A mask of the first of one of these pairs of shapes as the second, [batch, heads, queries,
-    keys], or 1 where it is of all."""
+    """Reshapes a mask: each pair maps a shape to one of [batch, heads, queries, keys], where 1
+    broadcasts."""
     if not isinstance(mask, torch.Tensor):
         raise ArgumentTypeError(
             f"{name}: got {type(mask).__name__}, accepted are a torch.Tensor and None"
@@ -44,16 +44,16 @@ def _as_pairs(
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention by FlashMoE: its arguments, its parameters and their names, so
-    that a state dict of the one is one of the other.
+    """torch.nn.MultiheadAttention by FlashMoE, with its arguments, parameters and parameter names,
+    so that their state dicts are interchangeable.
 
-    Differs in that need_weights is False and stays so, since nothing of size seq x seq is stored,
-    in what is not there yet, dropout in training, add_bias_kv, add_zero_attn and gradients of
-    masks, and in that a query of which all keys are hidden attends to nothing, where torch has NaN.
-    embed_dim / num_heads is a multiple of 8, at most 256.
+    Differences: need_weights is always False, since nothing of size seq x seq is stored. Dropout in
+    training, add_bias_kv, add_zero_attn and gradients of masks are not supported yet. A query whose
+    keys are all hidden attends to nothing, where torch has NaN. embed_dim / num_heads is a multiple
+    of 8, at most 256.
 
-    nn.TransformerEncoderLayer in eval mode computes by itself, and calls no attention module at
-    all, unless torch.backends.mha.set_fastpath_enabled(False).
+    In eval mode nn.TransformerEncoderLayer computes by itself and calls no attention module, unless
+    torch.backends.mha.set_fastpath_enabled(False) was called.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class MultiheadAttention(nn.MultiheadAttention):
                 [seq_q, embed_dim].
             key, value: Likewise with seq_k and kdim, vdim.
             key_padding_mask: [batch, seq_k], or [seq_k] without a batch: True hides a key from all
-                queries; numbers are added to its logits, and -inf hides it.
+                queries. Numbers are added to its logits; -inf hides it.
             need_weights: False.
-            attn_mask: [seq_q, seq_k], or [batch * num_heads, seq_q, seq_k], likewise of a query and
-                a key. Beside is_causal=True it is taken to be the causal one, as torch takes it,
-                and not read.
+            attn_mask: [seq_q, seq_k], or [batch * num_heads, seq_q, seq_k], likewise for a query
+                and a key. With is_causal=True it is assumed to be the causal mask, as in torch, and
+                not read.
             is_causal: Query i sees the keys up to i.
 
         Returns:
-            (out, None), out of query's shape.
+            (out, None), out with query's shape.
         """
         if need_weights:
             raise UnsupportedError(
@@ -103,7 +103,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InvalidArgumentError(f"query: got {query.dim()} dimensions, accepted are 2 or 3")
         q, k, v = (self._heads(x, batched) for x in self._projected(query, key, value))
         masks = self._masks(key_padding_mask, None if is_causal else attn_mask, q, k, batched)
-        # torch has no sentence of its own for a causal call: its mask begins at the top left.
+        # torch's causal mask begins at the top left.
         out = _attend(q, k, v, causal="top_left" if is_causal else False, **masks)
         out = out.flatten(2)  # [batch, seq, embed_dim]
         if not batched:
@@ -120,9 +120,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         k: torch.Tensor,
         batched: bool,
     ) -> dict[str, torch.Tensor]:
-        """flash_attention's, of which True shows a key and does not hide it."""
+        """flash_attention's masks, where True shows a key instead of hiding it."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-        # Not in a dict: an extent of a graph that torch.export makes has no hash.
+        # Not in a dict: in a torch.export graph extents have no hash.
         of_keys: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
             ((batch, keys) if batched else (keys,), (batch, 1, 1, keys))
         ]
@@ -178,7 +178,7 @@ class FlashMoEScienceAttention(nn.Module):
     """Self-attention with its projections, computed by flash_attention.
 
     Parameters have the names and shapes of Hugging Face transformers' layers (version 5): Llama,
-    Mistral, with qkv_bias Qwen2, with sinks and all biases gpt-oss. There is no cache of keys.
+    Mistral, with qkv_bias Qwen2, with sinks and all biases gpt-oss. There is no KV cache.
 
         q_proj.weight    [num_heads * head_dim, H]
         k_proj.weight    [num_kv_heads * head_dim, H]
@@ -189,14 +189,14 @@ class FlashMoEScienceAttention(nn.Module):
         sinks            [num_heads], with sinks
 
     Args:
-        hidden_size, num_heads: H, and how many heads queries have.
-        num_kv_heads: Heads of keys and values, a divisor of num_heads; None is as many.
-        head_dim: Of queries and keys; None is H / num_heads.
-        head_dim_v: Of values; None is head_dim.
-        causal, window, scale, softcap, kernel: As of flash_attention.
+        hidden_size, num_heads: H, and the number of query heads.
+        num_kv_heads: Number of key and value heads, a divisor of num_heads; None is num_heads.
+        head_dim: Head dimension of queries and keys; None is H / num_heads.
+        head_dim_v: Head dimension of values; None is head_dim.
+        causal, window, scale, softcap, kernel: As in flash_attention.
         sinks: Whether each head has a learned sink.
         qkv_bias, out_bias: Whether projections have biases.
-        device, dtype: Of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     sinks: nn.Parameter | None
@@ -246,7 +246,7 @@ class FlashMoEScienceAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(num_heads, **where)) if sinks else None
 
     def reset_parameters(self) -> None:
-        """Projections as nn.Linear's, sinks 0."""
+        """Initialises projections like nn.Linear, and sinks with 0."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             projection.reset_parameters()
         if self.sinks is not None:
@@ -265,17 +265,16 @@ class FlashMoEScienceAttention(nn.Module):
 
         Args:
             hidden_states: [batch, seq, H], or [seq, H].
-            position_embeddings: (cos, sin) of each row, both [batch or 1, seq, head_dim], by which
-                queries and keys are rotated: what transformers' rotary embeddings return.
-            cu_seqlens: [sequences + 1], int32: where each of the packed sequences of [1, seq, H] or
-                [seq, H] begins, and where the last ends.
-            seqused: [batch], int32: the first so many rows of each sequence count. Not with
+            position_embeddings: (cos, sin) of each row, both [batch or 1, seq, head_dim], which
+                rotate queries and keys: the result of transformers' rotary embeddings.
+            cu_seqlens: [sequences + 1], int32: the beginning of each packed sequence of [1, seq, H]
+                or [seq, H], and the end of the last.
+            seqused: [batch], int32: how many of the first rows of each sequence count. Not with
                 cu_seqlens.
-            max_seqlen: The most rows of a sequence, where that is known.
+            max_seqlen: The most rows of a sequence, if known.
 
         Returns:
-            hidden_states' shape. In rows that no sequence has attention is 0, and so is its
-            gradient.
+            hidden_states' shape. In rows of no sequence, attention and its gradient are 0.
         """
         if hidden_states.dim() not in (2, 3):
             raise InvalidArgumentError(
@@ -295,7 +294,7 @@ class FlashMoEScienceAttention(nn.Module):
             max_seqlen_k=max_seqlen, **self.options,
         ).flatten(2)  # fmt: skip
         outside = _rows_of_no_sequence(out, cu_seqlens, seqused)
-        if outside is not None:  # there it holds anything, which the last product would read
+        if outside is not None:  # out may hold anything there, and the last product would read it
             out = out.masked_fill(outside[..., None], 0)
         made: torch.Tensor = self.o_proj(out)
         return made if hidden_states.dim() == 3 else made[0]
@@ -307,7 +306,7 @@ class FlashMoEScienceAttention(nn.Module):
 
 
 def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[batch, seq, heads, dim]: pairs of the first half and the second, turned."""
+    """[batch, seq, heads, dim] with rotated pairs of the first and second half."""
     first, second = heads.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
     return (heads * cos[..., None, :] + turned * sin[..., None, :]).to(heads.dtype)
@@ -316,7 +315,7 @@ def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def _rows_of_no_sequence(
     rows: torch.Tensor, cu_seqlens: torch.Tensor | None, seqused: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Which of [batch, seq, ...], None where a sequence has each."""
+    """The rows of [batch, seq, ...] that belong to no sequence; None if all belong to one."""
     if cu_seqlens is None and seqused is None:
         return None
     index = torch.arange(rows.shape[1], device=rows.device)[None]
@@ -327,7 +326,7 @@ def _rows_of_no_sequence(
 
 
 class _Router(nn.Module):
-    """The weights of a router: those of a Linear, and what DeepSeek-V3 chooses by."""
+    """The weights of a router: those of a Linear, and DeepSeek-V3's correction bias."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -339,7 +338,7 @@ class _Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden, **where))
         self.bias = nn.Parameter(torch.empty(experts, **where)) if bias else None
-        # fp32 whatever the layer's dtype: the choice of experts depends on it.
+        # Always fp32, since the choice of experts depends on it.
         made = torch.zeros(experts, device=where.get("device")) if correction else None
         self.register_buffer("e_score_correction_bias", made)
 
@@ -379,8 +378,8 @@ class FlashMoELayer(nn.Module):
 
     Parameters have the names and shapes of Hugging Face transformers' layers (version 5):
     Qwen3-MoE, Mixtral, OLMoE, and with the options of that model gpt-oss, DeepSeek-V3's routed
-    experts and others. Checkpoints with a tensor for each expert (experts.0.gate_proj.weight or
-    experts.0.w1.weight and so on) are stacked while they are loaded.
+    experts and others. Checkpoints with one tensor per expert (experts.0.gate_proj.weight or
+    experts.0.w1.weight and so on) are stacked while loading.
 
         gate.weight                    [E, H]
         gate.bias                      [E], with router_bias
@@ -391,13 +390,13 @@ class FlashMoELayer(nn.Module):
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: H, I, E and K.
-        gate: Order of the rows of gate_up_proj, as in moe_forward; "separate" is not one.
-        transposed: Whether experts' matrices are stored turned round, as gpt-oss and Llama 4 do.
-        router_bias, expert_bias, selection_bias: Whether there are such parameters.
+        gate: Order of the rows of gate_up_proj, as in moe_forward, except "separate".
+        transposed: Whether experts' matrices are stored transposed, as in gpt-oss and Llama 4.
+        router_bias, expert_bias, selection_bias: Whether these parameters exist.
         scoring, renormalize, num_groups, top_groups, scale: As in moe_route.
         activation, alpha, limit, up_offset, weight_on_input: As in moe_forward.
         max_workspace_bytes, recompute, kernel: Likewise.
-        device, dtype: Of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -454,7 +453,7 @@ class FlashMoELayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear's: uniform within 1 / sqrt(columns)."""
+        """Initialises like nn.Linear: uniform within 1 / sqrt(columns)."""
         named = (*self.gate.named_parameters(), *self.experts.named_parameters())
         for name, parameter in named:
             columns = self.intermediate_size if name.startswith("down") else self.hidden_size
@@ -462,7 +461,7 @@ class FlashMoELayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] to the same."""
-        gate: Any = self.gate  # once: a module looks its parts up by a function
+        gate: Any = self.gate  # once: a module looks its parts up through a function
         experts: Any = self.experts
         name = experts.up_name
         w_up, w_down = getattr(experts, name), experts.down_proj
@@ -486,7 +485,7 @@ _ONE_KEY = re.compile(r"experts\.(\d+)\.(\w+)\.weight")
 
 
 def _stack_experts(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Puts the stacked tensors in the place of those of single experts."""
+    """Replaces the tensors of single experts by stacked ones."""
     found: dict[int, dict[int, torch.Tensor]] = {}
     for key in list(state):
         match = _ONE_KEY.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None

@@ -1,4 +1,4 @@
-"""torch's jagged nested tensors in scaled_dot_product_attention: sequences of any lengths."""
+"""torch's jagged nested tensors, sequences of any lengths, in scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_nested(*tensors: torch.Tensor) -> bool:
 
 
 def mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
-    """Why nested tensors are not ours, "" where they are."""
+    """Why ours does not take these nested tensors, "" if it does."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if reason := _is_no_sequences(name, tensor):
             return reason
@@ -40,7 +40,7 @@ def mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable
 
 
 def _is_no_sequences(name: str, tensor: Any) -> str:
-    """Why it is not jagged along seq of [batch, heads, seq, dim], "" where it is."""
+    """Why it is not jagged along seq of [batch, heads, seq, dim], "" if it is."""
     if not tensor.is_nested:
         return (
             f"{name}: got a dense tensor beside nested ones, accepted are jagged ones; "
@@ -65,17 +65,17 @@ def _is_no_sequences(name: str, tensor: Any) -> str:
 
 
 def _apart(key: Any, value: Any) -> str:
-    """Why the sequences of value are not at the rows of those of key, "" where they are."""
+    """Why the sequences of value are not at the rows of key's, "" if they are."""
     starts, starts_v, used, used_v = key.offsets(), value.offsets(), key.lengths(), value.lengths()
-    # Torch knows the lengths of two tensors to be the same where they come from one tensor. With
-    # holes the offsets are apart from them.
+    # Torch knows that two tensors have the same lengths if these come from one tensor. With holes,
+    # offsets are separate from lengths.
     same = key.shape[_SEQ_AXIS] == value.shape[_SEQ_AXIS] and used is None and used_v is None
     if same or (starts is starts_v and used is used_v):
         return ""
     if key.device != value.device:
         return f"value: it is on {value.device}, but key is on {key.device}"
     captured = key.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or captured:  # there are no numbers to compare
+    if torch.compiler.is_compiling() or captured:  # no numbers to compare yet
         return (
             "value: its offsets or lengths are not key's, accepted in a graph are the very same; "
             "pass torch.nested.nested_tensor_from_jagged(values, key.offsets(), key.lengths())"
@@ -104,10 +104,10 @@ def attend(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """Of tensors that go together: one call for all sequences, as they lie in memory."""
+    """Computes matching tensors: one call for all sequences, in place."""
     q: Any = query.transpose(1, _SEQ_AXIS)
     k: Any = key.transpose(1, _SEQ_AXIS)
-    # Holes, as narrow() leaves them, are rows that no sequence has.
+    # Holes, such as narrow() leaves, are rows of no sequence.
     used_q, used_k = (x if x is None else x.int() for x in (q.lengths(), k.lengths()))
     out = flash_attention(
         rows(query)[None], rows(key)[None], rows(value)[None],

@@ -1,9 +1,9 @@
 """The operators torch.ops.flashmoe.*, and the public functions on top of them.
 
-An operator allocates what it returns by the shapes of its arguments alone, as its fake does, so
-that one graph serves every length. The functions take flashmoe_science's own way for tensors that
-have memory, which is the shorter one, and the operators' for those that stand for others: under
-torch.compile, torch.export and fake tensors.
+An operator allocates its results only from the shapes of its arguments, as its fake does, so that
+one graph serves every length. The functions use flashmoe_science's own, shorter path for tensors
+with memory. They use the operators for stand-ins: under torch.compile, torch.export and fake
+tensors.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _Arguments = Sequence[Any]
 _Library: Any = torch.library.Library
 _LIBRARY = _Library("flashmoe", "DEF")
 _TAGS = (
-    # The kernels get the caller's strides: results do not depend on them, but a copy into another
-    # order would be a silent one.
+    # The kernels get the caller's strides. Results do not depend on them, but a change of order
+    # would be a silent copy.
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
     torch.Tag.pt2_compliant_tag,
 )
@@ -67,8 +67,8 @@ _RECORDS: dict[Any, Callable[..., Any]] = {}  # by overload
 
 
 def _keys_below(key: Any) -> Any:
-    """Every dispatch key that torch handles after this one. A set has a bit of each key, in their
-    order, but for PythonDispatcher: that one stays in a set until torch takes it out."""
+    """Every dispatch key that torch handles after this one. A set has a bit per key, in order,
+    except PythonDispatcher, which stays in a set until torch removes it."""
     keys: Any = torch.DispatchKeySet
     below = keys.from_raw_repr(keys(key).raw_repr() - 1)
     return below | keys(torch.DispatchKey.PythonDispatcher)
@@ -87,12 +87,12 @@ def _define(
     check: Callable[..., Any] | None = None,
     record: Callable[..., Any] | None = None,
 ) -> Any:
-    """Registers flashmoe::name, and returns its one overload.
+    """Registers flashmoe::name and returns its only overload.
 
-    `fold`, of the dimensions and arguments of torch.func.vmap, returns the arguments of one call
-    for all entries, and what the first dimension of its outputs is; or None. `check` raises what
-    the kernel would. `record`, of a function that calls overloads below autograd and of the
-    arguments, makes the outputs where torch records gradients; without it that is refused.
+    `fold` takes the dimensions and arguments of torch.func.vmap. It returns the arguments of one
+    call for all entries and the first dimension of its outputs, or None. `check` raises what the
+    kernel would raise. `record` takes a function that calls overloads below autograd, and the
+    arguments; it makes the outputs if torch records gradients. Without `record` that is refused.
     """
     _LIBRARY.define(name + schema, tags=_TAGS)
 
@@ -105,8 +105,8 @@ def _define(
     names = [argument.name for argument in overload._schema.arguments]
 
     def differentiate(keys: Any, *arguments: Any) -> Any:
-        # torch.library.register_autograd does not serve: it silently drops tangents, and knows no
-        # transform of torch.func.
+        # torch.library.register_autograd would not do: it silently drops tangents and does not
+        # support transforms of torch.func.
         tensors = []
         for argument, value in zip(names, arguments, strict=True):
             if isinstance(value, torch.Tensor):
@@ -128,7 +128,8 @@ def _define(
     _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
 
     def refuse_negated(*arguments: Any) -> None:
-        """In place of torch's rule, which copies: of that copy Inductor makes one of the memory."""
+        """Replaces torch's rule, which copies: Inductor would turn that into a copy of the raw
+        memory."""
         for argument, value in zip(names, arguments, strict=False):
             if isinstance(value, torch.Tensor) and value.is_neg():
                 raise InvalidArgumentError(NEGATED.format(argument))
@@ -142,7 +143,7 @@ def _define(
 
 
 def _checked(fake: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake, raising what the kernel would."""
+    """The fake, which also raises what the kernel would raise."""
 
     def checked(*arguments: Any) -> Any:
         made = fake(*arguments)
@@ -153,9 +154,9 @@ def _checked(fake: Callable[..., Any], check: Callable[..., Any]) -> Callable[..
 
 
 def _check_early(check: Callable[..., Any], *arguments: Any) -> None:
-    """check(*arguments) where all numbers are known, and it is known what the device lacks: what it
-    raises is right then. Those that are symbols are checked when the graph runs: reading one here
-    would make a graph of its value alone."""
+    """Calls check(*arguments) if all numbers and the device's limits are known: its errors are then
+    right. Symbols are checked when the graph runs: reading one here would specialise the graph to
+    its value."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     numbers = (n for x in tensors for n in (*x.shape, *x.stride()))
     known = not any(isinstance(n, torch.SymInt) for n in (*arguments, *numbers))
@@ -163,25 +164,25 @@ def _check_early(check: Callable[..., Any], *arguments: Any) -> None:
         return
     try:
         check(*arguments)
-    except DeviceError:  # the program may be for another machine
+    except DeviceError:  # the program may target another machine
         pass
     except UnsupportedError:
         first = tensors[0]
-        # It is not known where meta tensors will be, and this build may have no GPUs.
+        # The device of meta tensors is unknown, and this build may lack GPUs.
         if not (first.is_meta or (first.is_cuda and _core.cuda_device_count() == 0)):
             raise
 
 
 def _described(tensor: torch.Tensor | None) -> Any:
-    """A tensor as plans take those that need not exist."""
+    """A description of a tensor for plans, where it need not exist."""
     if tensor is None:
         return None
     return _autograd.described(tensor.shape, tensor.dtype, tensor.device, tuple(tensor.stride()))
 
 
 def _anywhere(overload: Any, inside: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of the overload, and of `inside` where a transform of torch.func differentiates it: to
-    that no operator can answer, but a torch.autograd.Function."""
+    """Calls the overload, or `inside` if a transform of torch.func differentiates it: only a
+    torch.autograd.Function can serve that, not an operator."""
 
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -195,7 +196,7 @@ def _anywhere(overload: Any, inside: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(overload: Any, *arguments: Any) -> Any:
-    """The same of one that is defined with `record`, which says what its gradients are."""
+    """The same for one defined with `record`, which defines its gradients."""
     if torch.compiler.is_dynamo_compiling():
         return overload(*arguments)
     try:
@@ -205,11 +206,11 @@ def _call(overload: Any, *arguments: Any) -> Any:
 
 
 def batching_rule(call: Callable[..., Any], fold: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What torch.func.vmap does: one call where `fold` makes one of the arguments, else one for
-    each entry."""
+    """The rule of torch.func.vmap: one call if `fold` makes one from the arguments, else one per
+    entry."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        # Lists have lists.
+        # Lists have lists of dimensions.
         in_dims = [d if isinstance(x, torch.Tensor) else None
                    for x, d in zip(arguments, in_dims, strict=True)]  # fmt: skip
         folded = None if fold is None else fold(in_dims, *arguments)
@@ -236,14 +237,14 @@ def batching_rule(call: Callable[..., Any], fold: Callable[..., Any] | None) -> 
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether this is a tensor as it is, in a call that neither a graph nor a mode looks at. It may
-    be one of a transform of torch.func all the same, which is found when it is read."""
+    """Whether this is a real tensor, in a call that no graph or mode intercepts. It may still
+    belong to a transform of torch.func, which is found when it is read."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not tensor.is_meta
-        # torch has no public function for the modes of this thread. An operator with a kernel for
-        # PythonTLSSnapshot would tell, too, but takes 2 us in place of 0.1.
+        # torch has no public function for this thread's modes. An operator with a kernel for
+        # PythonTLSSnapshot would also tell, but takes 2 us instead of 0.1.
         and torch._C._len_torch_dispatch_stack() == 0
     )
 
@@ -265,9 +266,9 @@ def _refuse_outputs(**given: Any) -> None:
 
 
 def _outside_of_graphs(name: str) -> Callable[[Any], bool]:
-    """_is_plain, breaking the graph for a call that is given such an argument."""
+    """Like _is_plain, but breaks the graph for a call with such an argument."""
     reason = {"reason": _TRACED.format(name)}
-    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # of an older torch
+    if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # an older torch
         reason = {}
     disable: Any = torch.compiler.disable
     made: Callable[[Any], bool] = disable(_is_plain, **reason)
@@ -281,8 +282,8 @@ _OUTSIDE_OF_GRAPHS = {
 
 
 def _leaves_graph(tensor: Any, **given: Any) -> bool:
-    """Of a call that is not plain: whether outputs have it leave its graph of torch.compile, to be
-    plain. Raises where there is no leaving."""
+    """For a call that is not plain: whether given outputs make it leave its torch.compile graph, to
+    become plain. Raises if it cannot leave."""
     name = _first_given(given)
     if name is not None and torch.compiler.is_dynamo_compiling():
         return _OUTSIDE_OF_GRAPHS[name](tensor)
@@ -298,7 +299,7 @@ def _check_rank(name: str, tensor: torch.Tensor, *accepted: int) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def cuda_devices() -> int:
-    """flashmoe_science.cuda_device_count(), also of a call that is traced."""
+    """flashmoe_science.cuda_device_count(), also for traced calls."""
     return fm.cuda_device_count()
 
 
@@ -306,7 +307,7 @@ def cuda_devices() -> int:
 
 
 def _empty_out(q: torch.Tensor, v: torch.Tensor, layout: str) -> torch.Tensor:
-    """Token by token in memory in either layout, as what reads it next wants it."""
+    """Allocates token by token in memory in either layout, for the next reader."""
     _check_rank("q", q, 4)
     _check_rank("v", v, 4)
     order = (0, 2, 1, 3) if layout == "bhsd" else (0, 1, 2, 3)
@@ -339,7 +340,7 @@ def _attention_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict
 
 
 def _with_window(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of an operator as the functions have them."""
+    """The options of an operator in the form of the functions."""
     left, right = options.pop("window_left"), options.pop("window_right")
     options["window"] = None if left is None and right is None else (left, right)
     options["causal"] = False if options["causal"] == "none" else options["causal"]
@@ -377,10 +378,10 @@ def _attention_check(return_lse: bool) -> Callable[..., None]:
 
 def _attention_fold(in_dims: Any, *arguments: Any) -> Any:
     if None in in_dims[:3] or any(dim is not None for dim in in_dims[3:]):
-        return None  # what the entries share would be copied
+        return None  # data that the entries share would be copied
     pairs = arguments[_DIFFERENTIABLE : len(_ATTENTION_TENSORS)]
     if any(x is not None and x.shape[0] != 1 for x in pairs):
-        return None  # nor would they be of the larger batch
+        return None  # nor would they have the larger batch
     tensors = [x.movedim(dim, 0) for x, dim in zip(arguments[:3], in_dims[:3], strict=True)]
     return (*(x.flatten(0, 1) for x in tensors), *arguments[3:]), tensors[0].shape[:2]
 
@@ -395,7 +396,7 @@ def _attention_differentiate(options: _Arguments) -> Callable[..., Any]:
         if wanted[_DIFFERENTIABLE]:
             raise UnsupportedError(_autograd.NO_BIAS_GRADIENT)
         wanted = wanted[:_DIFFERENTIABLE]
-        # The kernel is of the forward call alone.
+        # The kernel is for the forward call only.
         made = _call_attention_backward(
             dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, attn_bias, attn_mask, *options[:-1],
             list(wanted), None,
@@ -442,7 +443,7 @@ def _attention_inside(*arguments: Any) -> Any:
 
 
 def _refuse_tangents(names: Sequence[str], tangents: _Arguments, words: Words) -> NoReturn:
-    """As refuse_tangent, where a transform of torch.func has them."""
+    """Like refuse_tangent, inside a transform of torch.func."""
     having = (name for name, x in zip(names, tangents, strict=False) if x is not None)
     raise InvalidArgumentError(NO_DERIVATIVE.format(next(having, names[0]), words.name))
 
@@ -463,7 +464,7 @@ _attention_with_lse = _define(
 )  # fmt: skip
 _call_attention = _anywhere(_attention, _attention_inside)
 
-# The same of ragged, padded and paged batches.
+# The same for ragged, padded and paged batches.
 
 _RAGGED = Words(
     "attention with sequences", ATTENTION.tensors, ATTENTION.outputs, "has no backward pass yet"
@@ -525,7 +526,7 @@ def _ragged_check(return_lse: bool) -> Callable[..., None]:
 
 
 def _refuse_shared_keys(*arguments: Any) -> None:
-    """Of a graph in which extents are symbols, too: these the library does not look at."""
+    """Also for graphs with symbolic extents, which the library does not check."""
     dense, sequences = _ragged_arguments(arguments)
     named = dict(zip(SEQUENCES, sequences, strict=True))
     given = [n for n in ("batch_index", "page_table", *SCALES) if named[n] is not None]
@@ -560,7 +561,7 @@ def _ragged_record(return_lse: bool) -> Callable[..., Any]:
         def differentiate(
             dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, *others: Any
         ) -> Any:
-            *tables, out, lse, wanted = others  # behind the bias and the mask
+            *tables, out, lse, wanted = others  # after the bias and the mask
             wanted = wanted[:_DIFFERENTIABLE]
             made = _ragged_backward(
                 dout.resolve_neg(), q, k, v, out, lse, dlse, sinks, *tables, *bounds, list(wanted),
@@ -591,11 +592,11 @@ _call_attention_with_lse = _anywhere(_attention_with_lse, _attention_with_lse_in
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """attention_with_lse, differentiated by a transform of torch.func."""
+    """attention_with_lse, differentiable by a transform of torch.func."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        return _call_attention_with_lse(*arguments)  # which another transform may differentiate
+        return _call_attention_with_lse(*arguments)  # another transform may differentiate this
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -654,8 +655,8 @@ def flash_attention(
     prior_out: torch.Tensor | None = None,
     prior_lse: torch.Tensor | None = None,
 ) -> Any:
-    """As flashmoe_science.flash_attention. In a graph, out, lse and stream are None, and
-    what is returned is token by token in memory in either layout."""
+    """Like flashmoe_science.flash_attention. In a graph, out, lse and stream are None, and results
+    are token by token in memory in either layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
         q_offset, k_scale, v_scale, max_seqlen_q, max_seqlen_k, split_size,
@@ -689,7 +690,7 @@ def flash_attention(
 
 
 def _merged_in(prior_out: Any, prior_lse: Any, own: Any, layout: str, return_lse: bool) -> Any:
-    """What a call that is not traced does in one: the same two steps."""
+    """Merges in two steps, as one untraced call does."""
     from flashmoe_science.torch import merge
 
     for name, given in (("prior_out", prior_out), ("prior_lse", prior_lse)):
@@ -733,7 +734,7 @@ def _backward_arguments(arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[
 
 
 def _empty_gradients(tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Token by token in memory, and empty where they are not wanted."""
+    """Allocates token by token in memory, and empty if not wanted."""
     wanted, layout = parse_wanted(options["wanted"]), options["layout"]
     made = {}
     for (name, of), want in zip(_GRADIENTS.items(), wanted, strict=True):
@@ -748,7 +749,7 @@ def _empty_gradients(tensors: dict[str, Any], options: dict[str, Any]) -> dict[s
 
 
 def _wanted_alone(made: Sequence[Any], wanted: Sequence[bool], sinks: Any) -> AttentionGradients:
-    """Of the operator's outputs those that are not empties for want of a wish."""
+    """The operator's outputs without the empty ones that are not wanted."""
     there = (*wanted[:3], wanted[3] and sinks is not None)
     return AttentionGradients(*(x if is_ else None for x, is_ in zip(made, there, strict=True)))
 
@@ -785,7 +786,7 @@ def _backward_check(*arguments: Any) -> None:
 
 def _check_backward_plan(tensors: dict[str, Any], options: dict[str, Any]) -> None:
     described = {name: _described(tensor) for name, tensor in tensors.items()}
-    # Its kernel makes one that is not as the library has it.
+    # Its kernel makes a contiguous copy if the library needs it.
     described["dout"] = _described(tensors["dout"].contiguous())
     _core.plan("attention_backward", described, options)
 
@@ -795,11 +796,11 @@ def _backward_fold(in_dims: Any, *arguments: Any) -> Any:
     pairs = list(zip(arguments[:count], in_dims[:count], strict=True))
     *_, sinks, attn_bias, attn_mask = arguments[:count]
     if sinks is not None:
-        return None  # one call would add up what the entries have of dsinks
+        return None  # one call would add up the entries' dsinks
     if attn_bias is not None or attn_mask is not None:
-        return None  # which may be one for all
+        return None  # it may broadcast
     if any(x is not None and dim is None for x, dim in pairs):
-        return None  # what the entries share would be copied
+        return None  # data that the entries share would be copied
     tensors = [None if x is None else x.movedim(dim, 0) for x, dim in pairs]
     lead = pairs[0][0].movedim(pairs[0][1], 0).shape[:2]
     return (*(x if x is None else x.flatten(0, 1) for x in tensors), *arguments[count:]), lead
@@ -830,7 +831,7 @@ _call_attention_backward = _anywhere(_attention_backward, _backward_inside)
 
 
 class _TransformedBackward(torch.autograd.Function):
-    """attention_backward in a transform of torch.func, which may differentiate it no further."""
+    """attention_backward in a transform of torch.func, which cannot differentiate it further."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -853,7 +854,7 @@ class _TransformedBackward(torch.autograd.Function):
         _refuse_tangents(_BACKWARD_TENSORS, tangents, ATTENTION_BACKWARD)
 
 
-# The same of ragged and padded batches.
+# The same for ragged and padded batches.
 
 
 def _ragged_backward_arguments(
@@ -941,9 +942,8 @@ def flash_attention_backward(
     max_seqlen_k: int | None = None,
     split_size: int | None = None,
 ) -> AttentionGradients:
-    """flashmoe_science.flash_attention_backward, in a graph, too: there dq, dk, dv, dsinks and
-    stream are None, accumulate is False, and what is returned is token by token in memory in either
-    layout."""
+    """Like flashmoe_science.flash_attention_backward. In a graph, dq, dk, dv, dsinks and stream are
+    None, accumulate is False, and results are token by token in memory in either layout."""
     sequences = (
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, batch_index, page_table,
         q_offset, None, None, max_seqlen_q, max_seqlen_k, split_size,
@@ -973,8 +973,7 @@ def flash_attention_backward(
 
 
 def _record_once(overload: Callable[[], Any], tensors: int) -> Callable[..., Any]:
-    """What records a backward, of which the first `tensors` arguments are tensors: that it has no
-    derivative."""
+    """Records that a backward, whose first `tensors` arguments are tensors, has no derivative."""
 
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
         options = arguments[tensors:]
@@ -986,12 +985,12 @@ def _record_once(overload: Callable[[], Any], tensors: int) -> Callable[..., Any
 
 
 def _none(like: torch.Tensor) -> torch.Tensor:
-    """In place of a gradient that is not wanted: an operator has as many outputs in any case."""
+    """Stands for an unwanted gradient: an operator always has the same number of outputs."""
     return like.new_empty((0,))
 
 
 def _gradient_like(of: torch.Tensor | None, wanted: bool, beside: torch.Tensor) -> torch.Tensor:
-    """Laid out as what it is of, where that lies densely."""
+    """With the layout of its tensor, if that is dense."""
     return torch.empty_like(of) if wanted and of is not None else _none(beside)
 
 
@@ -1004,7 +1003,7 @@ _LAYER_TENSORS = (
     "x", "w_gate_up", "w_down", "weights", "offsets", "pairs", "slots", "w_up", "b_gate_up", "b_up",
     "b_down",
 )  # fmt: skip
-# Of the operator's outputs, in the order of MoeGradients.
+# The operator's outputs, in the order of MoeGradients.
 _LAYER_GRADIENTS = (
     "x", "w_gate_up", "w_up", "w_down", "b_gate_up", "b_up", "b_down", "weights"
 )  # fmt: skip
@@ -1138,7 +1137,7 @@ _PARTS = "(Tensor ids, Tensor weights, Tensor offsets, Tensor pairs, Tensor slot
 
 
 def _numbers_of(scores: torch.Tensor | None) -> torch.dtype:
-    """Of a routing's weights and lse, by logits or given weights."""
+    """The dtype of a routing's weights and lse, from logits or given weights."""
     wide = scores is not None and scores.dtype == torch.float64
     return torch.float64 if wide else torch.float32
 
@@ -1193,7 +1192,7 @@ def _route_check(
 
 
 def _routing_gradient(grads: _Arguments, ids: Any, logits: Any, weights: Any, *options: Any) -> Any:
-    """That of logits or of given weights, from those of a routing's parts."""
+    """The gradient of logits or of given weights, from those of a routing's parts."""
     dweights = grads[1]
     dlse = grads[5] if len(grads) > 5 else None
     if dweights is None:
@@ -1314,7 +1313,7 @@ def moe_route(
     out: MoeRouting | None = None,
     stream: object = None,
 ) -> MoeRouting:
-    """As flashmoe_science.moe_route. In a graph, out and stream are None."""
+    """Like flashmoe_science.moe_route. In a graph, out and stream are None."""
     if _is_plain(logits) or _leaves_graph(logits, out=out, stream=stream):
         try:
             return _core.moe_route(  # type: ignore[return-value]
@@ -1346,7 +1345,7 @@ def moe_route_given(
     out: MoeRouting | None = None,
     stream: object = None,
 ) -> MoeRouting:
-    """As flashmoe_science.moe_route_given. In a graph, out and stream are None."""
+    """Like flashmoe_science.moe_route_given. In a graph, out and stream are None."""
     if _is_plain(given_ids) or _leaves_graph(given_ids, out=out, stream=stream):
         try:
             return _core.moe_route_given(  # type: ignore[return-value]
@@ -1429,7 +1428,7 @@ def _forward_check(
         name: _described(value) if isinstance(value, torch.Tensor) else value
         for name, value in _layer_options(*options).items()
     }
-    for name in ("max_workspace_bytes", "recompute"):  # of the gradients
+    for name in ("max_workspace_bytes", "recompute"):  # for the gradients
         del named[name]
     fm.moe_plan(_described(x), _described(w_gate_up), _described(w_down), routing, **named)
 
@@ -1438,7 +1437,7 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
     def record(below: Callable[..., Any], *arguments: Any) -> Any:
         given, options = arguments[:7], _layer_options(*arguments[7:])
         tensors = (*given, *(options[name] for name in _LAYER_TENSORS[7:]))
-        # Only tensors that autograd knows are saved.
+        # Only tensors known to autograd are saved.
         options.update(dict.fromkeys(_LAYER_TENSORS[7:]))
 
         kept = () if options["recompute"] else (1,)
@@ -1464,13 +1463,14 @@ def _forward_record(return_pre_activation: bool) -> Callable[..., Any]:
 
         def overwrite(grads: Any, tensors: Any, made: Any, wanted: Any) -> Any:
             given = [x for x in (grads[0], *tensors, *made) if x is not None]
-            # A graph, a mode or a transform may compute with them again.
+            # A graph, a mode or a transform may use them again.
             if torch.is_grad_enabled() or not all(map(_is_plain, given)):
                 return None
             if any(map(is_transformed, given)):
                 return None
             kernel = functools.partial(_moe_backward_kernel, overwrites=True)
-            # torch counts no write to x.data. A counted one would make it refuse a retained graph.
+            # torch counts no write to x.data. A counted write would make it refuse a retained
+            # graph.
             uncounted = tuple(x.data for x in made)
             return differentiate(grads, tensors, uncounted, wanted, kernel)
 
@@ -1523,8 +1523,7 @@ def moe_forward(
     kernel: str | None = None,
     stream: object = None,
 ) -> Any:
-    """As flashmoe_science.moe_forward. In a graph, out, pre_activation and stream are
-    None."""
+    """Like flashmoe_science.moe_forward. In a graph, out, pre_activation and stream are None."""
     if _is_plain(x) or _leaves_graph(x, out=out, pre_activation=pre_activation, stream=stream):
         try:
             return _core.moe_forward(
@@ -1608,7 +1607,7 @@ def grouped_product(
     kernel: str | None = None,
     stream: object = None,
 ) -> torch.Tensor:
-    """As flashmoe_science.grouped_product. In a graph, out and stream are None."""
+    """Like flashmoe_science.grouped_product. In a graph, out and stream are None."""
     if _is_plain(x) or _leaves_graph(x, out=out, stream=stream):
         try:
             return _core.grouped_product(  # type: ignore[return-value]
@@ -1643,7 +1642,7 @@ def _fused_fold(
     if logits is not None or in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
         return None
     moved = tokens.movedim(in_dims[0], 0)
-    lead = moved.shape[:-1]  # of the rows, of any number of dimensions, one
+    lead = moved.shape[:-1]  # leading dimensions of the rows, folded into one
     rows = moved.flatten(0, -2)
     return (rows, router_weights, w_gate_up, w_down, top_k, logits, *options), lead
 
@@ -1658,7 +1657,7 @@ _ROUTE_OPTIONS = (
 
 
 def _router_logits(rows: torch.Tensor, router: torch.Tensor, bias: Any) -> torch.Tensor:
-    """By the library's product, to the bits that fused_moe has; where it has none by torch."""
+    """By the library's product, with fused_moe's bits; by torch if the library lacks it."""
     if router.shape[0] % _moe.ROUTER_MULTIPLE:
         logits = rows @ router.T
         return logits if bias is None else logits + bias
@@ -1678,7 +1677,7 @@ def _fused_check(
         "tokens": tokens, "router_weights": router_weights, "w_gate_up": w_gate_up,
         "w_down": w_down, "logits": logits, "router_bias": router_bias, "top_k": top_k,
     } | routing | _layer_options(*options[len(routing) :])  # fmt: skip
-    for name in ("max_workspace_bytes", "recompute"):  # of the gradients
+    for name in ("max_workspace_bytes", "recompute"):  # for the gradients
         del named[name]
     tensors = {name: named.pop(name) for name in _FUSED_TENSORS}
     router = tensors["router_weights"]
@@ -1702,7 +1701,7 @@ def _fused_record(below: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return _fused_in_parts(*arguments)
     except (ArgumentTypeError, InvalidArgumentError, UnsupportedError):
-        # The parts have names of their own for what is wrong: the whole has the caller's.
+        # The parts' errors have other names; the whole has the caller's.
         with torch.no_grad():
             if below is _call:
                 _check_early(_fused_check, *arguments)
@@ -1715,7 +1714,7 @@ def _fused_in_parts(
     tokens: Any, router_weights: Any, w_gate_up: Any, w_down: Any, top_k: int, logits: Any,
     router_bias: Any, *options: Any,
 ) -> Any:  # fmt: skip
-    """In its three parts, each of which torch records."""
+    """fused_moe in its three parts, each of which torch records."""
     if (router_weights is None) == (logits is None):
         got = "neither it nor logits" if logits is None else "both it and logits"
         raise InvalidArgumentError(f"router_weights: got {got}, accepted is one of the two")
@@ -1773,7 +1772,7 @@ def fused_moe(
     kernel: str | None = None,
     stream: object = None,
 ) -> torch.Tensor:
-    """As flashmoe_science.fused_moe. In a graph, out and stream are None."""
+    """Like flashmoe_science.fused_moe. In a graph, out and stream are None."""
     if _is_plain(tokens) or _leaves_graph(tokens, out=out, stream=stream):
         try:
             return _core.fused_moe(  # type: ignore[return-value]

@@ -1,5 +1,5 @@
-"""torch's scaled_dot_product_attention by ours: a function of its very semantics, and torch's own
-calls routed to it."""
+"""torch's scaled_dot_product_attention, computed by ours: a function with exactly its semantics,
+and routing of torch's own calls to it."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, by FlashMoE alone.
+    """torch.nn.functional.scaled_dot_product_attention, computed only by FlashMoE.
 
     Args:
-        query: [..., heads_q, seq_q, dim]; with three dimensions [batch, seq_q, dim], with two one
-            sequence alone. fp16, bf16, on the CPU also fp32 and fp64. All three may be jagged
-            nested tensors [batch, heads, seq, dim] of sequences of any lengths, which are read
-            where they lie.
-        key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v]. What comes before
-            the last two dimensions of all three is broadcast; where that makes one batch of
-            several dimensions, by a copy.
-        attn_mask: Which keys a query may see (bool), or what is added to its logits (query's dtype
-            or fp32, without gradient; -inf hides a key): of any shape that broadcasts to
-            [..., heads_q, seq_q, seq_k], and not beside is_causal. A query of which all keys are
-            hidden gives 0. None is no mask.
-        dropout_p: 0: there is no dropout here yet.
-        is_causal: Query i sees the keys up to i, counted from the first of both: top-left, as torch
-            has it.
-        scale: Factor of the logits, positive, rounded to fp32 for fp64 tensors, too; None is
-            1 / sqrt(dim) in full.
-        enable_gqa: Whether heads_kv may be a divisor of heads_q, of key and of value another.
+        query: [..., heads_q, seq_q, dim]; with three dimensions [batch, seq_q, dim], with two a
+            single sequence. fp16, bf16, on the CPU also fp32 and fp64. All three may be jagged
+            nested tensors [batch, heads, seq, dim] with sequences of any lengths, which are read in
+            place.
+        key, value: [..., heads_kv, seq_k, dim] and [..., heads_kv, seq_k, dim_v]. The dimensions
+            before the last two broadcast. If that folds several dimensions into one batch, it takes
+            a copy.
+        attn_mask: Which keys a query may see (bool), or numbers added to its logits (query's dtype
+            or fp32, without gradient; -inf hides a key). Any shape that broadcasts to [...,
+            heads_q, seq_q, seq_k]; not with is_causal. A query whose keys are all hidden gives 0.
+            None is no mask.
+        dropout_p: 0: dropout is not supported yet.
+        is_causal: Query i sees the keys up to i, counted from the first of both: top-left, as in
+            torch.
+        scale: Factor of the logits, positive, rounded to fp32 even for fp64 tensors; None is 1 /
+            sqrt(dim) at full precision.
+        enable_gqa: Whether heads_kv may be a divisor of heads_q, a different one for key and value.
 
     Returns:
         [..., heads_q, seq_q, dim_v].
@@ -110,15 +110,15 @@ def _check_kinds(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: An
 
 
 def _is_zero(dropout_p: Any) -> bool:
-    """A tensor is none, which no option of torch's may be."""
+    """Whether an option is 0. A tensor never is: no option of torch's may be one."""
     return not isinstance(dropout_p, torch.Tensor) and dropout_p == 0.0
 
 
 def _is_plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> bool:
-    """Whether it is a call as nearly all are, which nothing below has to look at: four dimensions
-    that go together, of tensors as they are. Not for graphs, where time does not count."""
+    """Whether a call is of the common kind that needs none of the checks below: real tensors with
+    four matching dimensions. Not for graphs, where time does not matter."""
     for tensor in (query, key, value):
         if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
             return False
@@ -155,7 +155,7 @@ _MASK_OF_JAGGED = (
 
 
 def _lacking(attn_mask: Any, dropout_p: float) -> str:
-    """Which of torch's options ours does not have, "" when it has all that are used."""
+    """Which used option of torch's ours lacks, "" if none."""
     if attn_mask is not None and _autograd.is_recorded(attn_mask):
         return _autograd.NO_BIAS_GRADIENT.replace("attn_bias", "attn_mask")
     if dropout_p != 0.0:
@@ -164,14 +164,15 @@ def _lacking(attn_mask: Any, dropout_p: float) -> str:
 
 
 def _got(number: float) -> str:
-    """In a graph nothing: numbers may be symbols there, which no text can hold."""
+    """The text of what was given; "" in a graph, where numbers may be symbols."""
     return "" if torch.compiler.is_compiling() else f"got {number}, "
 
 
 def _autocast(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What torch's own attention computes with: under torch.autocast its dtype, but for float64."""
+    """The tensors as torch's own attention uses them: under torch.autocast in its dtype, except
+    float64."""
     kind = query.device.type
     if kind not in _DTYPES or not torch.is_autocast_enabled(kind):
         return query, key, value
@@ -185,7 +186,7 @@ def _autocast(
 
 
 def _mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
-    """Why the three do not go together by torch's rules, "" when they do."""
+    """Why the three do not match by torch's rules, "" if they do."""
     named = (("query", query), ("key", key), ("value", value))
     least = 3 if enable_gqa else 2
     for name, tensor in named:
@@ -225,7 +226,7 @@ def _mismatch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enabl
 
 
 def _cast_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Under torch.autocast one that is added has query's dtype, or stays fp32."""
+    """Under torch.autocast an additive mask gets query's dtype, or stays fp32."""
     kind = query.device.type
     if mask.dtype in (torch.bool, torch.float32, query.dtype) or not mask.is_floating_point():
         return mask
@@ -235,7 +236,7 @@ def _cast_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 def _mask_mismatch(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> str:
-    """Why a mask does not go with the others by torch's rules, "" when it does."""
+    """Why a mask does not match the others by torch's rules, "" if it does."""
     if is_causal:
         return "attn_mask: got one beside is_causal=True, accepted is one of the two"
     if mask.is_nested:
@@ -267,14 +268,14 @@ def _mask_mismatch(
 
 
 def _as_pairs(mask: torch.Tensor, lead: tuple[int, ...], batched: bool) -> torch.Tensor:
-    """[batch, heads, seq_q, seq_k], of a call whose result has these dimensions before its last
-    two. `batched`: the one there is a batch, of one head each."""
+    """The mask as [batch, heads, seq_q, seq_k], for a call whose result has the dimensions `lead`
+    before its last two. `batched`: a single one is the batch, with one head each."""
     mask = mask[(None,) * (len(lead) + 2 - mask.dim())]
     if len(lead) <= 1:
         return mask.unsqueeze(1) if batched else mask[(None,) * (2 - len(lead))]
     if len(lead) == 2:
         return mask
-    if any(n != 1 for n in mask.shape[: len(lead) - 1]):  # else one is for all
+    if any(n != 1 for n in mask.shape[: len(lead) - 1]):  # otherwise one serves all
         mask = mask.expand(*lead[:-1], -1, -1, -1)
     return mask.flatten(0, len(lead) - 2)
 
@@ -288,7 +289,7 @@ def _attend(
     enable_gqa: bool,
     attn_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Of tensors that go together."""
+    """Computes matching tensors."""
     lead: tuple[int, ...] = tuple(query.shape[:-2])
     q, k, v = query, key, value
     alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
@@ -298,7 +299,7 @@ def _attend(
     elif not alike or len(lead) != 2:
         lead, q, k, v = _broadcast(query, key, value, enable_gqa)
     shape = (*lead, query.shape[-2], value.shape[-1])
-    if q.shape[1] == 0:  # no heads, of which the library knows no call
+    if q.shape[1] == 0:  # no heads: the library has no such call
         return query.new_empty(shape)
     pairs = None if attn_mask is None else _as_pairs(attn_mask, lead, batched)
     out = _attend_plainly(q, k, v, is_causal, scale, pairs)
@@ -310,8 +311,8 @@ def _broadcast(
 ) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
     """The result's dimensions before [seq_q, dim_v], and all three as [batch, heads, seq, dim].
 
-    Memory is copied only where several dimensions of a batch become one that no stride describes,
-    and where with enable_gqa key and value have different numbers of heads.
+    Memory is copied only if several batch dimensions become one that no stride describes, or if key
+    and value have different numbers of heads with enable_gqa.
     """
     dims = max(query.dim(), key.dim(), value.dim(), 4)
     tensors = [x[(None,) * (dims - x.dim())] for x in (query, key, value)]
@@ -323,7 +324,7 @@ def _broadcast(
             heads = [heads[0]] * 3
     else:
         most = _broadcast_size(heads)
-        # One key head for all is what the kernels know as grouped heads.
+        # The kernels treat one key head for all as grouped heads.
         shared = most if heads[1] != heads[2] else heads[1]
         heads = [most, shared, shared]
     batch = tuple(
@@ -347,9 +348,10 @@ def _broadcast_size(sizes: list[int]) -> int:
 # ---- torch's own calls -----------------------------------------------------------------------
 
 
-# Named as torch.nn.attention.sdpa_kernel, which is a decorator too.
+# Named like torch.nn.attention.sdpa_kernel, which is also a decorator.
 class sdpa_kernel(TorchFunctionMode, contextlib.ContextDecorator):
-    """Routes torch's scaled_dot_product_attention to FlashMoE while it is entered, on this thread.
+    """While entered, routes this thread's calls of torch's scaled_dot_product_attention to
+    FlashMoE.
 
         with flashmoe_science.torch.sdpa_kernel():
             out = model(x)
@@ -359,18 +361,18 @@ class sdpa_kernel(TorchFunctionMode, contextlib.ContextDecorator):
 
     A call that ours does not cover (dropout, gradients of masks, head dimensions that are no
     multiples of 8 up to 256, dtypes and devices without kernels, gradients that no kernel computes)
-    goes to torch's own, and a warning of the logger "flashmoe_science.torch" says why, once for
-    each reason. Works under torch.compile, whose graphs then have our operator in them; a graph
-    that leaves a call to torch's own says so while it is compiled.
+    goes to torch's own, and the logger "flashmoe_science.torch" warns why, once per reason. Works
+    under torch.compile, whose graphs then contain our operator; a graph that leaves a call to
+    torch's own warns while it is compiled.
 
-    torch's modules in eval mode have a fast path of their own, which they leave where a mode is
-    entered, but for compiled ones: these need torch.backends.mha.set_fastpath_enabled(False).
+    torch's modules in eval mode have their own fast path. They leave it while a mode is entered,
+    except compiled ones, which need torch.backends.mha.set_fastpath_enabled(False).
 
-    One object may be entered again and by several threads. Nested, what the inner one does not
-    serve is the outer one's to answer: that is strict or not.
+    One object may be entered repeatedly and by several threads. When nested, the outer one decides
+    about calls that the inner one does not serve, strictly or not.
 
     Args:
-        strict: Raise NotImplementedError with that reason in place of going to torch's own.
+        strict: Raise NotImplementedError with that reason instead of going to torch's own.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -388,7 +390,7 @@ class sdpa_kernel(TorchFunctionMode, contextlib.ContextDecorator):
 
 
 def _route(strict: bool, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Torch's own has the last word on what is wrong."""
+    """Torch's own implementation reports errors."""
     out, reason = _ours(*arguments, **options)
     if not reason:
         return out
@@ -410,9 +412,9 @@ def _ours(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor | None, str]:
-    """Our answer and "", or None and why there is none."""
+    """Our result and "", or None and the reason."""
     if attn_mask is None and dropout_p == 0.0 and _is_plain(query, key, value, enable_gqa):
-        # What is wrong, torch's words or ours may be for; see below.
+        # Either torch or ours may report an error; see below.
         with contextlib.suppress(UnsupportedError, InvalidArgumentError, ArgumentTypeError):
             return _attend_plainly(query, key, value, is_causal, scale), ""
     reason = _lacking(attn_mask, dropout_p)
@@ -447,7 +449,7 @@ def _ours(
 def _beyond_ours(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> str:
-    """Why ours cannot serve tensors that torch can, as far as a graph can know; "" when it can."""
+    """Why ours cannot serve tensors that torch can, as far as a graph can know; "" if it can."""
     tensors = (("query", query), ("key", key), ("value", value))
     kind = query.device.type
     if kind not in _DTYPES or (kind == "cuda" and cuda_devices() == 0):
@@ -456,7 +458,7 @@ def _beyond_ours(
         if tensor.dtype not in _DTYPES[kind]:
             return f"{name}: got dtype {tensor.dtype} on {kind}"
         if tensor.shape[:-2] != query.shape[:-2] and tensor.numel() * query.numel() == 0:
-            # Of which torch's back ends make several shapes.
+            # torch's back ends give this different shapes.
             return f"{name}: an empty batch is broadcast"
         dim = tensor.shape[-1]
         if dim % _DIM_MULTIPLE or dim > _MOST_DIM or dim == 0:
@@ -473,19 +475,19 @@ def _beyond_ours(
 
 
 def _has_aligned_rows(tensor: torch.Tensor) -> bool:
-    """The library's rule, which once a graph runs comes too late for torch's own to answer."""
+    """The library's alignment rule. When a graph runs, it is too late to fall back to torch's
+    own."""
     size = tensor.element_size()
     for axis in range(tensor.dim() - 1):
-        # In this order: of contiguous tensors of any length the first is known.
+        # In this order, since the first is known for contiguous tensors of any length.
         if tensor.stride(axis) * size % _ROW_ALIGNMENT and tensor.shape[axis] > 1:
             return False
     return True
 
 
 def _multi_head_attention(strict: bool) -> Callable[..., Any]:
-    """multi_head_attention_forward, calling ours. It is one of the functions that a mode is asked
-    about, and while the mode answers, it is not asked about the calls inside: so they are bound to
-    the answer."""
+    """multi_head_attention_forward, calling ours. A mode intercepts this function but, while doing
+    so, not the calls inside. So those are bound to our function."""
     stock: Any = torch.nn.functional.multi_head_attention_forward
 
     def routed(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""torch.nn.attention.varlen by FlashMoE: sequences of any lengths, one behind the other."""
+"""torch.nn.attention.varlen by FlashMoE: packed sequences of any lengths."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def varlen_attn(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> Any:
-    """torch.nn.attention.varlen.varlen_attn, by FlashMoE alone.
+    """torch.nn.attention.varlen.varlen_attn, computed only by FlashMoE.
 
-    Beyond torch's it runs on the CPU, takes blocks of any size and a head dimension of value's own,
-    and has gradients with seqused_k.
+    Unlike torch's, it also runs on the CPU, takes blocks of any size and a separate head dimension
+    of value, and has gradients with seqused_k.
 
     Args:
         query: [total_q, heads_q, dim]. fp16, bf16, on the CPU also fp32 and fp64.
         key, value: [total_k, heads_kv, dim], [total_k, heads_kv, dim_v]; with block_table [blocks,
             block_size, heads_kv, ...].
-        cu_seq_q, cu_seq_k: [batch + 1], int32: where each sequence begins, and where the last ends.
-            With block_table cu_seq_k is not read.
-        max_q, max_k: The most rows of a sequence. They may be more than that, such as the most that
-            there will ever be: a graph then serves all batches.
-        return_aux: An AuxRequest of torch's: with lse=True the log-sum-exp is returned, too.
+        cu_seq_q, cu_seq_k: [batch + 1], int32: the beginning of each sequence, and the end of the
+            last. With block_table, cu_seq_k is not read.
+        max_q, max_k: Bounds of a sequence's rows. They may be loose, such as the most there will
+            ever be, so that one graph serves all batches.
+        return_aux: torch's AuxRequest: with lse=True the log-sum-exp is returned, too.
         scale: Factor of the logits, positive; None is 1 / sqrt(dim).
         window_size: (left, right): query i sees the keys from i + A - left to i + A + right, where
-            A is the sequence's number of keys less that of its queries. -1 is no bound, (-1, 0) is
+            A is the sequence's number of keys minus that of its queries. -1 is no bound, (-1, 0) is
             causal.
         enable_gqa: Whether heads_kv may be a divisor of heads_q.
-        seqused_k: [batch], int32: the first so many keys of each sequence count.
-        block_table: [batch, blocks of a sequence], int32: which blocks have each sequence's keys.
+        seqused_k: [batch], int32: how many of the first keys of each sequence count.
+        block_table: [batch, blocks of a sequence], int32: the blocks with each sequence's keys.
             Keys that may be shared have no gradients.
-        num_splits: 1 has bits that depend on each sequence alone, by flash_attention's
-            split_size=1024; others are equal shares of all keys.
+        num_splits: With 1 the bits depend only on each sequence, by flash_attention's
+            split_size=1024; other values give equal shares of all keys.
 
     Returns:
         [total_q, heads_q, dim_v], with return_aux.lse also the log-sum-exp, [heads_q, total_q].
@@ -93,13 +93,12 @@ def varlen_attn_out(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> Any:
-    """torch.nn.attention.varlen.varlen_attn_out: varlen_attn that writes to `out`, and returns it.
-    Not where gradients are recorded, nor in a graph of torch.compile.
+    """torch.nn.attention.varlen.varlen_attn_out: varlen_attn that writes to `out` and returns it.
+    Not while gradients are recorded, nor in a graph of torch.compile.
 
     Args:
-        out: [total_q, heads_q, dim_v], of query's dtype. Rows that no sequence has stay as they
-            are.
-        query: As of varlen_attn, and so are all that follow.
+        out: [total_q, heads_q, dim_v], query's dtype. Rows of no sequence stay as they are.
+        query: As in varlen_attn, like all that follow.
 
     Returns:
         As varlen_attn.
@@ -123,7 +122,7 @@ def _how(
     block_table: torch.Tensor | None,
     num_splits: int | None,
 ) -> dict[str, Any]:
-    """The options, as flash_attention has them."""
+    """The options in the form of flash_attention."""
     arguments.check_rank(3, query=query)
     arguments.check_rank(3 if block_table is None else 4, key=key, value=value)
     if not parse_flag("enable_gqa", enable_gqa) and query.shape[1] != key.shape[-2]:

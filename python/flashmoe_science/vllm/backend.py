@@ -1,4 +1,4 @@
-"""vLLM's attention by ours: the backend, what it knows of a batch, and the calls of a layer.
+"""vLLM's attention, computed by ours: the backend, its batch metadata, and the calls of a layer.
 
 A step of vLLM is one batch of packed queries, prompts beside decoding, over pages. A layer writes
 its new keys and values to their slots by kv_append, and attends by one call of flash_attention.
@@ -26,25 +26,25 @@ from flashmoe_science.errors import UnsupportedError
 
 _DIM_MULTIPLE, _MOST_DIM = 8, 256
 _LEAST_CAPABILITY = (8, 9)
-_CHUNK = 1024  # keys, by which bits depend on nothing else in the batch
+_CHUNK = 1024  # keys; with such chunks bits depend on nothing else in the batch
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 @dataclass
 class Metadata:
-    """What a layer has to know of a batch; tensors are vLLM's own."""
+    """What a layer must know about a batch; tensors are vLLM's own."""
 
     num_actual_tokens: int  # without padding
     max_query_len: int
     query_start_loc: torch.Tensor  # [requests + 1]
-    seq_lens: torch.Tensor  # [requests], keys with the new ones
+    seq_lens: torch.Tensor  # [requests], keys including new ones
     block_table: torch.Tensor  # [requests, blocks]
     slot_mapping: torch.Tensor  # [tokens]
     causal: bool
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """Nothing is planned, so nothing is built: a graph of any batch reads what it will be."""
+    """Plans nothing, so builds nothing: a graph reads the batch when it runs."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -90,7 +90,7 @@ class FlashMoEBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM's own name for what plugins bring
+        return "CUSTOM"  # vLLM's own name for plugins
 
     @staticmethod
     def get_impl_cls() -> type[Attention]:
@@ -191,7 +191,7 @@ class Attention(AttentionImpl[Metadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Writes [tokens, heads, dim] to their slots; those of padding are -1."""
+        """Writes [tokens, heads, dim] to their slots; padding has slot -1."""
         if self.attn_type in _ENCODERS:
             return
         k_cache, v_cache = kv_cache.unbind(1)
@@ -212,10 +212,10 @@ class Attention(AttentionImpl[Metadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends by [tokens, heads, dim] to what was written, into `output` of the same form."""
+        """Attends with [tokens, heads, dim] to the written keys, into `output` of the same form."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: got one, accepted is None: outputs are 16 bits")
-        if attn_metadata is None:  # vLLM looks how much memory it takes
+        if attn_metadata is None:  # vLLM is measuring memory
             return output.fill_(0)
         count, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
         tables: dict[str, Any] = {"cu_seqlens_q": starts}

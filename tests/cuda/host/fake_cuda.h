@@ -37,7 +37,7 @@ struct Map {
   const void* data;
 };
 
-// Of a map to other memory.
+// A move of a map to other memory.
 struct Move {
   const CUtensorMap* map;
   const void* from;

@@ -20,7 +20,7 @@ struct Place;
 struct Up;
 struct Down;
 
-// Of a kernel, by its traits and which it is of those that have them.
+// A kernel's state, by its traits and by which of their kernels it is.
 template <class Traits, class Which = void>
 LoadedKernel loaded[kMaxDevices];
 

@@ -53,7 +53,7 @@ static flashmoe_status no_cpu(const AttentionProblem&, Plan*, const Reason& reas
 }
 const AttentionFamily kCpuAttention = {"cpu", FLASHMOE_DEVICE_CPU, no_cpu, nullptr};
 
-// Of sequences, of which there are none here.
+// For sequences, which do not occur here.
 static flashmoe_status no_sequences(const AttentionProblem&, Plan*, const Reason& reason) {
   return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "not here");
 }

@@ -166,7 +166,7 @@ void blocks_have_all_units() {
   }
 }
 
-// Of a head of 64 numbers of 16 bits: 8 pieces of 16 bytes.
+// For a head of 64 16-bit numbers: 8 pieces of 16 bytes.
 void units_are_two_pieces_where_they_can_be() {
   Shape shape;
   const auto units = [&](int64_t rotary, bool interleaved) {

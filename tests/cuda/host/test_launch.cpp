@@ -515,7 +515,7 @@ struct Table {
 
 sm89::RaggedParams seen_ragged;
 
-// Queries one behind the other, keys in pages. Of the tables the host sees no number.
+// Packed queries, and keys in pages. The host sees no number of the tables.
 void ragged_batches_have_kernels_of_their_own() {
   fake::on_launch = [](const void* params) {
     std::memcpy(&seen_ragged, params, sizeof seen_ragged);
@@ -548,7 +548,7 @@ void ragged_batches_have_kernels_of_their_own() {
     check_read_back(plan);
   };
 
-  // Of any lengths: as many slots as there are whole tiles of 128 rows, and one more a sequence.
+  // For any lengths: as many slots as whole tiles of 128 rows, and one more per sequence.
   run();
   const SequenceParams& seen = seen_ragged.sequences;
   CHECK(fake::last.grid.x == 6 * (1000 / 128 + 4) && seen_ragged.slots.count == 11);
@@ -577,7 +577,7 @@ void ragged_batches_have_kernels_of_their_own() {
   CHECK(seen.most_q == 200 && seen.most_k == 100 && seen.from_ends == 0);
   CHECK(seen_ragged.last_slots_first == 1 && seen_ragged.score.left_offset == kNoLeftOffset);
 
-  // Of one query each, tiles are of all heads of a KV head.
+  // With one query each, tiles span all heads of a KV head.
   sequences.max_seqlen_q = 1;
   run();
   CHECK(fake::last.grid.x == 2 * 4 && seen_ragged.slots.tiles_per_sequence == 1);
@@ -994,7 +994,7 @@ void sm90_cuts_boxes_at_sequences() {
   sequences.max_seqlen_q = 700;
   call.params.sequences = &sequences;
   call.params.causal = FLASHMOE_CAUSAL_BOTTOM_RIGHT;
-  // Of q and out, of k and v: rows, and what of boxes.
+  // For q and out, and for k and v: rows and boxes.
   constexpr int64_t kMost = int64_t{1} << 30;
   const auto check_maps = [&](size_t first, const int64_t (&queries)[2], const int64_t (&keys)[2]) {
     CHECK(fake::maps.size() == first + 4);
@@ -1055,8 +1055,7 @@ void sm90_cuts_boxes_at_sequences() {
   call.params.window_left = 30;
   CHECK(call.run() == FLASHMOE_OK && seen.grows == 0 && seen.score.left_offset == -30);
 
-  // Of padded batches each sequence has a row of its own, and so many keys as there are rows at
-  // most.
+  // In padded batches each sequence has its own row, and at most as many keys as there are rows.
   Call padded("sm90", 3, 200, 300, 6, 2);
   Table lengths(3, 1, 4);
   flashmoe_attention_sequences used = flashmoe_attention_sequences_init();
@@ -1079,7 +1078,7 @@ void sm90_cuts_boxes_at_sequences() {
   CHECK(padded.run() == FLASHMOE_OK);
   CHECK(seen.rows_per_batch.q == 1200 && seen.rows_per_batch.k == 0);
   check_rows_of(padded);
-  // Of single rows the batch's may be anything.
+  // With single rows the batch stride may be anything.
   Call single("sm90", 3, 1, 1, 2, 2);
   single.params.sequences = &used;
   for (int64_t (&strides)[4] : single.strides) {
@@ -1869,8 +1868,8 @@ void calls_go_where_they_are_fastest() {
   CHECK(plan_of(Call("sm90_split_kv", 1, 64, 0, 8, 2)).workspace_bytes == 0);
 }
 
-// Of the families that serve a call that whose plan takes the least time, and of sm90 its better
-// schedule; one that is named always.
+// The family whose plan takes the least time serves a call, in sm90 with its better schedule; a
+// named one always does.
 void the_least_time_wins() {
   constexpr const char* kNames[] = {"sm89_few_rows", "sm90_split_kv", "sm90_whole_tiles", "sm89"};
   constexpr const char* kFamilies[] = {"sm89_few_rows", "sm90", "sm90", "sm89"};

@@ -135,7 +135,7 @@ struct Layer {
   flashmoe_status run(void* workspace) const {
     return flashmoe_moe_forward(&params, workspace, size_t{1} << 40, nullptr);
   }
-  // Of what is written between its launches.
+  // The number of maps of memory written between its launches.
   static int workspace_maps() { return 2 * moe::sm90::kOutHeights + moe::sm90::kTokenBoxes; }
 };
 
@@ -452,7 +452,7 @@ void a_device_may_be_reset() {
 // ---- the choice
 // ----------------------------------------------------------------------------------
 
-// Of the families that serve a call that whose plan takes the least time; one that is named always.
+// The family whose plan takes the least time serves a call; a named one always does.
 template <class Call>
 void the_least_time_wins(const std::vector<const char*>& families,
                          const std::function<Call(const char*)>& call_of) {

@@ -297,8 +297,8 @@ void swizzle_groups_fit_the_l2() {
   }
 }
 
-// A box of a ragged map lands on the rows of the sequence alone, each where it belongs. Of the maps
-// themselves test_launch says so.
+// A box of a ragged map lands only on the rows of its sequence, each in its place. test_launch
+// checks the maps themselves.
 void boxes_are_cut_at_their_sequence() {
   constexpr int kMost = RaggedRow::kMost;
   for (int i = 0; i < 200000; ++i) {

@@ -1,6 +1,7 @@
-"""What we are measured against. A peer is one object of the class Peer; nothing else knows it.
+"""The peers that we are measured against. A peer is one object of the class Peer; nothing else
+knows it.
 
-The built-in ones are in the modules beside this file, one a provider. Another package adds its own
+The built-in ones are in the modules next to this file, one per provider. Other packages add theirs
 through the entry point group "flashmoe.peers": the entry's name is the peer's, its value a Peer.
 
     [project.entry-points."flashmoe.peers"]
@@ -55,15 +56,15 @@ def _entry_points() -> dict[str, Any]:
 
 
 def peer_names(operation: str = ATTENTION) -> list[str]:
-    """Every name that --peer takes for an operation, and those of other packages, which may be of
-    another."""
+    """Every name that --peer takes for an operation, including those of other packages, which may
+    belong to another operation."""
     return [*(p.name for p in _BUILT_IN if p.operation == operation), *_entry_points()]
 
 
 def _load(name: str, entry: Any) -> Peer | Missing:
     try:
         peer = entry.load()
-    except Exception as error:  # another's package may raise anything when it is imported
+    except Exception as error:  # another package may raise anything on import
         return Missing(name, f"{entry.value} does not load: {type(error).__name__}: {error}")
     if not isinstance(peer, Peer):
         return Missing(name, f"{entry.value} is a {type(peer).__name__}, not a Peer")
@@ -73,8 +74,8 @@ def _load(name: str, entry: Any) -> Peer | Missing:
 def choose_peers(
     arrays: Arrays, wanted: list[str] | None, operation: str = ATTENTION
 ) -> list[Peer | Missing]:
-    """The operation's peers to time on the arrays' device: those named, or all; a missing one says
-    why."""
+    """The operation's peers to time on the arrays' device: the named ones, or all. A missing one
+    says why."""
     kind = "cpu" if arrays.device == "cpu" else "cuda"
     entries = _entry_points()
     known = {peer.name: peer for peer in _BUILT_IN if peer.operation == operation}
@@ -101,7 +102,7 @@ def choose_peers(
 
 
 def describe(chosen: Sequence[Peer | Missing]) -> dict[str, dict[str, str]]:
-    """What a record says of the peers themselves, by name."""
+    """What a record says about the peers themselves, by name."""
     described = {}
     for peer in chosen:
         if isinstance(peer, Missing):

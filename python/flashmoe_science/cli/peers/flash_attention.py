@@ -37,7 +37,7 @@ def _prepare(
     shape: Shape,
     inputs: Inputs,
 ) -> Contender:
-    """`unbounded` is what their window_size has where there is no bound."""
+    """`unbounded` stands for no bound in their window_size."""
     causal = is_causal(shape, "bottom_right", "FlashAttention")
     window = window_of(shape, "bottom_right", "FlashAttention")
     if window is not None:
@@ -50,7 +50,7 @@ def _prepare(
     return Contender("", call, output=_first)
 
 
-# For a backward: of a forward that splits no keys, as it is by default.
+# For a backward: the forward splits no keys, as by default.
 _FA3_TO_DIFFERENTIATE = Peer(
     "fa3",
     ("cuda",),
@@ -75,8 +75,8 @@ PEERS = (
         _FA3,
         "flash_attn_3",
         _GET_FA3,
-        # 0 leaves the number of key splits to it; its default, 1, would forbid them, which decoding
-        # lives on.
+        # 0 lets it choose the number of key splits; its default, 1, would forbid them, and decoding
+        # needs them.
         functools.partial(_prepare, _FA3, -1, {"num_splits": 0}),
     ),
     Peer(

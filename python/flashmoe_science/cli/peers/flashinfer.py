@@ -1,4 +1,4 @@
-"""FlashInfer: its batch decode kernels for one query a sequence, its batch prefill for more."""
+"""FlashInfer: its batch decode kernels for one query per sequence, its batch prefill for more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.timing import Contender
 
 _WORKSPACE_BYTES = 2**28  # twice what its documentation advises
-_PAGE = 16  # keys, the size that its users serve with
+_PAGE = 16  # keys, the usual size in serving
 
 
 def _steps(arrays: Arrays, count: int, step: int) -> Any:
@@ -34,7 +34,7 @@ def _prepare(arrays: Arrays, shape: Shape, inputs: Inputs) -> Contender:
 
 
 def _options(shape: Shape) -> dict[str, Any]:
-    """Window and softcap as its plans take them: a window has no right end but causal's."""
+    """Window and softcap as its plans take them: a window has no right end except causal's."""
     options: dict[str, Any] = {}
     window = window_of(shape, "bottom_right", "FlashInfer")
     if window is not None:
@@ -82,7 +82,7 @@ def _decode(
     inputs: Inputs,
     options: dict[str, Any],
 ) -> Contender:
-    """Its decode takes pages; those of contiguous keys are views in order."""
+    """Its decode takes pages; for contiguous keys these are consecutive views."""
     q, k, v = inputs
     page = math.gcd(shape.seq_k, _PAGE)
     pages = shape.seq_k // page
@@ -91,7 +91,8 @@ def _decode(
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace,
         "NHD",
-        # As its documentation advises for groups of query heads; alone they would be padding.
+        # As its documentation advises for groups of query heads; without groups they would mostly
+        # pad.
         use_tensor_cores=shape.heads_q != shape.heads_kv,
     )
     wrapper.plan(

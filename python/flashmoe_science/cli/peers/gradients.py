@@ -27,7 +27,8 @@ def leaves_of(inputs: BackwardInputs) -> Inputs:
 def prepare_backward(
     prepare: Prepare, arrays: Arrays, shape: Shape, inputs: BackwardInputs
 ) -> Contender:
-    """The backward alone of the forward that `prepare` gives, which runs once and is not timed."""
+    """Only the backward of the forward that `prepare` gives; that forward runs once and is not
+    timed."""
     leaves, dout = leaves_of(inputs), inputs[3]
     forward = prepare(arrays, shape, leaves)
     with forward.context():

@@ -16,17 +16,17 @@ from flashmoe_science.cli.timing import Contender
 def prepare(implementation: str, arrays: Arrays, shape: Shape, inputs: Inputs) -> Contender:
     """A compiled jax.nn.dot_product_attention.
 
-    JAX has a stream of its own. Handing it q through DLPack makes that stream wait for torch's, and
-    taking the result makes torch's wait for it, so events on torch's stream hold the whole call
-    between them. The price is host time, more than other peers have.
+    JAX has its own stream. Passing q through DLPack makes that stream wait for torch's, and taking
+    the result makes torch's stream wait for it, so events on torch's stream enclose the whole call.
+    The price is more host time than other peers have.
     """
     causal = is_causal(shape, "top_left", "JAX")
     window = window_of(shape, "top_left", "JAX")
     refuse_softcap(shape, "JAX's dot_product_attention")
-    # It has no word for an absent end: as many keys as there are.
+    # It cannot express an absent end, so pass as many keys as there are.
     every = max(shape.seq_q, shape.seq_k)
     local = None if window is None else tuple(every if end is None else end for end in window)
-    # Before JAX begins, or it takes three quarters of the GPU's memory for itself.
+    # Must be set before JAX starts, or it reserves three quarters of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax = importlib.import_module("jax")
     from_torch = importlib.import_module("jax.dlpack").from_dlpack

@@ -22,7 +22,7 @@ Prepare = Callable[[Arrays, MoeShape, MoeInputs], Contender]
 def _forward(
     prepare: Prepare, arrays: Arrays, shape: MoeShape, inputs: MoeGradientInputs
 ) -> tuple[Gradients, Contender]:
-    """What is differentiated by, and the forward that `prepare` gives on it."""
+    """The differentiated tensors, and the forward that `prepare` gives on them."""
     leaves = inputs.leaves
     x, logits, w_gate_up, w_down = leaves
     return leaves, prepare(arrays, shape, MoeInputs(x, w_gate_up, w_down, (logits,)))
@@ -31,7 +31,7 @@ def _forward(
 def prepare_backward(
     prepare: Prepare, arrays: Arrays, shape: MoeShape, inputs: MoeGradientInputs
 ) -> Contender:
-    """The backward alone of that forward, which runs once and is not timed."""
+    """Only the backward of that forward, which runs once and is not timed."""
     leaves, forward = _forward(prepare, arrays, shape, inputs)
     out = forward.call()
 

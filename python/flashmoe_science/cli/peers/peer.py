@@ -38,21 +38,21 @@ class Peer:
     """One implementation of an operation.
 
     Attributes:
-        name: What --peer and the record call it.
+        name: Its name in --peer and the record.
         devices: Kinds of device that it runs on: "cpu", "cuda".
-        modules: Modules to look for; any one of them means that it is installed. They are looked
-            for as files, nothing is imported.
+        modules: Modules to look for; any of them means that it is installed. They are looked up as
+            files; nothing is imported.
         distribution: The installed package whose version goes into the record.
         install: How to get it, for a person.
         prepare: (arrays, shape, inputs) -> Contender, whose call computes the operation on the
-            very memory of the inputs. Of attention: q, k, v [batch, seq, heads, dim] as torch
-            tensors; of its backward and of training q, k, v and dout, of which the call gives dq,
-            dk and dv; of a mixture of experts: a MoeInputs, whose logits the call takes in turn
-            (MoeInputs.rotation), the first of them first; of its backward and of training a
-            MoeGradientInputs, of which the call gives the gradients of all `leaves`, and the
-            contender's output is `checked`. All that is not the operation (plans,
-            views, compilation) is done here and not timed. Raises Refused with the reason where
-            it does not serve the shape.
+            inputs' own memory. Inputs for attention: q, k, v [batch, seq, heads, dim] as torch
+            tensors. For its backward and training: q, k, v and dout; the call returns dq, dk and
+            dv. For a mixture of experts: a MoeInputs, whose logits the call takes in turn
+            (MoeInputs.rotation), from the first on. For its backward and training: a
+            MoeGradientInputs; the call returns the gradients of all `leaves`, and the contender's
+            output is `checked`. Everything besides the operation (plans, views, compilation)
+            happens here and is not timed. Raises Refused with the reason if it does not serve the
+            shape.
         operation: "attention_forward", "attention_backward", "attention_training",
             "moe_forward", "moe_backward" or "moe_training".
     """
@@ -74,7 +74,7 @@ class Peer:
         return Missing(self.name, f"not installed: {self.install}")
 
     def version(self) -> str:
-        """The version of its package, "" where the package keeps none."""
+        """The version of its package, "" if the package has none."""
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ class Peer:
     def contender(self, arrays: Arrays, shape: AnyShape, inputs: Any) -> tuple[Contender, Any]:
         """What to time, with its output, or outputs, of the shape's output_extents.
 
-        Raises Refused where it has none to give, with all that it said.
+        Raises Refused with its full message if it has none to give.
         """
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -97,7 +97,7 @@ class Peer:
                     raise Refused(f"its output is {extents_of(output)}, and not {extents}")
             except Refused:
                 raise
-            except Exception as error:  # others' code; running out of memory is among it
+            except Exception as error:  # third-party code; it may also run out of memory
                 said = [str(error) or type(error).__name__]
                 said += [str(w.message).split(" (Triggered internally")[0] for w in caught]
                 raise Refused("; ".join(dict.fromkeys(said))[:_REASON_LENGTH]) from error
@@ -124,14 +124,14 @@ def is_installed(module: str) -> bool:
 
 
 def import_first(modules: tuple[str, ...]) -> Any:
-    """The first of the modules that is installed."""
+    """The first installed one of the modules."""
     return importlib.import_module(next(m for m in modules if is_installed(m)))
 
 
 def is_causal(shape: Shape, alignment: str, who: str) -> bool:
-    """Whether the shape is masked; refuses a mask that is not aligned as `who` aligns it.
+    """Whether the shape is masked causally; refuses a mask with another alignment than `who`'s.
 
-    One query that is aligned bottom right sees every key: that is no mask.
+    A single query aligned bottom right sees every key: that is no mask.
     """
     if shape.causal == "bottom_right" and shape.seq_q == 1:
         return False
@@ -142,7 +142,7 @@ def is_causal(shape: Shape, alignment: str, who: str) -> bool:
 
 
 def window_of(shape: Shape, alignment: str, who: str) -> tuple[int | None, int | None] | None:
-    """The shape's window; refuses one whose queries stand elsewhere than at `who`'s keys."""
+    """The shape's window; refuses one whose queries align differently than `who`'s."""
     ours = "top_left" if shape.causal == "top_left" else "bottom_right"
     if shape.window is not None and ours != alignment and shape.seq_q != shape.seq_k:
         theirs, this = (a.replace("_", " ") for a in (alignment, ours))

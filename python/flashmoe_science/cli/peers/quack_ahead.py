@@ -1,9 +1,9 @@
-"""Compiles the kernels that QuACK's tuner tries by processes that all run at once.
+"""Compiles the kernels that QuACK's tuner tries, in concurrent processes.
 
-The tuner compiles what it tries by processes of its own, but starts them one after another and
-anew for every product: minutes for each of SonicMoE's six. What they compile does not depend on
-extents, and is kept in QuACK's cache on disk. Processes that each take a share of it, on a small
-layer, leave the tuner to load and time.
+The tuner compiles in its own processes, but starts them one after another and again for every
+product: minutes for each of SonicMoE's six. The compiled kernels do not depend on extents and stay
+in QuACK's cache on disk. So processes that each compile a share, on a small layer, leave only
+loading and timing to the tuner.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from flashmoe_science.cli.moe_shapes import MoeTrainingShape
 from flashmoe_science.cli.peers.peer import is_installed
 
 WORKERS = "QUACK_COMPILE_WORKERS"  # the tuner's variable; 1: it starts no processes
-_MOST_PROCESSES = 16  # each has a context of its own on the GPU
+_MOST_PROCESSES = 16  # each has its own context on the GPU
 _LAYER = MoeTrainingShape(tokens=512, hidden=512, inner=256, experts=8, top_k=2)
 
 
 @functools.cache
 def compile_ahead(device: str) -> None:
-    """Compiles for SonicMoE's forward and backward, once in a process; says so on standard error.
+    """Compiles for SonicMoE's forward and backward, once per process; reports this on standard
+    error.
 
-    It is left to the tuner where QUACK_COMPILE_WORKERS is set, or where there is no tuner.
+    Does nothing if QUACK_COMPILE_WORKERS is set, or without a tuner.
     """
     if WORKERS in os.environ or not is_installed("quack.autotuner"):
         return
@@ -42,7 +43,7 @@ def compile_ahead(device: str) -> None:
     name = f"{compile_share.__module__} import {compile_share.__name__}"
     codes = [f"from {name}; {compile_share.__name__}({i}, {count}, {device!r})"
              for i in range(count)]  # fmt: skip
-    # What one of them leaves uncompiled, the tuner compiles: a failure costs time alone.
+    # The tuner compiles what one of them leaves: a failure only costs time.
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=sys.stderr) for code in codes
     ]
@@ -57,7 +58,7 @@ def compile_ahead(device: str) -> None:
 
 def compile_share(index: int, count: int, device: str) -> None:
     """The work of one of `count` processes: a forward and a backward, whose tuners take every
-    count-th of what they would try, and call each once in place of timing it."""
+    count-th configuration and call each once instead of timing it."""
     tuner = importlib.import_module("quack.autotuner").Autotuner
     for value in vars(importlib.import_module("quack.gemm_interface")).values():
         if isinstance(value, tuner):
@@ -83,12 +84,12 @@ def share_of(
     *arguments: Any,
     **options: Any,
 ) -> list[Any]:
-    """Every count-th configuration of those that the tuner would try; one at least, as it needs."""
+    """Every count-th of the tuner's configurations; at least one, which it needs."""
     kept = prune(configs, *arguments, **options) if prune is not None else configs
     return kept[index::count] or kept[:1]
 
 
 def call_once(call: Callable[[], Any], **options: Any) -> list[float]:
-    """In place of the tuner's measurement: compiles and runs, and takes no time."""
+    """Replaces the tuner's measurement: compiles and runs, but does not measure."""
     call()
     return [0.0, 0.0, 0.0]

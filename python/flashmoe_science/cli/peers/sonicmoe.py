@@ -1,4 +1,4 @@
-"""SonicMoE, from the router's logits on: what its moe_TC_softmax_topk_layer does behind them."""
+"""SonicMoE, from the router's logits on: what its moe_TC_softmax_topk_layer does after them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashmoe_science.cli.timing import Contender
 def _layer(
     arrays: Arrays, shape: MoeShape, inputs: MoeInputs, *, inference: bool
 ) -> Callable[[Any], Any]:
-    """Its layer of one logits. Inference saves nothing for a backward."""
+    """Its layer on one logits. Inference saves nothing for a backward."""
     if shape.dtype != "bf16":
         raise Refused("SonicMoE is tested in bf16 only")
     compile_ahead(str(inputs.x.device))
@@ -34,7 +34,7 @@ def _layer(
         return torch.empty(count, dtype=torch.int32, device=inputs.x.device)
 
     def call(logits: Any) -> Any:
-        # Softmax of the chosen logits: the weights that renormalising gives.
+        # Softmax of the chosen logits: the same weights as renormalising.
         route = functional.TC_Softmax_Topk_Router_Function.apply
         scores, ids = route(logits, experts, top_k, True, False)
         counts, offsets = integers(experts), integers(experts + 1)

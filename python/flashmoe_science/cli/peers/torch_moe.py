@@ -1,4 +1,4 @@
-"""A mixture of experts as torch has it: by its grouped product, and by a loop over experts."""
+"""A mixture of experts in torch: with its grouped product, and with a loop over experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashmoe_science.cli.timing import Contender
 
 
 def _route(torch: Any, logits: Any, top_k: int) -> tuple[Any, Any]:
-    """Weights [T, K] in the logits' dtype, ids [T, K], as models in torch do it."""
+    """Weights [T, K] in the logits' dtype, and ids [T, K], as models in torch compute them."""
     weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids
 
@@ -29,7 +29,7 @@ def _grouped_product(torch: Any) -> Any:
 
 
 def _by_expert(torch: Any, ids: Any, experts: int) -> tuple[Any, Any]:
-    """The order of the pairs by expert, and behind which of them each expert ends."""
+    """The order of the pairs by expert, and the end of each expert in it."""
     chosen, order = ids.flatten().sort()
     counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
@@ -57,8 +57,8 @@ def _grouped(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
 
 
 def _grouped_to_differentiate(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
-    """The same, with the steps whose gradients torch computes fastest: of an index_select they are
-    added, of indexing sorted first; of a product in place its factor is copied."""
+    """The same, with the steps whose gradients torch computes fastest: the gradient of index_select
+    adds rows, that of indexing sorts first; an in-place product copies its factor."""
     torch = arrays.xp
     product = _grouped_product(torch)
     silu = torch.nn.functional.silu
@@ -81,7 +81,7 @@ def _loop(arrays: Arrays, shape: MoeShape, inputs: MoeInputs) -> Contender:
     """A loop of torch's products over the experts that have tokens."""
     torch = arrays.xp
     linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
-    # Taken apart once, so that the gradient of all weights is put together once.
+    # Unbound once, so that the gradient of all weights is stacked once.
     w_up, w_down = inputs.w_gate_up.unbind(), inputs.w_down.unbind()
 
     def call(logits: Any) -> Any:

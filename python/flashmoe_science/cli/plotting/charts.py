@@ -1,4 +1,4 @@
-"""The pictures that there are, whether a record has one, and one drawn as a file's bytes."""
+"""The list of pictures, whether a record has one, and drawing one as a file's bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHARTS: dict[str, Callable[[Record, Theme], Figure]] = {
 }
 FORMATS = ("svg", "png")
 _DPI = 200  # of PNGs
-# Laid out in one font, an SVG is shown in the reader's own, which is narrower.
+# An SVG is laid out in one font and shown in the reader's own, which is narrower.
 _SVG_FONTS = f"system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, '{FONT}', sans-serif"
 
 
@@ -30,7 +30,7 @@ class NothingToDraw(Exception):
 
 
 def why_not(record: Record, chart: str) -> str:
-    """Why a record has no such picture, "" when it has one; needs no matplotlib."""
+    """Why a record has no such picture, "" if it has one; needs no matplotlib."""
     if not any(rec.contenders(c) for c in record.cells):
         return "no row was timed"
     if chart == "speed" and not rec.is_grid(record.cells):
@@ -50,7 +50,7 @@ def _settings(name: str) -> dict[str, Any]:
     return {
         "font.family": [FONT],
         "svg.fonttype": "none",  # words stay words
-        "svg.hashsalt": name,  # else ids are random: a rerun must give the same bytes
+        "svg.hashsalt": name,  # otherwise ids are random, and a rerun must give the same bytes
         "text.parse_math": False,  # a dollar in a name is a dollar
         "axes.unicode_minus": False,
     }

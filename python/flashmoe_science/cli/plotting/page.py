@@ -1,7 +1,7 @@
-"""One HTML file that holds records whole: pictures, tables, environment, how to repeat them.
+"""One HTML file with complete records: pictures, tables, environment, and how to repeat them.
 
-It asks for nothing from anywhere, needs no script, follows the reader's light or dark setting and
-scrolls wide tables and pictures in their own box, so that it reads on a phone.
+It loads nothing, needs no script, follows the reader's light or dark setting, and scrolls wide
+tables and pictures in their own box, so that it is readable on a phone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _row_head(words: str) -> str:
 
 
 def inline_svg(picture: bytes, prefix: str, label: str) -> str:
-    """An SVG file as an element of a page: ids made its own, and a label for who cannot see it."""
+    """An SVG file as an element of a page: with unique ids, and a label for readers who cannot see
+    it."""
     svg = picture.decode("utf-8")
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<(metadata|title)>.*?</\1>", "", svg, flags=re.DOTALL)
@@ -103,7 +104,7 @@ def inline_svg(picture: bytes, prefix: str, label: str) -> str:
 
 
 def _figure(record: Record, chart: str, looks: Mapping[str, bytes]) -> str:
-    """One picture in both looks, of which the reader's setting shows one."""
+    """One picture in both themes; the reader's setting shows one."""
     title = f"{record.document['title']}: {chart}"
     shown = [
         f'<div class="picture {name}">'
@@ -181,7 +182,7 @@ def _error_words(accuracy: Mapping[str, Any] | None) -> str:
 
 
 def _details_table(record: Record) -> str:
-    """A line for each contender of each shape, with all that was recorded of it."""
+    """A line for each contender of each shape, with everything recorded about it."""
     unit, per_tera = rec.unit(record.document)
     rows = []
     for cell in record.cells:
@@ -230,7 +231,7 @@ def _summary(record: Record) -> str:
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
-    """A document's leaves, each under the path that leads to it."""
+    """A document's leaves, keyed by their paths."""
     if isinstance(value, Mapping):
         found = [(f"{name} {key}".strip(), item) for key, item in value.items()]
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
@@ -242,7 +243,7 @@ def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
 
 
 def _readings(document: Mapping[str, Any]) -> str:
-    """What nvidia-smi said before and after; "" where there was no GPU."""
+    """nvidia-smi's readings before and after; "" without a GPU."""
     before = document.get("machine_before", document["environment"].get("nvidia_smi"))
     after = document.get("machine_after", document.get("nvidia_smi_after"))
     leaves = {when: dict(_flat(of)) for when, of in (("before", before), ("after", after)) if of}

@@ -1,4 +1,4 @@
-"""The peers' time over ours: a map where the rows are a grid, else points with their intervals."""
+"""The peers' time over ours: a map if the rows form a grid, else points with their intervals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TICK_GAP = 0.34  # inches between ticks, at least
 
 
 def ratio(record: Record, theme: Theme) -> Figure:
-    """A map for each peer where the rows are a grid, else a column of points for each peer."""
+    """A map per peer if the rows form a grid, else a column of points per peer."""
     return _map(record, theme) if rec.is_grid(record.cells) else _points(record, theme)
 
 
@@ -45,7 +45,7 @@ def _mean(record: Record, peer: str) -> str:
 
 
 def _noisy_words(record: Record, peers: Sequence[str]) -> str:
-    """How many ratios have no verdict, "" where all have one."""
+    """How many ratios have no verdict, "" if all have one."""
     summaries = [record.document["summary"].get(peer, {}) for peer in peers]
     number = sum(summary.get("withheld", 0) for summary in summaries)
     return f" Noisy: {withheld_words(number)}." if number else ""
@@ -57,7 +57,7 @@ def _heading_width(record: Record, peers: Sequence[str]) -> float:
 
 
 def arrange(panels: int, panel: float) -> tuple[int, int]:
-    """Columns and rows of panels so many inches wide, the rows as equal as can be."""
+    """Columns and rows of panels of this width in inches, with rows as equal as possible."""
     rows = -(-panels // max(1, int(_ROOM / panel)))
     return -(-panels // rows), rows
 
@@ -145,7 +145,7 @@ def readable(colour: Sequence[float]) -> str:
 
 
 def _row_words(cells: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """What all rows share, and what each has of its own, in words."""
+    """What all rows share, and what differs in each, in words."""
     fields = [rec.extents(c["shape"]) for c in cells]
     shared = {k: v for k, v in fields[0].items() if all(f[k] == v for f in fields)}
     own = [{k: v for k, v in f.items() if k not in shared} for f in fields]
@@ -155,7 +155,7 @@ def _row_words(cells: list[dict[str, Any]]) -> tuple[str, list[str]]:
 
 
 def _limits(cells: list[dict[str, Any]], peers: Sequence[str]) -> tuple[float, float]:
-    """The ends of the axis: all intervals but those of ratios that are far from 1."""
+    """The ends of the axis: all intervals except those of ratios far from 1."""
     entries = [rec.contenders(c).get(p, {}) for c in cells for p in peers]
     found = [a for e in entries for a in (e.get("against"), e.get("graph_against")) if a]
     near = [a for a in found if 1 / _BEYOND <= a["ratio"] <= _BEYOND]
@@ -164,7 +164,7 @@ def _limits(cells: list[dict[str, Any]], peers: Sequence[str]) -> tuple[float, f
 
 
 def ticks(low: float, high: float, width: float) -> list[float]:
-    """Round ratios from 1 outward on a logarithmic axis `width` inches long, as there is room."""
+    """Round ratios from 1 outward on a logarithmic axis `width` inches long, as many as fit."""
     scale = width / math.log(high / low)
     kept = [1.0]
     for down in (True, False):

@@ -1,4 +1,4 @@
-"""A record of `flashmoe bench` as read back, and the words that describe it everywhere."""
+"""A record of `flashmoe bench`, read back, and the words that describe it everywhere."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Record:
 
     @property
     def source(self) -> str:
-        """What a picture made from it carries, so that another record is noticed."""
+        """Text in its pictures, so that a changed record is noticed."""
         return f"{self.path.name} sha256:{self.digest}"
 
 
 def read_record(path: Path) -> Record:
-    """Reads one file; raises CommandError where it is not a record of `flashmoe bench`."""
+    """Reads one file; raises CommandError if it is not a record of `flashmoe bench`."""
     document = records.read_record(str(path))
     return Record(path, hashlib.sha256(path.read_bytes()).hexdigest(), document)
 
@@ -49,13 +49,13 @@ def read_record(path: Path) -> Record:
 
 
 def contenders(cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Those of a row that were timed, by name; of a void row none."""
+    """The timed contenders of a row, by name; none for a void row."""
     found = cell.get("contenders", {}) if cell["status"] == "ok" else {}
     return {name: entry for name, entry in found.items() if entry["status"] == "ok"}
 
 
 def timed_names(cells: list[dict[str, Any]]) -> list[str]:
-    """Everyone who was timed in some row, ours first."""
+    """All contenders timed in some row, ours first."""
     names = dict.fromkeys(name for cell in cells for name in contenders(cell))
     return sorted(names, key=lambda name: name != OURS)
 
@@ -67,14 +67,14 @@ def peer_names(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def against(cell: dict[str, Any], peer: str) -> dict[str, Any] | None:
-    """The ratio of a peer's time over ours in a row, None where there is none."""
+    """The ratio of a peer's time over ours in a row, None without one."""
     return records.ratio_of(cell, contenders(cell).get(peer, {}))
 
 
 def times(cell: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
     """Median and quartiles of the clock that counts, and TFLOP/s by it.
 
-    Of a mixture of experts it is that of calls in a CUDA graph, as in records.ratio_of.
+    For a mixture of experts that is the clock of calls in a CUDA graph, as in records.ratio_of.
     """
     if not is_moe(cell["shape"]) or "graph_samples_s" not in entry:
         return entry
@@ -94,7 +94,7 @@ def panel_key(shape: dict[str, Any]) -> PanelKey:
 
 
 def place(shape: dict[str, Any]) -> int:
-    """Where a row stands on its line: sequence length, or tokens."""
+    """The place of a row on its line: sequence length, or tokens."""
     length: int = shape["tokens"] if is_moe(shape) else shape["seq_q"]
     return length
 
@@ -106,8 +106,8 @@ def place_name(cells: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def is_grid(cells: list[dict[str, Any]]) -> bool:
-    """Whether the rows are lines over the sequence length, or over tokens: at least two places, no
-    row twice at one. Lines over tokens have all places."""
+    """Whether the rows form lines over the sequence length, or over tokens: at least two places,
+    each with at most one row. Lines over tokens have all places."""
     places = [(panel_key(c["shape"]), place(c["shape"])) for c in cells]
     lengths = {length for _, length in places}
     if any(is_moe(c["shape"]) for c in cells):
@@ -152,7 +152,7 @@ def routing_name(shape: dict[str, Any]) -> str:
 
 
 def layer_name(shape: dict[str, Any]) -> str:
-    """The model, or of nobody's layer such as "H2048 I768 E128 K8"."""
+    """The model, or without one text such as "H2048 I768 E128 K8"."""
     extents = {"H": "hidden", "I": "inner", "E": "experts", "K": "top_k"}
     words = " ".join(f"{name}{shape[field]}" for name, field in extents.items())
     return shape.get("model") or words
@@ -192,7 +192,7 @@ def extents_text(fields: dict[str, str]) -> str:
 
 
 def panel_name(key: PanelKey, dtypes: set[str]) -> str:
-    """Such as "D 64 causal" or "olmoe zipf 1", with the element type before it where there are
+    """Text such as "D 64 causal" or "olmoe zipf 1", preceded by the element type if there are
     several."""
     if len(key) == 3:
         dtype, mask, dims = key
@@ -210,7 +210,7 @@ def machine(document: dict[str, Any]) -> str:
 
 
 def commit(document: dict[str, Any]) -> str:
-    """The first twelve digits of the commit it was measured at, with what marks it changed."""
+    """The first twelve digits of its commit, with the mark of changes."""
     text = document["commit"]
     if not isinstance(text, str) or not text:  # the probe failed, or there was no history
         return "unknown"
@@ -280,7 +280,7 @@ def row_command(document: dict[str, Any], cell: dict[str, Any]) -> str:
 
 
 def command(document: dict[str, Any]) -> str:
-    """The command that measures all of it again; "" where the record does not say."""
+    """The command that measures all of it again; "" if the record does not say."""
     if "command" in document:
         return shlex.join(document["command"])
     if document.get("suite") is not None:  # records before schema 2 name their suite only

@@ -1,7 +1,6 @@
 """The paper that charts are drawn on: a matplotlib figure laid out in inches.
 
-Words are set in the font that comes with matplotlib and measured in it, so that every machine lays
-a picture out alike.
+Words are set and measured in matplotlib's own font, so that every machine lays a picture out alike.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def inches(words: str, size: float = TEXT, bold: bool = False) -> float:
 
 
 def wrap(words: str, width: float, size: float = TEXT, bold: bool = False) -> list[str]:
-    """`words` in lines at most so many inches wide, or of one word."""
+    """`words` in lines of at most this width in inches, or of one word."""
     lines: list[str] = []
     for word in words.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -143,7 +142,7 @@ def key_height(named: Sequence[Style], width: float) -> float:
 
 
 def drawn(style: Style, theme: Theme) -> dict[str, Any]:
-    """How a contender's points are drawn: filled with a rim, or all line."""
+    """How a contender's points are drawn: filled with a rim, or outline only."""
     thin = style.mark in "x+"
     return {
         "color": style.colour,
@@ -171,7 +170,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def short(length: int) -> str:
-    """512, 1k, 16k: as an axis has room for."""
+    """512, 1k, 16k: short enough for an axis."""
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else f"{length}"
 
 

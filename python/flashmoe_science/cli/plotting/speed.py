@@ -45,7 +45,7 @@ def ceilings(record: Record) -> dict[str, float]:
 
 
 def _end_labels(axes: Axes, ends: dict[str, float], look: dict[str, Style], high: float) -> None:
-    """Each line's name right of its end, moved apart where they would lie on each other."""
+    """Each line's name right of its end, moved apart where they would overlap."""
     gap = TEXT * 1.25 / 72 / _PANEL_H * high
     places = spread(list(ends.values()), gap)
     lift = max(0.0, gap * 0.2 - min(places, default=0.0))
@@ -72,7 +72,8 @@ def _lines(
     unit = 1e-12 * per_tera
     cells = sorted(cells, key=lambda c: rec.place(c["shape"]))
     for name, style in look.items():
-        # A row without this contender breaks its line: nothing is drawn through what was not run.
+        # A row without this contender breaks its line: nothing is drawn through points that were
+        # not run.
         timed = [(rec.place(c["shape"]), c["flops"], entry(c, name)) for c in cells]
         nothing = float("nan")
         x = [length for length, _, _ in timed]
@@ -155,7 +156,7 @@ def speed(record: Record, theme: Theme) -> Figure:
 
 
 def _labels(lengths: list[int]) -> list[str]:
-    """One for each tick; of many every other one, the last among them."""
+    """One label per tick; with many ticks every other one, including the last."""
     every = 1 if len(lengths) <= _MOST_LABELS else 2
     last = len(lengths) - 1
     return [short(n) if (last - i) % every == 0 else "" for i, n in enumerate(lengths)]
@@ -171,7 +172,7 @@ _TRAFFIC = {
 
 
 def _traffic(document: dict[str, Any]) -> str:
-    """What is read and written once at least."""
+    """The bytes that must be read and written once."""
     return _TRAFFIC.get(document.get("operation", ATTENTION), "q, k, v, output and LSE")
 
 
@@ -179,7 +180,7 @@ def _traffic(document: dict[str, Any]) -> str:
 
 
 def roofline(record: Record, theme: Theme) -> Figure:
-    """Speed against arithmetic intensity, under what copies and matrix products reach here."""
+    """Speed against arithmetic intensity, under the measured roof of copies and matrix products."""
     unit, per_tera = rec.unit(record.document)
     copy = record.document["ceilings"]["copy_bytes_per_s"]
     slope = copy * 1e-12 * per_tera  # speed for each operation a byte

@@ -1,4 +1,4 @@
-"""Two looks, light and dark, and one colour and one mark for each contender in both."""
+"""Two themes, light and dark, and one colour and one mark per contender in both."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ DARK = Theme(
 )
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
 
-# A peer keeps its colour and mark in every picture of every record; others take what is left, and
-# where none is left a colour again with a mark of its own.
+# A peer keeps its colour and mark in every picture of every record. Others take what is left; when
+# none is left, they reuse a colour with a mark of their own.
 _KNOWN = (
     "torch-flash", "torch-cudnn", "torch-efficient", "fa3", "flashinfer", "jax-cudnn", "fa4", "fa2",
 )  # fmt: skip
-# Those of a mixture of experts, which no picture shows beside the others.
+# Peers of a mixture of experts, which no picture shows together with the others.
 _KNOWN_OF_MOE = {"torch-grouped": 0, "sonicmoe": 1, "vllm-triton": 2, "torch-loop": 3}
 _PLAIN = "torch-math"  # the arithmetic written out: a backdrop
 _MARKS = ("s", "^", "D", "v", "P", "X", "p", "h", "<", ">", "*", "d", "8", "H")
