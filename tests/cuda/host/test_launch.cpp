@@ -715,7 +715,7 @@ void values_in_keys_are_read_with_them() {
   }
   call.tensors[2].data = call.tensors[1].data;
   const char* const kernel = "attention_forward_sm90_mla_fp16_d576_dv512";
-  const auto run = [&](int64_t blocks, int64_t shares, int64_t cuts, int64_t sums) {
+  const auto run = [&](int64_t blocks, int64_t stream_k_blocks, int64_t cuts, int64_t sums) {
     const flashmoe_plan plan = plan_of(call);
     CHECK(std::strcmp(plan.family, "sm90_mla") == 0 && plan.launch_count == 2);
     CHECK(std::strcmp(plan.launches[0].kernel, kernel) == 0);
@@ -728,7 +728,8 @@ void values_in_keys_are_read_with_them() {
           FLASHMOE_OK);
     CHECK(seen_mla.blocks == blocks && seen_mla.part_units_log2 == 7);
     CHECK(static_cast<void*>(seen_mla.parts) == room.data());
-    CHECK(seen_mla.shares == shares && shares * (blocks / shares) == blocks);
+    CHECK(seen_mla.stream_k_blocks == stream_k_blocks);
+    CHECK(blocks % stream_k_blocks == 0);
     CHECK(seen_mla.cuts == cuts);
   };
   // 5 queries of 128 heads are 10 row tiles, and 4 sequences have 3 blocks of keys each. The second
@@ -1853,7 +1854,7 @@ void calls_go_where_they_are_fastest() {
       CHECK(2 * plan.launches[0].grid[0] > 132);
     }
   }
-  // A wave and a third of tiles: equal shares of their steps, each block the end of a tile, and a
+  // A wave and a third of tiles: equal ranges of their steps, each block the end of a tile, and a
   // beginning.
   for (const int64_t keys : {8192, 32768}) {
     const flashmoe_plan plan = plan_of(Call(nullptr, 1, 1024, keys, 32, 8));
