@@ -11,8 +11,8 @@ namespace flashmoe::sm90 {
 
 // What a call takes, of what the terms below say. Dense calls on an H200 took 1.11 to 1.32 times
 // the terms, on average of each record, and calls of few rows on an H100 1.37 times
-// (benchmarks/results/family_choice_h100.json); large ones that the memory bounds took 0.96 to 1.03
-// times.
+// (benchmarks/results/family_choice_h100.json). Large calls that the memory bounds mostly took 0.96
+// to 1.03 times, some up to 1.5 times.
 inline constexpr double kUncounted = 1.05;
 
 // Speed of kernels for keys of `dim` dimensions.
