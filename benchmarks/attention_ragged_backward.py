@@ -57,7 +57,7 @@ class Batch:
         )  # fmt: skip
 
     def dense(self, family: str | None) -> Callable[[], Any]:
-        """Of equal lengths."""
+        """The dense batch, for equal lengths."""
         count, length = len(self.lengths), self.lengths[0]
         dout, q, k, v = (
             x[0].unflatten(0, (count, length)) for x in (self.dout, self.q, self.k, self.v)

@@ -121,7 +121,8 @@ def compiled(name: str, step: Step, given: Inputs) -> Any:
 
 
 def reference(given: Inputs) -> list[tuple[int, slice, Any, Any, Any]]:
-    """Of the largest group and two others its rows and, in fp32, its part of what a step makes."""
+    """For the largest group and two others: its rows and, in fp32, its part of what a step
+    makes."""
     sizes = np.asarray(given.sizes)
     ends = np.cumsum(sizes)
     chosen = sorted({int(sizes.argmax()), 0, len(sizes) - 1})
@@ -135,7 +136,7 @@ def reference(given: Inputs) -> list[tuple[int, slice, Any, Any, Any]]:
 
 
 def check(made: tuple[Any, Any, Any], turned: bool, ref: Any, dtype: Any) -> dict[str, float]:
-    """Of each gradient the greatest error over what is allowed; raises where it is above 1."""
+    """The greatest error of each gradient over what is allowed; raises if it is above 1."""
     worst = dict.fromkeys(("out", "dx", "dw"), 0.0)
     out, dx, dw = made
     for e, rows, *wanted in ref:

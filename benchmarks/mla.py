@@ -49,12 +49,12 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of keys, which are read once."""
+        """Bytes of keys, which are read once."""
         return sum(self.keys) * DIM * 2
 
     @property
     def flops(self) -> float:
-        """Of both products, for the pairs that the causal mask leaves."""
+        """FLOPs of both products, for the pairs that the causal mask leaves."""
         pairs = sum(self.queries * n - self.queries * (self.queries - 1) // 2 for n in self.keys)
         return 2.0 * pairs * self.heads * (DIM + DIM_V)
 

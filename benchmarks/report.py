@@ -192,7 +192,7 @@ def _speed_of(cell: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def render_grid(source: Source) -> str:
-    """Of a suite that is a grid: head dimension and mask down, sequence length across."""
+    """Table of a suite that forms a grid: head dimension and mask down, sequence length across."""
     document = source.document
     cells = document["cells"]
     peers = [p for p in rec.peer_names(cells) if p not in _NOT_IN_GRID]
@@ -231,7 +231,7 @@ def _mean_cell(of_peer: dict[str, Any] | None) -> str:
 
 
 def render_summary(sources: list[Source]) -> str:
-    """Of several suites: one row a record, the geometric mean over each peer."""
+    """Table of several suites: one row per record, with the geometric mean over each peer."""
     summaries = [source.document["summary"] for source in sources]
     peers = [p for p in dict.fromkeys(p for s in summaries for p in s) if p not in _NOT_IN_GRID]
     rows = [
@@ -252,7 +252,7 @@ def render_summary(sources: list[Source]) -> str:
 
 
 def render_list(source: Source) -> str:
-    """Of any suite: one row a shape."""
+    """Table of any suite: one row per shape."""
     document = source.document
     cells = document["cells"]
     peers = rec.peer_names(cells)
@@ -277,7 +277,8 @@ def render_list(source: Source) -> str:
 
 
 def render_sustained(source: Source) -> str:
-    """Of calls without a pause: one row a shape; of every contender speed, power and energy."""
+    """Table of calls without pauses: one row per shape, with speed, power and energy of every
+    contender."""
     document = source.document
     cells = document["cells"]
     names = rec.timed_names(cells)
@@ -311,8 +312,8 @@ def _sustained_words(entry: dict[str, Any] | None) -> list[str]:
 
 
 def render_memory(source: Source) -> str:
-    """Of a suite that is a grid: memory that a call adds at its peak, head dimension and mask down,
-    contenders across."""
+    """Table of a suite that forms a grid: memory that a call adds at its peak, head dimension and
+    mask down, contenders across."""
     document = source.document
     cells = document["cells"]
     names = [n for n in rec.timed_names(cells) if n != "torch-math"]  # all scores at once
@@ -369,7 +370,7 @@ def _saved_bytes(shape: dict[str, Any]) -> int:
 
 
 def render_moe(source: Source) -> str:
-    """Of mixtures of experts: one row a shape, what they share before the table."""
+    """Table of mixtures of experts: one row per shape, with what they share before the table."""
     document = source.document
     cells = document["cells"]
     if not cells:
@@ -472,7 +473,7 @@ def _cpu_threads(threads: str, summary: dict[str, Any]) -> str:
 
 
 def render_cpu(source: Source) -> str:
-    """Of a record of benchmarks/cpu_attention.py: GFLOP/s, and torch's time over ours."""
+    """Table of a record of benchmarks/cpu_attention.py: GFLOP/s, and torch's time over ours."""
     document = source.document
     backward = document["what"].startswith("attention backward")
     parts = [
@@ -500,7 +501,7 @@ def render_cpu(source: Source) -> str:
 
 
 def render_cpu_padded(source: Source) -> str:
-    """Of a record of benchmarks/cpu_attention.py --padded."""
+    """Table of a record of benchmarks/cpu_attention.py --padded."""
     document = source.document
     parts = [
         f"Padded batches on the CPU, {document['heads']} heads, lengths uniform from S/4 to S: "
@@ -536,7 +537,7 @@ def render_cpu_padded(source: Source) -> str:
 
 
 def render_cpu_moe(source: Source) -> str:
-    """Of a record of benchmarks/cpu_moe.py, likewise."""
+    """Table of a record of benchmarks/cpu_moe.py, likewise."""
     document = source.document
     layers = (
         f"*{name}*: H {hidden}, I {inner}, {experts} experts, {top_k} of a token"
@@ -572,7 +573,7 @@ def render_cpu_moe(source: Source) -> str:
 
 
 def render_host_cost(source: Source) -> str:
-    """Of a record of benchmarks/host_cost.py: one row a call."""
+    """Table of a record of benchmarks/host_cost.py: one row per call."""
     document = source.document
     where = rec.provenance(document, source.outdated).replace("the kernels", "the host's code")
     where = where.replace("code have changed", "code has changed")

@@ -74,12 +74,12 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values."""
         return sum(self.keys) * self.heads_kv * self.dim * 2 * 2
 
     @property
     def flops(self) -> float:
-        """Of both products, for the pairs that the causal mask leaves."""
+        """FLOPs of both products, for the pairs that the causal mask leaves."""
         pairs = sum(q * k - q * (q - 1) // 2 for q, k in zip(self.queries, self.keys, strict=True))
         return 4.0 * pairs * self.heads_q * self.dim
 

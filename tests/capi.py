@@ -387,7 +387,7 @@ def check(status: int, lib: c.CDLL) -> None:
 
 
 def last_launches(lib: c.CDLL | None = None) -> list[Launch]:
-    """Of this thread's last call that launched something."""
+    """The launches of this thread's last call that launched something."""
     lib = lib or load()
     launches, count = (Launch * MAX_LAUNCHES)(), c.c_int32()
     check(lib.flashmoe_last_launches(launches, count), lib)
@@ -423,7 +423,7 @@ def run_attention(
 
 
 def sums_dtype(dtype: np.dtype) -> np.dtype:
-    """Of lse and of sums, with tensors of `dtype`."""
+    """The dtype of lse and of sums, with tensors of `dtype`."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 

@@ -83,7 +83,7 @@ def _forget(address: int) -> None:
 
 @_DESTRUCTOR
 def _drop(capsule: int) -> None:
-    """Of a capsule; its name is another one if somebody took the tensor from it."""
+    """The destructor of a capsule, whose name has changed if somebody took the tensor from it."""
     if _is_named(capsule, _NEW_NAME):
         _forget(_pointer_of(capsule, _NEW_NAME))
 

@@ -35,7 +35,7 @@ def _activate(z: Any, activation: str, alpha: float) -> Any:
 
 
 def _gate_and_up(a: Arrays, gate: str) -> tuple[Any, Any]:
-    """Of rows of matrices or of biases, the last axis but for the hidden one."""
+    """Gate and up from rows of matrices or of biases: the last axis except the hidden one."""
     both, up = a
     if gate == "none":
         return None, both
@@ -107,8 +107,8 @@ def fused(a: Arrays, ids: Any, routing: dict[str, Any], **options: Any) -> Any:
 
 
 def gradients(function: Any, arrays: Arrays, dout: Any, dtype: Any) -> Arrays:
-    """Of function(arrays) in that dtype, as NumPy's arrays in float64; weights and biases that are
-    fp32 beside fewer bits stay so."""
+    """Gradients of function(arrays) in that dtype, as NumPy arrays in float64; weights and biases
+    that are fp32 next to fewer bits stay fp32."""
 
     def cast(x: Any) -> Any:
         kept = dtype != np.float64 and np.asarray(x).dtype == np.float32

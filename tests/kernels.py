@@ -51,7 +51,7 @@ class Kernel(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the families of few rows, the query rows of a tile."""
+        """For the families of few rows, the query rows of a tile."""
         return int(self.tuning.removesuffix("_fp8"))
 
     @property
@@ -61,7 +61,7 @@ class Kernel(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Of sm89's gradients, whether it takes more shared memory than Ada has."""
+        """For sm89's gradients, whether it takes more shared memory than Ada has."""
         return "Ada" not in self.tuning
 
     @property

@@ -42,7 +42,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of moe_forward, but for tensors."""
+        """The options of moe_forward that are not tensors."""
         return {
             "gate": self.gate, "activation": self.activation, "alpha": self.alpha,
             "limit": self.limit, "up_offset": self.up_offset,
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Of an expert's first matrix."""
+        """The rows of an expert's first matrix."""
         return self.inner if self.gate in ("separate", "none") else 2 * self.inner
 
 

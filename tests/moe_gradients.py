@@ -137,7 +137,7 @@ def turned(values: Any, orders: Any, back: bool = False) -> Any:
 
 
 def furthest(ref: dict[str, Any], made: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of each number the one of two that is further off."""
+    """For each number, the one of two that is further off."""
 
     def pick(name: str) -> Any:
         is_other = np.abs(other[name] - ref[name]) > np.abs(made[name] - ref[name])

@@ -15,7 +15,7 @@ _ONLY_OF_GRADIENTS = re.compile("_down_wide|_up_gradient")
 
 
 def _enumerators(header: str, name: str) -> dict[str, int]:
-    """Of an enumeration without numbers of its own."""
+    """The enumerators of an enumeration without explicit numbers."""
     text = re.sub(r"//.*", "", (_CUDA / header).read_text(encoding="utf-8"))
     found = re.search(rf"enum class {name} {{([^}}]*)}}", text)
     assert found is not None, f"{header} has no {name}"
@@ -28,7 +28,7 @@ def entries(variable: str) -> list[list[str]]:
 
 
 def experts_per_lane() -> list[int]:
-    """Of the kernels that route by logits."""
+    """The experts per lane of the kernels that route logits."""
     text = (kernels.CMAKE / "FlashmoeInstantiate.cmake").read_text(encoding="utf-8")
     found = re.search(r"set\(FLASHMOE_MOE_ROUTE_EXPERTS_PER_LANE ([\d ]+)\)", text)
     assert found is not None
@@ -61,7 +61,7 @@ def _few_tokens(dtype: str) -> dict[str, str]:
 
 
 def _products(family: str, dtype: str, header: str, first: str) -> dict[str, str]:
-    """Of a family whose kernels have two enumerators."""
+    """The products of a family whose kernels have two enumerators."""
     kinds, majors = _enumerators(header, first), _enumerators(header, "Major")
     made = {}
     for kind, major, suffix in entries(f"FLASHMOE_MOE_{family.upper()}_KERNELS"):
@@ -110,12 +110,12 @@ def _made() -> dict[str, str]:
 
 
 def every() -> dict[str, str]:
-    """Of the forward."""
+    """Every kernel of the forward."""
     return {name: f for name, f in _made().items() if not _ONLY_OF_GRADIENTS.search(name)}
 
 
 def of_gradients() -> dict[str, str]:
-    """Of the backward of layers and grouped products."""
+    """Every kernel of the backward of layers and grouped products."""
     made = {name: f for name, f in _made().items() if _ONLY_OF_GRADIENTS.search(name)}
     made |= {
         "moe_backward_zeros": "moe_backward::zeros_kernel",

@@ -58,14 +58,14 @@ class _Numpy:
     single: Any = np.dtype(np.float32)
 
     def tensor(self, values: Any) -> Array:
-        """Of any framework, as it is where it is one of ours."""
+        """A tensor of any framework as an array; our own arrays stay as they are."""
         return values if isinstance(values, np.ndarray) else to_numpy(values)
 
     def doubles(self, values: Any) -> Array:
         return to_numpy(values)
 
     def integers(self, values: Any) -> Array:
-        """Of int32 and nothing else, as int64."""
+        """Accepts only int32; returns int64."""
         if type(values).__module__.startswith("torch"):
             values = values.cpu().numpy()
         elif type(values).__module__.startswith("cupy"):
@@ -280,7 +280,7 @@ def route_given(
     renormalize: bool = False,
     scale: float = 1.0,
 ) -> Routing:
-    """Of choices made elsewhere; an expert that is not mine takes part in renormalising."""
+    """Routes choices made elsewhere; an expert that is not mine takes part in renormalising."""
     a = _library_of(ids)
     expert = a.wide(ids)
     if expert_map is not None:
@@ -399,7 +399,7 @@ def exact(library: Any) -> Arithmetic:
 
 
 def usual(library: Any, dtype: np.dtype[Any]) -> Arithmetic:
-    """That of frameworks in `dtype`."""
+    """The arithmetic of frameworks in `dtype`."""
     compute = library.double if dtype == np.float64 else library.single
     return Arithmetic(library, compute, library.native(dtype))
 

@@ -53,7 +53,7 @@ class Block:
 
 
 def blocks(*languages: str, page: Path | None = None) -> list[Block]:
-    """Of every page, or of one; of every language, or of some."""
+    """The blocks of every page or of one, in every language or in some."""
     found = []
     for path in PAGES if page is None else [page]:
         text = path.read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def blocks(*languages: str, page: Path | None = None) -> list[Block]:
 
 
 def link_targets(text: str) -> list[str]:
-    """Of Markdown's links, its definitions of links, and of HTML in it."""
+    """The targets of Markdown's links, of its link definitions, and of HTML in it."""
     return [
         *re.findall(r"\]\(([^)\s]+)\)", text),
         *re.findall(r"^\[[^]\n]+\]: (\S+)", text, re.MULTILINE),

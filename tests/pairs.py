@@ -41,6 +41,6 @@ def random_bias(
 def random_mask(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.bool_, *, hidden: float = 0.4
 ) -> np.ndarray:
-    """Of uint8 any number but 0 lets a key be seen."""
+    """In uint8, any number but 0 lets a key be seen."""
     seen = rng.random(shape) >= hidden
     return seen if dtype == np.bool_ else (seen * rng.integers(1, 256, shape)).astype(np.uint8)

@@ -139,9 +139,9 @@ def _arrays(answer: Any) -> list[np.ndarray]:
 
 
 def remembering(compute: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Of late answers, arrays in tuples or dicts, those that fit into _REMEMBERED_BYTES, by what
-    they are made from: a case is asked about once for every instruction set. Nobody may write to
-    them. What is made from other tensors than NumPy's is not remembered."""
+    """Remembers the latest answers (arrays in tuples or dicts) that fit into _REMEMBERED_BYTES, by
+    their inputs, since every instruction set asks about a case. Nobody may write to them. Answers
+    from tensors other than NumPy's are not remembered."""
     answers: OrderedDict[bytes, _Answer] = OrderedDict()
     kept = 0
 

@@ -144,8 +144,8 @@ class _EarlyWaits:
 
 
 def _opcodes(arch: str, words: Words) -> npt.NDArray[np.object_]:
-    """Of each instruction. Most occur many times, and nvdisasm takes its time for every one: it is
-    given one of those that are equal but for how they are scheduled."""
+    """The opcode of each instruction. Most occur many times, and nvdisasm is slow, so it gets only
+    one of those that differ only in scheduling."""
     upper = words[:, 1] & np.uint64((1 << _CONTROL_BIT) - 1)
     order = np.lexsort((words[:, 0], upper))
     one_after_another = np.stack((words[order, 0], upper[order]))
@@ -231,7 +231,7 @@ def resources(kernel_of: Callable[[str], Kernel | None]) -> dict[Code[Kernel], d
 
 
 def count(opcodes: Counter[str], name: str) -> int:
-    """Of all forms of an instruction."""
+    """The count of all forms of an instruction."""
     return sum(n for opcode, n in opcodes.items() if opcode.split(".")[0] == name)
 
 
@@ -264,7 +264,7 @@ def check_wgmma(code: Code[Kernel], opcodes: Counter[str], dtype: str) -> dict[i
 
 
 def transposing_loads(opcodes: Counter[str]) -> int:
-    """Of matrices from shared memory."""
+    """The count of transposing loads of matrices from shared memory."""
     return sum(n for name, n in opcodes.items() if re.match(r"LDSM.*\.M?T", name))
 
 

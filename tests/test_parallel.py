@@ -70,7 +70,7 @@ def test_every_file_of_jax_stays_together() -> None:
 
 
 class _Process:
-    """Of pytest-xdist, as its scheduler sees it."""
+    """A process of pytest-xdist, as its scheduler sees it."""
 
     def __init__(self, name: str) -> None:
         self.gateway = SimpleNamespace(id=name)

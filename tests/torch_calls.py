@@ -21,7 +21,7 @@ class Call:
     operator: str
     """Which of torch.ops.flashmoe it becomes."""
     tensors: Callable[[int, str, torch.dtype], tuple[Any, ...]]
-    """Of tokens, device and dtype."""
+    """Makes tensors from tokens, device and dtype."""
 
     def __str__(self) -> str:
         return self.name
@@ -124,7 +124,7 @@ def _routing(*parts: Any) -> fm.MoeRouting:
 
 
 def calls(module: Any) -> tuple[Call, ...]:
-    """Of the functions of flashmoe_science, or of flashmoe_science.torch."""
+    """Calls of the functions of flashmoe_science, or of flashmoe_science.torch."""
     attend, route, given = module.flash_attention, module.moe_route, module.moe_route_given
     merge = module.merge_states
     forward, product, fused = module.moe_forward, module.grouped_product, module.fused_moe

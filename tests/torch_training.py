@@ -122,7 +122,8 @@ def assert_follows(got: Any, usual: Any, exact: Any) -> None:
 
 
 def check_gradients(case: Case, device: str, dtype: torch.dtype) -> None:
-    """Of a dout that lies anywhere, with the gradient of lse and without; twice, in equal bits."""
+    """Checks gradients from a dout in any layout, with the gradient of lse and without; twice, with
+    equal bits."""
     tensors = case.tensors(device, dtype)
     out, lse = case.attend(*tensors)
     dout = strewn(normal(out.shape, device, dtype, 4))

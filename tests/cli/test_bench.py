@@ -112,7 +112,7 @@ def test_a_ceiling_is_null_where_there_is_no_such_product() -> None:
 def test_a_ceiling_takes_no_longer_than_its_budget(
     seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a slow product one call is all; a quick one is measured for as long as a contender."""
+    """A slow product gets a single call; a quick one is measured for as long as a contender."""
     passed = [0.0, 0.0]  # time, calls
 
     class Clock:

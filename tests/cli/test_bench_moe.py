@@ -412,7 +412,7 @@ def test_a_wrong_routing_is_void(
 def test_another_kernel_is_void(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    """Of the call that is checked, and of the one that is timed."""
+    """In the checked call, and in the timed one."""
     real = flashmoe_science.last_launches
     calls: list[int] = []
 

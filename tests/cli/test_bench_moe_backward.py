@@ -346,7 +346,7 @@ def test_a_wrong_gradient_has_no_times(
 def test_one_element_that_is_not_written_has_no_times(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Of any expert, whether its gradients are compared or not."""
+    """In any expert, whether its gradients are compared or not."""
     shape = MoeBackwardShape(9, 32, 24, 6, 2, "fp32")
     held = make_moe_gradient_inputs(choose_arrays("cpu"), shape).held
     other = next(expert for expert in range(6) if expert not in held)

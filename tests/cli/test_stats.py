@@ -62,7 +62,8 @@ def test_means_and_counts_leave_out_what_is_withheld() -> None:
 
 
 def test_an_interval_leaves_out_as_much_on_either_side() -> None:
-    """Of two samples, 1 and 2, a quarter of the resamples have the median 1, and another 2."""
+    """With two samples, 1 and 2, a quarter of the resamples have the median 1, and another quarter
+    2."""
     for confidence, ends in ((0.6, (1.0, 2.0)), (0.4, (1.5, 1.5))):
         found = ratio_of_medians([[1.0, 2.0]], [[1.0]], confidence)
         assert (found["low"], found["high"]) == ends

@@ -51,7 +51,7 @@ def test_usual_shapes(isa_library: ctypes.CDLL, dtype: str, causal: str, dim: in
 def test_head_dimensions_without_gradients(
     isa_library: ctypes.CDLL, dtype: str, dims: tuple[int, int]
 ) -> None:
-    """Of few rows and of many, with values of their own and with those that are in the keys."""
+    """With few rows and with many, with separate values and with values in the keys."""
     rng = np.random.default_rng(dims[0])
     numbers = capi.DTYPES[dtype]
     for seq_q, heads_q in ((1, 16), (40, 2), (1, 128)):

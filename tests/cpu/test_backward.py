@@ -372,7 +372,7 @@ def test_wanted_gradients(isa_library: ctypes.CDLL, dtype: str, wanted: tuple[st
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "fp64"])
 def test_any_strides(isa_library: ctypes.CDLL, dtype: str) -> None:
-    """Of inputs and of gradients, between which nothing is written."""
+    """Strides of inputs and of gradients; nothing is written in between."""
     rng = np.random.default_rng(10)
     kind = capi.DTYPES.get(dtype, FP64)
     how = {"causal": "bottom_right", "lib": isa_library}

@@ -35,7 +35,7 @@ def starts(lengths: Sequence[int]) -> np.ndarray:
 
 
 class Sequences:
-    """Of each q, k, v, dout, dlse, and out and lse by the dense forward."""
+    """For each sequence q, k, v, dout and dlse, and out and lse from the dense forward."""
 
     def __init__(
         self,
@@ -120,7 +120,8 @@ def tensors_of(given: Sequences, way: Way) -> dict[str, np.ndarray]:
 
 
 def pairs_of(given: Sequences, way: Way) -> dict[str, np.ndarray]:
-    """Of each sequence in the corner of its rows and keys, before k_begin, among NaN and ones."""
+    """Each sequence's pairs in the corner of its rows and keys, before k_begin, among NaN and
+    ones."""
     skips = way.tables.get("k_begin", [0] * len(given.q))
     shape = (max(given.lengths_q), max(n + i for n, i in zip(given.lengths_k, skips, strict=True)))
     made = {}

@@ -58,7 +58,7 @@ def test_names_of_faults_are_those_of_arguments() -> None:
 
 
 def test_extents_alone_are_looked_at() -> None:
-    """Of any dtype and without memory of their own."""
+    """Tensors of any dtype and without memory of their own serve."""
     q = np.broadcast_to(np.float64(0), (3, 4, 2, 16))
     k = np.broadcast_to(np.int8(0), (9, 8, 1, 16))
     assert fm.check_sequences(q, k, **PAGED).tolist() == [0, 0, 0]

@@ -156,7 +156,7 @@ def test_scale_to_the_ends_of_fp32(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [3e38, FLT_MAX])
 def test_logits_beyond_fp32(isa_library: ctypes.CDLL, dtype: str, scale: float) -> None:
-    """Of finite scores: the greatest still takes all, and its log-sum-exp is infinite."""
+    """With finite scores, the greatest still takes all, and its log-sum-exp is infinite."""
     for sign in (1.0, -1.0):
         problem = problem_of_scores(dtype, [3.0 * sign, 5.0 * sign, 4.0 * sign], 1.0)
         out, lse = capi.attention(*problem, scale=scale, lib=isa_library)
@@ -168,7 +168,7 @@ def test_logits_beyond_fp32(isa_library: ctypes.CDLL, dtype: str, scale: float) 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("rows", [2, 40])  # as few rows, and in tiles
 def test_differences_of_scores_beyond_fp32(isa_library: ctypes.CDLL, dtype: str, rows: int) -> None:
-    """Of finite scores whose logits are small: the lesser one still has its weight."""
+    """With finite scores whose logits are small, the lesser one still has its weight."""
     q = np.zeros((1, rows, 1, 8), capi.DTYPES[dtype])
     q[..., 0] = 1.5e19
     k = np.zeros((1, 2, 1, 8), q.dtype)

@@ -70,7 +70,8 @@ def test_thousands_of_keys(isa_library: ctypes.CDLL, dtype: str) -> None:
 def test_nan_and_infinity_stay_with_the_rows_that_see_them(
     isa_library: ctypes.CDLL, dtype: str, rows: tuple[int, int], key: int
 ) -> None:
-    """Of windows, so that rows see other keys, also in pairs of keys, which bf16 multiplies."""
+    """With windows, so that rows see different keys, also within pairs of keys, which bf16
+    multiplies."""
     seq_k = 200
     rng = np.random.default_rng(key)
     q, k, v = problem(rng, dtype, rows, seq_k, (24, 40))

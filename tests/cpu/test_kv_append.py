@@ -27,7 +27,7 @@ def test_what_goes_where(dtype: str, way: str, rotary: str) -> None:
 def test_every_instruction_set_has_the_same_bits(
     isa_library: ctypes.CDLL, dtype: str, rotary: str
 ) -> None:
-    """Of any number of rotated dimensions."""
+    """For any number of rotated dimensions."""
     rng = np.random.default_rng(11)
     for pairs in range(1, 49):
         case = Case(rng, dtype, rotary=rotary, dim=96, pairs=pairs)

@@ -62,7 +62,8 @@ def test_a_window_over_a_thousand_pages(isa_library: ctypes.CDLL, queries: int, 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
 def test_sixteen_thousand_sequences(library: ctypes.CDLL, paged: bool) -> None:
-    """Of 0 to 4 queries and 0 to 9 keys; each against NumPy, and some the bits of dense calls."""
+    """Sequences of 0 to 4 queries and 0 to 9 keys; each is checked against NumPy, and some against
+    the bits of dense calls."""
     count, dim = 16384, 8
     rng = np.random.default_rng(5)
     lengths_q, lengths_k = rng.integers(0, 5, count), rng.integers(0, 10, count)

@@ -222,7 +222,7 @@ def test_stays_within_its_memory(isa_library: ctypes.CDLL, dtype: str, at_end: b
 @pytest.mark.parametrize("dim", [8, 16, 136, 512, 1024, 1032, 2056])
 @pytest.mark.parametrize("count", [2, 70])
 def test_dims(isa_library: ctypes.CDLL, dim: int, count: int) -> None:
-    """Of more columns than sums lie on the stack for, too."""
+    """Also more columns than sums on the stack."""
     rng = np.random.default_rng(dim)
     outs, lses = partials(rng, (count, 1, 2, 2, dim), FP32)
     first = outs[0] * np.float32(2), lses[0] + np.float32(1)
@@ -475,8 +475,8 @@ def test_in_any_order_and_grouping(isa_library: ctypes.CDLL, dtype: str) -> None
 @pytest.mark.parametrize("layout", LAYOUT)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_over_all_keys(dtype: str, layout: str, sinks: bool) -> None:
-    """Of partials that are attention over parts of the keys, to which it writes in place; sinks are
-    given to one of them alone."""
+    """Partials are attention over parts of the keys, written in place; only one of them gets
+    sinks."""
     rng = np.random.default_rng(37)
     kind = DTYPES[dtype]
     batch, seq_q, seq_k, heads, kv, dim = 2, 5, 37, 4, 2, 32

@@ -472,7 +472,7 @@ def test_bits_with_any_bound(isa_library: ctypes.CDLL, dtype: str, gate: str) ->
 
 
 def test_workspaces_stay_within_their_bound(library: ctypes.CDLL) -> None:
-    """Of any number of threads, and of no more than one that is large enough."""
+    """With any number of threads, and in no more than a bound that is large enough."""
     rng = np.random.default_rng(12)
     layer = make_layer(rng, 4, 1024, 1024, capi_moe.DTYPES["bf16"])
     x = capi.normal(rng, (256, 1024), capi_moe.DTYPES["bf16"])

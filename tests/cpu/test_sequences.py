@@ -132,7 +132,7 @@ def run(
     tables: dict[str, Any],
     **options: Any,
 ) -> Result:
-    """Of the rows (batch, begin, length) of q. All others are as they were."""
+    """Results for the rows (batch, begin, length) of q. All others stay as they were."""
     out = aligned_empty((*q.shape[:3], v.shape[3]), q.dtype)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), POISON, capi.sums_dtype(q.dtype))
     out[...] = POISON

@@ -98,7 +98,8 @@ def test_stages_are_those_that_are_needed(device: capi.Device) -> None:
 
 
 def sm90_stages(*wanted: str, **options: Any) -> list[str]:
-    """Of a layer by sm90; of its products `gradient` goes back through the activation, too."""
+    """The stages of a layer by sm90; its product `gradient` also goes back through the
+    activation."""
     gate = options.pop("gate", None)
     params = layer(*wanted, kernel=b"sm90", **options)
     if gate is not None:
@@ -114,7 +115,8 @@ def sm90_stages(*wanted: str, **options: Any) -> list[str]:
 
 
 def test_da_goes_through_silu_in_the_product_that_gives_it() -> None:
-    """Of sm90, where nothing but that and a gate is between the two products; else row by row."""
+    """In sm90, if only that and a gate are between the two products; otherwise it goes row by
+    row."""
     skip_without("sm90")
     every = ("dx", "dw_gate_up", "dw_down", "dweights")
     behind = ["dw", "down", "combine"]
@@ -140,8 +142,8 @@ def pieces(*bytes_each: int, pairs: int = T * K) -> int:
 
 
 def test_the_workspace() -> None:
-    """Of a pair, with numbers of x's dtype, 2I and then the more of I and H; what is computed again
-    costs 2I beside the I."""
+    """Per pair, in numbers of x's dtype: 2I and then the larger of I and H; what is computed again
+    costs 2I besides the I."""
     every = ("dx", "dw_gate_up", "dw_down", "dweights")
     named = {"kernel": b"sm89"}
     saved = plan(layer(*every, saved=True, **named), _H200).workspace_bytes
@@ -153,13 +155,13 @@ def test_the_workspace() -> None:
 
 
 def slots(pairs: int, experts: int) -> int:
-    """Of sm90, behind whose product da goes through SiLU: tokens and weights, which are read in
-    boxes; and the queue of gradients, two counts and the experts."""
+    """In sm90, where da goes through SiLU after its product: tokens and weights, which are read in
+    boxes, and the queue of gradients, two counts and the experts."""
     return pieces(4, 4, pairs=pairs + 256) + pieces(4, pairs=2) + pieces(16, pairs=experts)
 
 
 def parts(inner: int, pairs: int) -> int:
-    """Of sm90: the weights' gradients, of 128 columns each."""
+    """In sm90: the weights' gradients, with 128 columns each."""
     return pieces(4 * 2 * -(-inner // 256), pairs=pairs)
 
 
@@ -189,8 +191,8 @@ def test_what_is_overwritten_has_no_other_place(family: str, gate: str) -> None:
 
 
 def test_a_gradient_has_room_for_another_stage() -> None:
-    """Of sm90: a, and da before it, where dw_gate_up will lie; not in one that is added to, or has
-    gaps or fewer numbers."""
+    """In sm90: a, and da before it, lie where dw_gate_up will; not in a gradient that is added to,
+    or has gaps or fewer numbers."""
     skip_without("sm90")
 
     def size(turned: bool = False, gap: bool = False, **options: int) -> int:
@@ -214,7 +216,7 @@ def test_a_gradient_has_room_for_another_stage() -> None:
 
 
 def test_many_rows_of_dx_go_by_halves() -> None:
-    """Of sm90, without a bound."""
+    """In sm90, without a bound."""
     skip_without("sm90")
     made, whole = bounded("sm90", None), bounded("sm90", 1 << 40)
     assert [launch.repeats for launch in made.launches][-2:] == [2, 2]

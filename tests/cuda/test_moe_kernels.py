@@ -14,7 +14,7 @@ _BULK = "_bulk"
 
 
 def _expected() -> dict[str, str]:
-    """Of all architectures that the library is for."""
+    """The expected kernels of all architectures that the library is for."""
     hopper = "90a-real" in sass.architectures()
     return {
         name: function

@@ -42,7 +42,7 @@ _CODES = {"fp16": (2, 16), "bf16": (4, 16), "fp32": (2, 32), "int32": (0, 32), "
 
 
 def _instances() -> dict[str, list[tuple[str, ...]]]:
-    """Of each family, by its folder: macro, name and its arguments."""
+    """The instances of each family, by its folder: macro, name and arguments."""
     made: dict[str, list[tuple[str, ...]]] = {
         "route": [("ROUTE", f"key{bits}_e{32 * per_lane}", str(per_lane), str(bits))
                   for per_lane in moe_kernels.experts_per_lane() for bits in (32, 64)],
@@ -80,7 +80,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class Tensors:
-    """Of a made-up GPU, or of a model of GPUs, each at an address of its own."""
+    """Tensors of a made-up GPU, or of a GPU model, each at its own address."""
 
     def __init__(self, device: tuple[int, int] = (capi.CUDA, 0)) -> None:
         self._made = 0
@@ -187,7 +187,7 @@ _KNOWN = {("small", 4), ("small", 8), ("qwen3", 128)}
 
 @pytest.mark.parametrize("without", ["", "sm90"])
 def test_layers_are_served_by_what_was_fastest(planner: ctypes.CDLL, without: str) -> None:
-    """Of the families that can compute a call, by their times on an H100."""
+    """Compares the families that can compute a call, by their times on an H100."""
     text = (ROOT / "benchmarks/results/family_choice_h100.json").read_text(encoding="utf-8")
     record = json.loads(text.replace('"stream"', '"sm89_few_tokens"'))
     slow = {}

@@ -182,7 +182,7 @@ def test_tiles_come_and_go_by_tma(family: str, instructions: dict[Code, Counter[
 
 @pytest.mark.parametrize("family", kernels.COPY_ENGINE)
 def test_first_products_may_be_narrow(family: str, instructions: dict[Code, Counter[str]]) -> None:
-    """Of a step of 128 keys, the first of a tile has 64 where no row of a group sees more."""
+    """A tile's first step has 64 keys instead of 128 if no row of a group sees more."""
     for code, opcodes in _of(instructions, family).items():
         kernel = code.kernel
         if kernel.dim not in (96, 128) and (kernel.dim, kernel.dim_v) != (192, 128):
@@ -407,7 +407,7 @@ def test_plans_for_models_know_the_second_kernel_of_decoding(architectures: list
 def test_plans_for_models_know_how_many_few_row_blocks_fit(
     resources: dict[Code, dict[str, int]],
 ) -> None:
-    """Of a quarter of a multiprocessor, which has registers for so many warps."""
+    """Per quarter of a multiprocessor, whose registers suffice for that many warps."""
 
     def warps(registers: int) -> int:
         return 16384 // (-(-registers * 32 // 256) * 256)

@@ -48,7 +48,7 @@ def _around(kernel: Kernel) -> Kernel:
 
 
 def _of(found: Found, family: str) -> Found:
-    """Of one family, of which there must be some."""
+    """The kernels of one family, which must not be empty."""
     of_family = {code: opcodes for code, opcodes in found.items() if code.kernel.family == family}
     if not of_family:
         sass.cannot(f"built without the {family} kernels")

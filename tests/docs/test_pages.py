@@ -233,7 +233,7 @@ def test_a_command_is_accepted(command: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as hosts of repositories and MyST make them of their text."""
+    """The anchors of its headings, as hosts of repositories and MyST make them from their text."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):

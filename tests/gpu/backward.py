@@ -230,7 +230,7 @@ def plain(given: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tens
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
-    """Of each head."""
+    """The largest number of each head."""
     return x.abs().amax((0, 2, 3))
 
 
@@ -344,7 +344,7 @@ class Call:
         return capi.attention_backward_plan(self.params)
 
     def workspace(self) -> torch.Tensor:
-        """Of NaN."""
+        """A workspace full of NaN."""
         lib, size = capi.load(), c.c_size_t()
         capi.check(lib.flashmoe_attention_backward_workspace_size(self.params, size), lib)
         return torch.full((size.value,), 255, dtype=torch.uint8, device=self.device)
@@ -367,7 +367,7 @@ def logical(tensors: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
 
 def gradients(case: Case, inputs: Mapping[str, Placed], workspace: torch.Tensor | None = None
               ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Of one call, in new tensors."""
+    """The gradients of one call, in new tensors."""
     outputs = make_gradients(case, str(inputs["q"].view.device))
     if case.accumulate:
         add_to(case, outputs)

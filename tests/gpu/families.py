@@ -48,7 +48,7 @@ def of_plan(plan: fm.AttentionPlan) -> str:
 
 
 def blocks(case: Case, plan: fm.AttentionPlan) -> int:
-    """Of the grid that a case needs with the planned tile."""
+    """The number of blocks that a case needs with the planned tile."""
     # Tiles of all query heads that share keys, a cluster for each.
     if plan.family == "sm89_few_rows":
         rows = case.seq_q * case.heads_q // case.heads_kv
@@ -62,8 +62,8 @@ def blocks(case: Case, plan: fm.AttentionPlan) -> int:
 
 
 def packed_tiles(case: Case, tile_q: int) -> int:
-    """Of split KV: groups of 64 rows, each of whole queries with all heads of a KV head, in tiles
-    of as equal a size as they can be."""
+    """Tiles of split KV: groups of 64 rows, each with whole queries for all heads of a KV head, in
+    tiles of sizes as equal as possible."""
     heads = case.heads_q // case.heads_kv
     repeated = case.placements[0].broadcast and (3 - case.seq_axis) in case.placements[0].broadcast
     chunks = heads if repeated and case.heads_q > 1 else -(-heads // 64)

@@ -51,7 +51,7 @@ def _inputs(case: Case) -> dict[str, memory.Placed]:
 
 
 def digests(family: str) -> dict[str, str]:
-    """Of each case."""
+    """The digest of each case."""
     made = {}
     for case in _cases(family):
         outputs = backward.make_gradients(case, DEVICE)

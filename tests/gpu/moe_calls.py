@@ -141,7 +141,7 @@ def _given_of(chain: RouteChain, device: str) -> dict[str, torch.Tensor]:
 
 
 def _places(tokens: int, experts: int, top_k: int, device: str) -> dict[str, Placed]:
-    """Of what routing gives."""
+    """The places of a routing's outputs."""
 
     def place(*shape: int, dtype: torch.dtype = torch.int32) -> Placed:
         return memory.place(shape, dtype, device)

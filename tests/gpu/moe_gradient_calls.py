@@ -70,7 +70,8 @@ def apart(both: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def coarse_(layer: dict[str, Placed]) -> None:
-    """Of so few bits that what a limit cuts, and what lies at it, is so in any dtype."""
+    """Rounds to so few bits that a limit clamps the same numbers, and the same ones lie at it, in
+    any dtype."""
     for name, placed in layer.items():
         step = 1.0 if name == "x" else 0.125
         wide = placed.view.double()

@@ -122,7 +122,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of each sequence [1, length, heads, dim_v] and [1, heads, length]."""
+    """For each sequence [1, length, heads, dim_v] and [1, heads, length]."""
 
     out: list[torch.Tensor]
     lse: list[torch.Tensor]

@@ -22,7 +22,8 @@ from sequence_ways import Way
 
 @dataclass
 class Given:
-    """Of each sequence the inputs [1, length, ...] on the device; out and lse of the forward."""
+    """The inputs [1, length, ...] of each sequence on the device, and out and lse of the
+    forward."""
 
     tensors: list[dict[str, torch.Tensor]]
     options: dict[str, Any]
@@ -107,7 +108,7 @@ def ways(given: Given) -> dict[str, Way]:
 
 
 class Result(NamedTuple):
-    """Of each sequence, and of sinks."""
+    """Gradients of each sequence, and of sinks."""
 
     parts: list[dict[str, torch.Tensor]]
     dsinks: torch.Tensor | None
@@ -200,7 +201,7 @@ def assert_same_bits(got: Result, want: list[dict[str, torch.Tensor]]) -> None:
 
 
 def assert_accurate(given: Given, parts: list[dict[str, torch.Tensor]]) -> None:
-    """Of each sequence, by the rule of the dense kernels."""
+    """Checks each sequence by the rule of the dense kernels."""
     for tensors, got in zip(given.tensors, parts, strict=True):
         q, k, v = (tensors[name] for name in "qkv")
         case = backward.Case(

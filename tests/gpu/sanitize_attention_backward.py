@@ -140,7 +140,7 @@ def _outputs(arrays: dict[str, np.ndarray], options: Options) -> dict[str, np.nd
 def _run(
     driver: Driver, family: str, kernel: Kernel, arrays: dict[str, np.ndarray], options: Options
 ) -> set[str]:
-    """Of arrays by their names in the C ABI, those of sequences among them."""
+    """Runs a call on arrays by their names in the C ABI, including those of sequences."""
     tables = {name: x for name, x in arrays.items() if name in capi.SEQUENCE_TENSORS}
     tensors = {name: x for name, x in arrays.items() if name not in tables}
     params = capi.attention_backward_params(
@@ -157,8 +157,8 @@ def _run(
 def check_sequences(
     driver: Driver, family: str, kernel: Kernel, options: Options, hostile: bool = False
 ) -> set[str]:
-    """Of sequences one behind the other, with rows of NaN that none has. With `hostile` offsets are
-    anything, and nothing is checked but that the call stays inside of its memory."""
+    """Runs packed sequences, with rows of NaN that belong to none. With `hostile`, offsets may be
+    anything, and the only check is that the call stays inside its memory."""
     dtype, lengths = capi.DTYPES[kernel.dtype], ((options.seq_q, options.seq_k), (0, 5), (19, 40))
     options = options._replace(layout="bshd")
     rng = np.random.default_rng(kernel.dim + options.seq_k)

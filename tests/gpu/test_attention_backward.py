@@ -368,7 +368,7 @@ def _bounded_cases(kernel: str, dims: tuple[int, int]) -> list[Case]:
 
 
 def _is_late(number: int) -> bool:
-    """Of every bounded case either without a softcap or with one."""
+    """Selects every bounded case either without a softcap or with one."""
     return (number + number // len(_BOUNDED)) % 2 == 1
 
 
@@ -498,7 +498,7 @@ def test_items_of_many_query_heads_run_in_waves(kernel: str, dims: tuple[int, in
 @pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" not in os.environ, reason="needs NVIDIA's MPS")
 @pytest.mark.parametrize("percent", [20, 60])
 def test_fewer_multiprocessors_give_the_same_bits(kernel: str, percent: int) -> None:
-    """That MPS gives a process. tests/cuda/host holds what kernels are told to it."""
+    """MPS gives a process fewer. tests/cuda/host checks what kernels are told."""
     command = [sys.executable, gradient_digests.__file__, kernel]
     some = os.environ | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)}
     done = subprocess.run(command, capture_output=True, text=True, env=some, timeout=200,
@@ -695,7 +695,7 @@ def _planned(case: Case) -> tuple[Call, capi.Plan]:
 
 
 def _suffix(kernel: str, softcap: float | None) -> str:
-    """Of the name of the kernel that this GPU takes for calls with such a softcap."""
+    """The suffix of the kernel's name that this GPU takes for calls with such a softcap."""
     if kernel == "sm90":
         return "" if softcap is None else "_softcap"
     shared = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor

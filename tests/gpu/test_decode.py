@@ -240,7 +240,7 @@ def test_a_block_that_ends_in_the_middle_of_rows_that_see_no_key(count: int) -> 
 
 
 def test_offsets_beyond_2_to_the_31() -> None:
-    """Of elements: the last pages of a cache of more than 4 GiB."""
+    """Offsets in elements: the last pages of a cache of more than 4 GiB."""
     pages, size = 20000, 64
     k, v = (torch.zeros(pages, size, 2, 1024, dtype=torch.bfloat16, device=DEVICE)[..., :128]
             for _ in range(2))  # fmt: skip
@@ -369,7 +369,7 @@ def test_prompts_among_many_sequences(count: int) -> None:
 
 
 def test_one_capture_of_a_mixed_batch_serves_other_lengths() -> None:
-    """Of queries, too."""
+    """Lengths of queries, too."""
     count, total = 8, 600
     q = torch.randn((1, total, 8, 128), device=DEVICE).bfloat16()
     k, v = (torch.randn((1, 30000, 2, 128), device=DEVICE).bfloat16() for _ in range(2))

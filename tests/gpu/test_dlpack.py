@@ -525,7 +525,7 @@ def test_cupys_managed_memory(managed: Any) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("producer", [p for p in PRODUCERS if p.makes_outputs], ids=str)
 def test_nothing_is_kept(operation: str, producer: Producer) -> None:
-    """Of torch's memory, whose tensors all of these are."""
+    """None of torch's memory is kept; all of these are torch's tensors."""
     values = inputs("fp16")
 
     def call() -> None:

@@ -163,7 +163,7 @@ def test_every_code(dtype: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_reaches_the_rows_that_see_it_alone(dtype: str, which: str) -> None:
-    """Of the last key of a sequence: its last query, of the query heads of one KV head."""
+    """A NaN in a sequence's last key reaches its last query, for the query heads of one KV head."""
     batch = Paged(DTYPES[dtype], 16, 4, (8, 2), 128, 128, (900, 256, 40))
     tensor = batch.k if which == "k" else batch.v
     as_codes(tensor)[int(batch.table[0, 899 // 16]), 899 % 16, 0, 5] = 0xFF

@@ -53,7 +53,7 @@ def _call_us(call: Callable[[], object]) -> float:
 
 
 def _medians_us(*calls: Callable[[], object]) -> list[float]:
-    """Of each call, in interleaved rounds: the host's clock changes."""
+    """The median of each call, in interleaved rounds, since the host's clock changes."""
     rounds = [[_call_us(call) for call in calls] for _ in range(_ROUNDS)]
     torch.cuda.synchronize()
     return [statistics.median(times) for times in zip(*rounds, strict=True)]

@@ -115,7 +115,7 @@ def test_every_number_of_rotated_dimensions(dtype: str, rotary: str) -> None:
 @pytest.mark.parametrize("rotary", ["neox", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tables_on_any_address(dtype: str, rotary: str) -> None:
-    """Of cosines and sines no row need begin on a boundary."""
+    """Rows of cosines and sines need not begin on a boundary."""
     rng = np.random.default_rng(4)
     for offset, gap in itertools.product((0, 1, 3), (0, 1, 8)):
         case = Case(rng, dtype, rotary=rotary, dim=24, pairs=8, way="paged")
@@ -184,7 +184,7 @@ def test_queries_in_place() -> None:
 
 
 def test_slots_and_rows_beyond_2_to_the_31() -> None:
-    """Of a cache, whose offsets do not fit in 32 bits."""
+    """In a cache whose offsets do not fit in 32 bits."""
     if torch.cuda.mem_get_info()[0] < 8 << 30:
         pytest.skip("needs 8 GiB of GPU memory")
     rows, dim = (1 << 23) + 64, 256

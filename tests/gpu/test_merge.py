@@ -187,7 +187,7 @@ def test_far_from_zero(shift: float) -> None:
 @pytest.mark.parametrize("dim", [8, 16, 72, 136, 512, 1032, 2056, 4104])
 @pytest.mark.parametrize("dtype", TORCH)
 def test_dims(dtype: str, dim: int) -> None:
-    """Of a row more units than a block has threads, too, and in place."""
+    """Also rows with more units than a block has threads, and in place."""
     rng = np.random.default_rng(dim)
     outs, lses = partials(rng, (3, 1, 5, 2, dim), capi.DTYPES[dtype])
     first = (np.asarray(outs[0], FP32) * 2, lses[0] + np.float32(1))
@@ -482,7 +482,8 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("dtype", TORCH)
 def test_more_than_two_tensors(dtype: str) -> None:
-    """Of Python, by launches one after another: float64, and the bits of pairs with a state."""
+    """From Python, by launches one after another: checked against float64 and the bits of pairs
+    with a state."""
     outs, lses = partials(np.random.default_rng(5), (5, 2, 33, 4, 64), FP32)
     lses[1, 0, 1] = -np.inf
     x = [torch.from_numpy(part).to(DEVICE, TORCH[dtype]) for part in outs]

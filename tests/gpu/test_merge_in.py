@@ -302,7 +302,7 @@ def test_a_cascade_in_one_graph_for_any_lengths() -> None:
 
 
 def test_values_in_keys() -> None:
-    """Of 576 and 512, in pages."""
+    """With dimensions 576 and 512, in pages."""
     rng = np.random.default_rng(3)
     q = normal(5, 1, 16, 576, dtype="bf16")
     pages = normal(30, 64, 1, 576, seed=1, dtype="bf16")

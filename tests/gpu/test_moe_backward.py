@@ -44,7 +44,7 @@ def test_a_family_serves_here() -> None:
 def test_layouts(
     family: str, gate: str, transposed: bool, down_transposed: bool, dtype: str
 ) -> None:
-    """Of the weights, and apart from them of their gradients; in the dtype of x and in fp32."""
+    """Layouts of the weights and, separately, of their gradients; in the dtype of x and in fp32."""
     case = dataclasses.replace(BASE, gate=gate, transposed=transposed, bias="fp32",
                                down_transposed=down_transposed)  # fmt: skip
     for out, turned, on_input, saved in ((dtype, transposed, False, True),

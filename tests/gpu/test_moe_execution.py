@@ -302,7 +302,7 @@ def test_graph_replays_follow_the_inputs(layer: Layer, moe_family: str) -> None:
 @pytest.mark.parametrize("tokens", [8, 512, 513])
 @pytest.mark.parametrize("kind", [None, torch.int32, torch.int64])
 def test_routing_in_a_graph(tokens: int, kind: torch.dtype | None) -> None:
-    """Of logits, and of ids of which some are nobody's, in one launch and in two."""
+    """Routes logits, and ids some of which belong to nobody, in one launch and in two."""
     experts, top_k = 60, 32
     g = generator(tokens)
 

@@ -291,7 +291,7 @@ def test_sequences_share_pages(kernel: str | None) -> None:
 def test_a_nan_is_of_the_rows_that_see_it(
     dtype: str, dim: int, dim_v: int, kernel: str | None
 ) -> None:
-    """Of keys beside the diagonal and the window's end."""
+    """With keys next to the diagonal and the window's end."""
     batch = ragged.make((200, 7, 90), (230, 300, 90), dtype=dtype, dim=dim, dim_v=dim_v)
     for b, key, column, value in ((0, 100, 5, torch.nan), (0, 180, 7, torch.inf),
                                   (1, 297, 0, torch.nan), (2, 40, 3, -torch.inf)):  # fmt: skip

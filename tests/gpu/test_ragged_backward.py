@@ -113,7 +113,8 @@ def test_no_kernel_is_named() -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 0)}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_longer_sequences(dtype: str, options: dict[str, Any], kernel: str) -> None:
-    """Of many tiles, some of one sequence and some of many, more queries than keys and fewer."""
+    """With many tiles, some of one sequence and some of many, and more queries than keys and
+    fewer."""
     lengths = (2000, 700, 1, 3, 1300, 64), (1500, 700, 900, 5000, 1301, 2)
     for dim in (64, 128):
         given = _made(lengths, dtype=dtype, dim=dim, heads=(4, 2), options=options)
@@ -129,7 +130,7 @@ def test_longer_sequences(dtype: str, options: dict[str, Any], kernel: str) -> N
 def test_equal_lengths_have_the_bits_of_a_dense_batch(
     heads: tuple[int, int], dim: int, dtype: str, causal: Any, length: int, kernel: str
 ) -> None:
-    """Of many heads most descend. Where eight share a KV head, items may run in waves."""
+    """With many heads most descend. If eight share a KV head, items may run in waves."""
     batch = max(3, 16000 // length)
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -222,7 +223,7 @@ def test_one_long_sequence_beside_many_short_ones(kernel: str) -> None:
 
 
 def test_many_long_sequences(kernel: str) -> None:
-    """Of many heads, some of which descend: right, and the same on every run."""
+    """With many heads, some of which descend: results are right, and the same on every run."""
     lengths = [300 + 517 * b % 1400 for b in range(24)]
     given = _made((lengths, lengths), heads=(8, 8), options={"causal": True}, dtype="bf16")
     way = ways(given)["packed"]

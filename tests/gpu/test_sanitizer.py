@@ -73,7 +73,7 @@ def _skip_unless_served(program: Path, part: str) -> None:
 
 
 def _kernels(program: Path, part: str) -> set[str]:
-    """That the part is to run, on any of its calls."""
+    """The kernels that the part must run, in any of its calls."""
     if program == ATTENTION:
         return set(map(sanitize_attention.kernel_name, sanitize_attention.compiled(part)))
     if program == BACKWARD:

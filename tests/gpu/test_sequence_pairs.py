@@ -308,7 +308,7 @@ def check_wild(batch: Batch, b: int, got: ragged.Result, **given: Any) -> None:
 
 
 def test_a_nan_is_of_the_rows_that_see_it() -> None:
-    """Of values, keys and pages that there are not, beside a mask."""
+    """NaN in values, keys and pages that do not exist, with a mask."""
     batch = ragged.make((200, 7), (230, 300), dtype="fp16")
     batch.v[0][0, 100, 0, 5] = torch.nan
     batch.k[1][0, 297, 1, 2] = torch.inf

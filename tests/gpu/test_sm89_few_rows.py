@@ -32,7 +32,7 @@ def _multiprocessors() -> int:
 
 
 def _has_clusters() -> bool:
-    """Of this device and in its code, which for newer ones is made from sm_89's."""
+    """Whether this device and its code have clusters; newer devices run code made from sm_89's."""
     built = fm.build_info().cuda_architectures
     return torch.cuda.get_device_capability(0) == (9, 0) and "90" in built
 
@@ -134,7 +134,7 @@ def test_parts_go_through_the_workspace(dim: int, dim_v: int, dtype: str) -> Non
 
 
 def _many_keys(dtype: str, seq_q: int = 8) -> tuple[torch.Tensor, ...]:
-    """Of a call whose plan has parts."""
+    """Tensors of a call whose plan has parts."""
     case = Case(
         dtype=dtype, seq_q=seq_q, seq_k=65536, heads_q=4, dim=128, dim_v=128, kernel="sm89_few_rows"
     )

@@ -84,7 +84,7 @@ def test_more_tiles_than_blocks(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", DENSE, ids=lambda kernel: kernel.table_name)
 def test_what_is_not_finite_reaches_the_rows_that_see_it(kernel: Kernel) -> None:
-    """Of 64 rows that a block of keys is multiplied for some see the key, and others do not."""
+    """A block of keys is multiplied for 64 rows, of which some see the key and others do not."""
     _require(kernel)
     for bad in (float("nan"), float("inf")):
         for key in (0, 130, 449):

@@ -107,7 +107,7 @@ def test_auxiliary_losses_and_given_weights() -> None:
 
 
 def note_launches(leaf: torch.Tensor, kernels: list[str]) -> None:
-    """Of the call that made its gradient, in the thread that torch made it in."""
+    """Notes the launches of the call that made its gradient, in torch's thread."""
     leaf.register_hook(lambda _: kernels.extend(launch.kernel for launch in fm.last_launches()))
 
 

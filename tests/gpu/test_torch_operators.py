@@ -48,7 +48,7 @@ def test_compiles_without_breaks_for_every_length(call: Call) -> None:
 
 @CALLS
 def test_cuda_graph(call: Call) -> None:
-    """Of the operators: inputs change, the graph runs again."""
+    """Captures the operators: inputs change, and the graph runs again."""
     ours = OURS[str(call)]
     tensors = call.tensors(64, DEVICE, DTYPE)
     with Recorder() as recorder:

@@ -74,7 +74,7 @@ def flattened(lengths: tuple[int, ...] = (4, 1, 6)) -> dict[str, Any]:
 def test_rows_with_offsets_are_one_call(
     kind: str, launches: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of gpt-oss, too, which takes them for one sequence without."""
+    """Also for gpt-oss, which without this takes them for one sequence."""
     ours, stock, _ = models(kind, "cpu", torch.float32)
     batch = flattened()
     with torch.no_grad():

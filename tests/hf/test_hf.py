@@ -566,8 +566,9 @@ def test_generating_from_a_padded_batch(
 def test_a_prompt_into_a_static_cache(
     kind: str, calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of keys there are more than have been filled, of which ours sees none. What follows, token by
-    token, transformers makes masks for, since it may be compiled; where it is not, it is ours."""
+    """There are more keys than have been filled, and ours sees none of the rest. For the following
+    single tokens transformers makes masks, since the code may be compiled; if it is not, ours
+    computes them."""
     given, _ = WINDOWS.get(kind, ({}, 0))
     moe = kind == "mixtral"
     stock = make(kind, moe=moe, **given)

@@ -274,7 +274,7 @@ def test_a_refused_part_names_the_choice_by_part() -> None:
 
 
 def test_names_may_be_given_as_keywords() -> None:
-    """Of models, which never meet FlashMoE, too."""
+    """Also for models that never meet FlashMoE."""
     model = make("llama", moe=False)
     model.set_attn_implementation(attn_implementation="eager")
     assert model.config._attn_implementation == "eager"

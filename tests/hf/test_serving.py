@@ -71,7 +71,7 @@ def serve(model: Any, prompts: list[list[int]] = PROMPTS, **given: Any) -> list[
 
 
 def alone(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """Of each request what the model generates of it."""
+    """What the model generates for each request alone."""
     return [
         model.generate(torch.tensor([prompt], device=model.device), generation_config=HOW)[
             0, len(prompt) :
@@ -128,7 +128,7 @@ def logits_of(model: Any, sequences: list[list[int]]) -> list[Any]:
 
 
 class Judged(NamedTuple):
-    """Of logits of what was served, the greatest errors beside float64, of ours and of the stock
+    """The greatest errors against float64 in logits of what was served, of ours and of the stock
     model in 16 bits; and by how much float64 prefers another token to one that was served."""
 
     ours: float
@@ -256,7 +256,7 @@ def test_tokens_of_requests_that_decode_go_to_pages(
 
 
 def _layers_of_steps_in_pages(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Of each layer's attention to pages that hold all keys, how many tokens sequences have."""
+    """How many tokens sequences have, for each layer's attention to pages that hold all keys."""
     found = []
     real = _packed._attend_to_written_pages
 

@@ -128,7 +128,7 @@ def test_losses_follow_the_stock_ones(
 @DEVICES
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_are_the_stock_models(kind: str, device: str, dtype: torch.dtype) -> None:
-    """Of every parameter."""
+    """Compares the gradients of every parameter."""
     needs_gradients(device, HEADS)
     made, calls = MODELS[kind]
     stock = made().to(device, dtype)
@@ -295,7 +295,7 @@ def test_experts_follow_the_stock_loss(kind: str, caplog: pytest.LogCaptureFixtu
 
 
 def layers_of(model: Any) -> int:
-    """That have experts."""
+    """The number of layers that have experts."""
     config = model.config
     return int(config.num_hidden_layers - getattr(config, "first_k_dense_replace", 0))
 

@@ -133,7 +133,8 @@ def test_thread_local_storage_is_small(installation: Installation) -> None:
 
 
 def test_copies_are_checked(installation: Installation) -> None:
-    """Of the extension's calls the compiler knows that all fit, or not how much does."""
+    """In the extension's calls the compiler knows that all copies fit, or does not know how much
+    fits."""
     checks = {name for name in imported_symbols(installation.library) if name.endswith("_chk")}
     assert "__vsnprintf_chk" in checks or "__snprintf_chk" in checks, checks
 

@@ -66,7 +66,8 @@ def test_few_dependencies(distribution: importlib.metadata.Distribution) -> None
 def test_the_backend_is_the_one_that_the_extension_asks_for(
     distribution: importlib.metadata.Distribution,
 ) -> None:
-    """Of nanobind's headers, by which it was built, to be told when pip resolves, not on import."""
+    """It requires the ABI of the nanobind headers it was built with, so that pip's resolver reports
+    a mismatch, not the import."""
     nanobind = pytest.importorskip("nanobind")
     header = Path(nanobind.include_dir(), "nanobind/nb_backend.h").read_text(encoding="utf-8")
     major, minor = re.findall(r"#define NB_BACKEND_ABI_(?:MAJOR|MINOR) (\d+)", header)

@@ -226,7 +226,7 @@ class OnGpu:
 
 
 class ArrayOnGpu(OnGpu):
-    """Of the array API standard, which knows no streams."""
+    """An array of the array API standard, which has no streams."""
 
     device = "cpu"  # NumPy makes what it is asked for
 

@@ -65,7 +65,7 @@ def text_of(function: Any, *arrays: Any) -> str:
 
 
 def outputs_of(text: str, operation: str) -> list[str]:
-    """Of each call of that operation in a program, what it makes."""
+    """The outputs of each call of that operation in a program."""
     lines = [x for x in text.splitlines() if f"custom_call @flashmoe_{operation}_v1" in x]
     return [x.partition('outputs = "')[2].partition('"')[0] for x in lines]
 
@@ -297,7 +297,7 @@ def test_products_have_derivatives_of_every_order_in_both_modes(counted: bool) -
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_a_gradient_of_sums_over_rows(counted: bool) -> None:
-    """That of dbias by dout, which the functional call alone can ask for."""
+    """The gradient of dbias in dout, which only the functional call can ask for."""
     arrays, bounds = product(counted)
     dout = normal(*arrays["x"].shape[:-1], 16, seed=3)
     factor = normal(3, 16, seed=4)
@@ -399,7 +399,7 @@ def test_vmap_of_grad(batched: Any) -> None:
 
 
 def test_grad_of_vmap_over_layers() -> None:
-    """Of weights that differ, and of the parts of a layer, which are not folded."""
+    """With different weights, and with the parts of a layer, which are not folded."""
     a = leaves()
     many = jnp.stack([a["w_down"], 2 * a["w_down"]])
 

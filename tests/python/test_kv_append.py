@@ -65,7 +65,7 @@ def test_nothing_is_written_that_may_not_be() -> None:
 
 
 def _there(array: np.ndarray, device: tuple[int, int], bits: int = 32) -> Any:
-    """Of a tensor on a device, as plans by name take it."""
+    """A description of a tensor on a device, as plans by name take it."""
     floats = array.dtype == np.float32
     return array.shape, (2, bits) if floats else (0, 32), device, None
 
@@ -167,7 +167,7 @@ class TestJax:
             fm.kv_append(**given, q_out=given["q"])
 
     def test_a_call_is_refused_whose_caches_are_not_where_they_were(self) -> None:
-        """Of a program that this package did not make, which has XLA put them elsewhere."""
+        """A program that this package did not make has XLA put them elsewhere."""
         from flashmoe_science import _core
 
         jax, given = self.jax, self.arguments(q=False)

@@ -215,8 +215,8 @@ def test_rows_that_no_sequence_has(way: str, layout: str, dtype: str) -> None:
 
 
 def test_many_sequences() -> None:
-    """Of a few rows or none, some behind others in memory: the search for a row's sequence begins
-    anew."""
+    """Sequences of a few rows or none, some behind others in memory: the search for a row's
+    sequence restarts."""
     rng = np.random.default_rng(0)
     starts = np.concatenate([np.sort(rng.integers(low, low + 200, 150)) for low in (200, 0)])
     tables = {"cu_seqlens_q": torch.from_numpy(starts).int(),

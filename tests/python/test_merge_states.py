@@ -154,7 +154,8 @@ def test_more_than_two_tensors(producer: Producer, dtype: str, layout: str) -> N
 
 
 def test_more_than_two_tensors_of_any_strides() -> None:
-    """Of dtypes of their own, and with what is not read: NaN in the out of parts without a key."""
+    """With different dtypes, and with numbers that are not read: NaN in the out of parts without a
+    key."""
     outs, lses = values()
     lses[2, 0, 0, 0] = np.nan
     empty = np.isneginf(lses).swapaxes(2, 3)

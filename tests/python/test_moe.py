@@ -184,7 +184,7 @@ ROUTING: dict[str, Any] = {"renormalize": True, "scale": 1.5}
 
 
 def fused_arguments(case: Case, producer: Producer, dtype: str) -> dict[str, Any]:
-    """Of fused_moe, with a router of small weights and a bias, for tokens [3, 5, H]."""
+    """Arguments of fused_moe, with a router with small weights and a bias, for tokens [3, 5, H]."""
     rng = np.random.default_rng(4)
     made = make(case, producer, dtype)
     del made["routing"], made["x"]

@@ -226,7 +226,7 @@ class TestTorch:
         return (weights * out).sum() + (lse.sin()).sum()
 
     def expected_gradients(self, **options: Any) -> list[list[Any]]:
-        """Of each sequence, by dense calls of which the loss is the same."""
+        """The gradients of each sequence, by dense calls with the same loss."""
         of = self.torch.from_numpy
         each = [self.leaves([of(x) for x in parts])
                 for parts in zip(BATCH.q, BATCH.k, BATCH.v, strict=True)]  # fmt: skip

@@ -24,7 +24,7 @@ NEGATED = r"^\w+(\.\w+|\[\d\])?: its negative bit is set, accepted is a tensor w
 
 
 def older_attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """Of a torch without the exchange API: before 2.10."""
+    """Attention of a torch without the exchange API: before 2.10."""
     outputs = {name: options.pop(name) for name in ("out", "lse") if name in options}
     tensors = {"q": q, "k": k, "v": v}
     return _dispatch.flash_attention(tensors, {"return_lse": False} | options, outputs, None)
@@ -271,7 +271,7 @@ def fresh_graphs() -> Iterator[None]:
 @pytest.mark.parametrize("call", calls(fm), ids=str)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_negated_inputs_are_refused_by_graphs(mode: Any, call: Call, fresh_graphs: None) -> None:
-    """Of which Inductor takes the memory as it is, even before torch's own operations."""
+    """Inductor takes their raw memory, even before torch's own operations."""
     tensors = call.tensors(9, "cpu", torch.float32)
     compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
     with mode(), warnings.catch_warnings():

@@ -138,7 +138,7 @@ def test_masks_without_a_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_masks_of_other_dtypes(dtype: Any) -> None:
-    """Of one that attention does not take beside its tensors, and under autocast."""
+    """Masks of a dtype that attention does not take with its tensors, and under autocast."""
     stock, ours = pair(batch_first=True)
     x, mask = normal(3, 7, 32), hiding("numbers", 7, 7, seed=4).to(dtype)
     with torch.no_grad():

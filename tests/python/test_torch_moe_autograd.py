@@ -340,7 +340,7 @@ def test_a_tangent_of_any_tensor_of_the_layer_is_refused_by_its_name(fm: Any, na
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_without_tokens(dtype: torch.dtype) -> None:
-    """Of tensors without elements torch's have no address."""
+    """torch's tensors without elements have no address."""
     given = {n: x.detach() for n, x in leaves(dtype).items()} | {
         "tokens": torch.zeros(0, H).to(dtype)
     }
@@ -532,7 +532,7 @@ def test_products_and_routings_save_no_result_but_ids(fm: Any) -> None:
 
 
 def wide_leaves() -> dict[str, Any]:
-    """Of more columns than one block of chunks has."""
+    """Leaves with more columns than one block of chunks has."""
     g = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> Any:

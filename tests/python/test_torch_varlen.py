@@ -304,8 +304,9 @@ BATCHES = (LENGTHS_Q, (3, 14), (1, 1, 1, 12, 0), (20, 7), (4,), (2,) * 9)
 @pytest.mark.parametrize("given", ["rows", "jagged"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_jagged_tensors_in_one_graph(dynamic: bool | None, given: str, gradients: bool) -> None:
-    """Of any number of sequences, tokens and lengths: dynamic from the first call, or by what torch
-    learns from the second. Nested tensors are made in the graph, or are its inputs."""
+    """One graph serves any number of sequences, tokens and lengths: dynamic from the first call, or
+    by what torch learns from the second. Nested tensors are made in the graph, or are its
+    inputs."""
 
     def nest(q: Any, k: Any, v: Any, offsets: Any) -> list[Any]:
         return [
@@ -356,7 +357,7 @@ def test_jagged_tensors_that_were_made_apart() -> None:
 
 
 def test_jagged_tensors_with_holes_elsewhere() -> None:
-    """Of one tensor of lengths, by which torch takes their shapes to be the same."""
+    """They share one tensor of lengths, so torch assumes that their shapes are the same."""
     rows, lengths = normal(24, 2, 16, seed=1), torch.tensor([4, 2, 5])
     k, v = (
         torch.nested.nested_tensor_from_jagged(rows, torch.tensor(offsets), lengths=lengths)
