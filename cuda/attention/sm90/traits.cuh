@@ -201,7 +201,8 @@ struct Traits {
   static_assert(kSharedBytes <= kMaxSharedBytesPerBlock, "an sm_90 block holds 227 KiB");
   static_assert(kQStages + (kQPortions > 1 ? 1 : 0) + 1 < kTilesInFlight);
   static_assert(!kRagged || (!kSplit && kStepKeys % kRowsPerGroup == 0));
-  // Space in which a consumer warp keeps a chunk while it finds its tiles again (Repair::repair_all).
+  // Space in which a consumer warp keeps a chunk while it finds its tiles again
+  // (Repair::repair_all).
   static_assert(!kRagged || 4 * kSequencesBytes <= kOBytesPerGroup);
   static_assert(kStepKeys <= 256, "a box has at most 256 rows");
 };
