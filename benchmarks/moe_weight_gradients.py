@@ -182,7 +182,7 @@ def measure(shape: Shape, device: str, dtype: torch.dtype, sampling: Sampling) -
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--seconds", type=float, default=0.25, help="of each contender of a shape")
     parser.add_argument("--model", action="append", help="those alone; may be repeated")
     parser.add_argument("--json", type=Path, help="write the record here")
