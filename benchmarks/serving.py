@@ -7,9 +7,9 @@ the version that it was built for. Without --fa3 it is no peer.
 
 FlashInfer is one where it can be imported, by its wrappers for ragged and paged batches. These are
 planned on the host before they run, from lengths that are copied there: a plan serves all layers of
-a step, so that it is timed by itself, as plan_s, and not in the calls. No record has it yet: its
-wheel is 62 MB of sources, needs 16 packages beside torch, and is compiled by nvcc when it is first
-used.
+a step, so that it is timed by itself, as plan_s, and not in the calls. Its wheel is 62 MB of
+sources, needs 16 packages beside torch, and is compiled by nvcc when it is first used, unless its
+modules have been built ahead (FLASHINFER_DISABLE_JIT).
 
 Calls are replayed from CUDA graphs, whose calls take turns through copies of the keys that exceed
 the L2 cache together. Graphs of all contenders alternate in random order. What is compared is the
