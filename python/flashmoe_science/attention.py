@@ -336,9 +336,10 @@ def flash_attention_backward(
         accumulate: Add to those of dq, dk, dv and dsinks that are given, and make none.
         dq, dk, dv, dsinks: Where to write the gradients of q, k, v and sinks: their shape, and
             their dtype or fp32. They must overlap no other tensor.
-        kernel, stream: As in flash_attention. cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            k_begin, max_seqlen_q, max_seqlen_k: As in flash_attention. Gradients of rows and keys
-                of no sequence are 0, or stay as they are with accumulate.
+        kernel, stream: As in flash_attention.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, k_begin, max_seqlen_q, max_seqlen_k:
+            As in flash_attention. Gradients of rows and keys of no sequence are 0, or stay as they
+            are with accumulate.
         split_size: As in flash_attention; it changes nothing here.
         batch_index, page_table: None: keys that sequences may share have no gradients.
 
