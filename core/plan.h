@@ -55,8 +55,8 @@ struct Plan {
   const void* entries[FLASHMOE_MAX_LAUNCHES];  // the backend's kernel of each launch
   ThreadRoom room;                             // CPU
   PlanDetail* detail;                          // nullptr: this plan is not kept
-  int64_t chunk[2];  // for a family that computes in chunks: extents of a chunk For a family whose
-                     // kernels can run beside another's: bytes of the division; else 0.
+  int64_t chunk[2];  // for a family that computes in chunks: extents of a chunk
+  // For a family whose kernels can run beside another's: bytes of the division; else 0.
   int64_t division_bytes;
   Beside beside;  // of a call
 

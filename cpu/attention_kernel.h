@@ -41,15 +41,13 @@ constexpr double kFlopsPerThread = 5e5;
 struct AttentionKernel {
   const char* isa;
   int32_t group_rows;  // rows in registers together; tiles of many rows hold whole groups
-  int32_t max_groups;  // per tile Whether the rows of a KV head are so few that nothing is packed:
-                       // tiles then hold any number of rows.
+  int32_t max_groups;  // per tile
+  // Whether the rows of a KV head are so few that nothing is packed: tiles then hold any number of
+  // rows.
   bool (*has_few_rows)(const AttentionProblem& problem);
   int32_t (*tile_k)(const AttentionProblem& problem);
-  size_t (*scratch_bytes)(const AttentionProblem& problem, int32_t tile_q);  // per thread `scratch`
-                                                                             // is 64-byte aligned.
-                                                                             // Writes out and lse
-                                                                             // of the tile's rows
-                                                                             // and nothing else.
+  size_t (*scratch_bytes)(const AttentionProblem& problem, int32_t tile_q);  // per thread
+  // `scratch` is 64-byte aligned. Writes out and lse of the tile's rows and nothing else.
   void (*compute)(const AttentionProblem& problem, const AttentionTile& tile, int32_t tile_q,
                   void* scratch);
   double flops_per_thread = kFlopsPerThread;  // not for few rows, which always use FMAs

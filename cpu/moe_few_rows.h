@@ -8,9 +8,8 @@
 // Included after cpu/dot_rows.h and cpu/moe_sums.h.
 
 constexpr int64_t kMostFewRows = 6 * Simd::kDotRows;  // with more, packing pays
-constexpr int64_t kFewWords = 2048;                   // of depth at a time, for few rows One vector
-                                                      // more than a power of two, so that rows do
-                                                      // not share cache sets.
+constexpr int64_t kFewWords = 2048;                   // of depth at a time, for few rows
+// One vector more than a power of two, so that rows do not share cache sets.
 constexpr int64_t kFewStride = kFewWords + kLanes;
 
 // For many rows. With contiguous columns each word of depth is on its own page, so take few words

@@ -126,8 +126,8 @@ struct MoeKernel {
   int64_t few_sums;     // for few rows: the most of rows (rounded up to group_rows) * columns
   int64_t group_rows;
   int64_t few_rows;      // up to this many rows are computed as the matrix streams in
-  size_t scratch_bytes;  // per thread `scratch` is 64-byte aligned. Writes out and before, and
-                         // nothing else.
+  size_t scratch_bytes;  // per thread
+  // `scratch` is 64-byte aligned. Writes out and before, and nothing else.
   void (*multiply)(const MoeTile& tile, void* scratch);
   void (*add)(const MoeSum& sum);
   // Returns the sum of da * a.

@@ -32,8 +32,8 @@ _INFERENCE = (
     "as its clone()"
 )
 _LEGACY_STREAM = 1  # cudaStreamLegacy, which DLPack's protocol also calls 1
-_DLPACK = (1, 0)  # the newest version of capsules DLPack's kCUDAHost and kCUDAManaged: memory that
-# one of our devices can read.
+_DLPACK = (1, 0)  # the newest version of capsules
+# DLPack's kCUDAHost and kCUDAManaged: memory that one of our devices can read.
 _HOME_OF = {3: CPU, 13: CUDA}
 
 

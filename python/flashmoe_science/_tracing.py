@@ -12,16 +12,17 @@ _self: Any = sys.modules[__name__]
 def __getattr__(name: str) -> Any:
     """torch.compiler as `compiler`, if torch has been imported. Dynamo asks for it here, too: it
     would copy all of sys.modules if a traced function looked there, while imports add to that."""
-    if name != "compiler":
+    module = sys.modules.get("torch.compiler") if name == "compiler" else None
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return sys.modules["torch.compiler"]
+    return module
 
 
 def is_traced() -> bool:
     """Imports nothing: a tracer has imported torch, while another thread may be about to."""
     try:
         return _self.compiler.is_dynamo_compiling()  # type: ignore[no-any-return]
-    except (KeyError, AttributeError):
+    except AttributeError:  # no torch, or one that is still being imported
         return False
 
 

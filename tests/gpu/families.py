@@ -11,7 +11,8 @@ from gpu.cases import Case
 
 _NEEDS_CAPABILITY = dict.fromkeys(
     (*kernels.COPY_ENGINE, "sm90_mla"), (9, 0)
-)  # of the families that run only on one Threads per block, and the most shared memory per block.
+)  # of the families that run only on one
+# Threads per block, and the most shared memory per block.
 THREADS = {"sm89_few_rows": (32, 64, 128, 256), "sm90_split_kv": (384, 512),
            "sm90_whole_tiles": (384, 512),
            "sm89": (128, 256)}  # fmt: skip

@@ -8,9 +8,9 @@
 
 namespace flashmoe {
 
-inline constexpr int64_t kExtentMultiple = 8;  // for H, I, N and K of a product The limit for
-                                               // pairs, and for rows of a product: kernels round
-                                               // them up to tiles and steps in 32 bits.
+inline constexpr int64_t kExtentMultiple = 8;  // for H, I, N and K of a product
+// The limit for pairs, and for rows of a product: kernels round them up to tiles and steps in 32
+// bits.
 inline constexpr int64_t kMostPairs = (int64_t{1} << 31) - (int64_t{1} << 16);
 
 // Checks a contiguous tensor on `device`, which is that of `of`. Its elements are int32, or

@@ -30,8 +30,8 @@ from flashmoe_science.cli.reference import (
     sample,
 )
 
-_CANCELLATION = 4 * 2.0**-23  # relative to the largest gradient of a weight, in dlogits Total
-# operations of the reference on tokens, and on experts.
+_CANCELLATION = 4 * 2.0**-23  # relative to the largest gradient of a weight, in dlogits
+# Total operations of the reference on tokens, and on experts.
 _TOKEN_FLOPS = {"cpu": 2**32, "cuda": 2**39}
 _EXPERT_FLOPS = {"cpu": 2**34, "cuda": 2**44}
 _LEAST_TOKENS, _MOST_TOKENS = 4, 512

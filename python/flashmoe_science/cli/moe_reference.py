@@ -25,8 +25,8 @@ from flashmoe_science.cli.reference import (
     worse,
 )
 
-WEIGHT_TOLERANCE = 1e-5  # for a routing weight, which is fp32 Total operations of the reference,
-# and tokens that it checks whatever they cost.
+WEIGHT_TOLERANCE = 1e-5  # for a routing weight, which is fp32
+# Total operations of the reference, and tokens that it checks whatever they cost.
 _FLOP_BUDGET = {"cpu": 2**32, "cuda": 2**39}
 _LEAST_TOKENS, _MOST_TOKENS = 4, 512
 
