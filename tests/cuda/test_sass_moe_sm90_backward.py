@@ -78,3 +78,12 @@ def test_nothing_is_in_local_memory_and_nothing_is_added_up_by_atomics(
         sass.check_no_local_memory(code, opcodes, resources[code])
         atomics = {name.partition(".")[0] for name in opcodes if name.startswith(("ATOM", "RED"))}
         assert atomics - {"REDUX"} == {"ATOMG"}, code
+
+
+def test_tiles_do_not_wait_for_all_memory_accesses(
+    instructions: dict[tuple[str, str], Counter[str]],
+) -> None:
+    """A block ends with a release to its cluster. One for each tile took as long as four steps."""
+    for code, opcodes in instructions.items():
+        fences = [name for name in opcodes if name.startswith("MEMBAR") and name[-4:] != ".CTA"]
+        assert sum(opcodes[name] for name in fences) == 1, f"{code}: {fences}"

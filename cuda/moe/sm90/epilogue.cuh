@@ -83,7 +83,9 @@ struct Epilogue : MainLoop<Traits> {
       return shared.base + Traits::kOutOffset +
              (group_here * Traits::kOutBuffers + index) * Traits::kOutBytes;
     }
-    return shared.weights(held) + index * Traits::kHalfBytes + group * Traits::kOutBytes;
+    const uint32_t from =
+        index < kHalves ? shared.weights(held) + index * Traits::kHalfBytes : shared.tokens(held);
+    return from + group * Traits::kOutBytes;
   }
 
   // The row, among this consumer's 64 rows of the output, of a thread's values with index e / 2.
@@ -149,7 +151,11 @@ struct Epilogue : MainLoop<Traits> {
         if (leader && *sent >= Traits::kOutBuffers) {
           ptx::tma_store_wait_read_but<Traits::kOutBuffers - 1>();
         }
-        ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+        if (Traits::kStoresByTokens && *sent == kHalves) {
+          ptx::named_barrier_sync(kTokensBarrier, kConsumers * kThreadsPerGroup);
+        } else {
+          ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
+        }
       }
       ++*sent;
 #pragma unroll

@@ -139,6 +139,10 @@ struct MainLoop {
         ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
       }
     };
+    // An announcement takes longer than a step. Consumers announce one after the other, so that one
+    // of them multiplies.
+    const int announces_at =
+        group == 1 && steps > 2 * kAnnounceStep ? 2 * kAnnounceStep : kAnnounceStep;
     if (Traits::kAlternates) {
       ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
     } else if (group == 1) {
@@ -162,7 +166,7 @@ struct MainLoop {
       issue(products, false);
       if (lets_lag && step == 1) let_lag();
       // By now the stores are complete.
-      if (Traits::kAnnounces && step == kAnnounceStep && held != kNone) announce();
+      if (Traits::kAnnounces && step == announces_at && held != kNone) announce();
       if (come) {
         ptx::wgmma_wait<1>();
         release(last_stage);

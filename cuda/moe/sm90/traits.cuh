@@ -83,12 +83,14 @@ struct Traits {
       kTokensOffset + (!kKeeps || kTokenBytes > kWeightBytes ? kTokenBytes : kWeightBytes);
 
   // Output of `up` is stored through its tile's last stage: a consumer's own 64 rows of both halves
-  // of the weights are a buffer each. Other kernels have separate buffers.
-  static constexpr int kOutBuffers = kGathers || kKeeps ? 2 : 1;
+  // of the weights are a buffer each, and part of the tokens is a third, if there are enough. Other
+  // kernels have separate buffers.
   static constexpr int kOutTokens = kDifferentiates        ? kGradientTokens
                                     : kAnnounces || kKeeps ? 64
                                                            : 96;
   static constexpr int kOutBytes = kOutTokens * kBoxRowBytes;
+  static constexpr bool kStoresByTokens = kAnnounces && kTokenBytes >= kConsumers * kOutBytes;
+  static constexpr int kOutBuffers = kStoresByTokens ? 3 : kGathers || kKeeps ? 2 : 1;
   static_assert(!kAnnounces || kOutBytes == kConsumerRows * kBoxRowBytes);
 
   // The stage of a step of kGradientTokens tokens: boxes of g and u, which their gradients replace,
