@@ -235,7 +235,14 @@ def _sm90_chains() -> list[LayerChain]:
                 "weight_on_input": {"weight_on_input": True}, "bias": {"bias": "x"},
             }.items()
         ),
-        sm90("pre_activation", _with(_SHORT, tokens=40), "gated_up", pre_activation=True),
+        sm90("pre_activation", _with(_SHORT, tokens=40), "swiglu_up_narrow", pre_activation=True),
+        sm90("pre_activation of two tiles", _with(_SHORT, tokens=193, experts=2, top_k=1), "swiglu_up",
+              crowded=True, pre_activation=True),
+        sm90("pre_activation, gelu", _with(_SHORT, tokens=200, activation="gelu", top_k=1),
+              "gated_up", crowded=True, pre_activation=True),
+        sm90("pre_activation, no gate",
+              _with(_SHORT, tokens=200, gate="none", activation="relu2", top_k=1), "up",
+              crowded=True, pre_activation=True),
         sm90("200 tokens of one expert, gated",
               _with(_SHORT, tokens=200, activation="gelu", top_k=1), "gated_up", crowded=True),
         # Layouts: the order of rows is one of addresses, which stride is 1 one of kernels.

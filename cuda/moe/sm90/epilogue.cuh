@@ -308,7 +308,20 @@ struct Epilogue : MainLoop<Traits> {
     });
   }
 
-  // The same for SiLU and products that need no adjustment.
+  // Stores one half of products that need no adjustment.
+  template <int kTokens>
+  __device__ __forceinline__ void store_half(const Tile& tile,
+                                             const CUtensorMap (&maps)[kOutHeights],
+                                             const float (&half)[kTokens / 2], int row,
+                                             int* sent) const {
+    store<kTokens>(tile, maps, row, sent, [&](int block, float (&v)[4]) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[e] = half[4 * block + e];
+    });
+  }
+
+  // The activation of the first half times the second, for SiLU and products that need no
+  // adjustment.
   template <int kTokens>
   __device__ __forceinline__ void finish_plain(const Tile& tile, const Products<kTokens>& products,
                                                int row, int* sent) const {
@@ -399,6 +412,10 @@ struct Epilogue : MainLoop<Traits> {
     } else if constexpr (!Traits::kGathers) {
       finish_curve<kIdentity, kTokens>(tile, products, row, &sent);
     } else if constexpr (Traits::kPlain) {
+      if (params.pre_activated != 0) {
+        store_half<kTokens>(tile, params.pre_activation[0], products.first, row, &sent);
+        store_half<kTokens>(tile, params.pre_activation[1], products.second, row, &sent);
+      }
       finish_plain<kTokens>(tile, products, row, &sent);
     } else {
       load_scales(tile);

@@ -351,8 +351,7 @@ void fill_activation(const MoeForwardProblem& p, Params* params) {
 bool is_plain(const MoeForwardProblem& p) {
   return p.gated && p.activation == FLASHMOE_ACTIVATION_SILU && p.alpha == 1.0f &&
          std::isinf(p.limit) && p.up_offset == 0.0f && !p.weight_on_input &&
-         p.pre_activation.data == nullptr && p.gate_bias.data == nullptr &&
-         p.up_bias.data == nullptr;
+         p.gate_bias.data == nullptr && p.up_bias.data == nullptr;
 }
 
 Product up_of(const MoeForwardProblem& p) {
