@@ -236,8 +236,8 @@ def _sm90_chains() -> list[LayerChain]:
             }.items()
         ),
         sm90("pre_activation", _with(_SHORT, tokens=40), "swiglu_up_narrow", pre_activation=True),
-        sm90("pre_activation of two tiles", _with(_SHORT, tokens=193, experts=2, top_k=1), "swiglu_up",
-              crowded=True, pre_activation=True),
+        sm90("pre_activation of two tiles", _with(_SHORT, tokens=193, experts=2, top_k=1),
+              "swiglu_up", crowded=True, pre_activation=True),
         sm90("pre_activation, gelu", _with(_SHORT, tokens=200, activation="gelu", top_k=1),
               "gated_up", crowded=True, pre_activation=True),
         sm90("pre_activation, no gate",
