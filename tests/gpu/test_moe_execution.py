@@ -259,6 +259,15 @@ def test_a_hundred_runs_give_the_same_bits(layer: Layer, moe_family: str) -> Non
     torch.cuda.synchronize()
 
 
+def test_saving_pre_activations_changes_no_bit(layer: Layer, moe_family: str) -> None:
+    """On Hopper the same kernel serves training's forward and that alone."""
+    if moe_family != "sm90":
+        pytest.skip("that is said of Hopper alone")
+    want = fm.moe_forward(**layer.arguments, kernel=moe_family)
+    got, _ = fm.moe_forward(**layer.arguments, kernel=moe_family, return_pre_activation=True)
+    assert same_bits(got, want)
+
+
 def test_routing_and_fused_calls_give_the_same_bits() -> None:
     for case in CASES:
         logits = torch.randn(case.tokens, case.experts, device=DEVICE)
