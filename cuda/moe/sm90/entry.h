@@ -8,7 +8,7 @@ namespace flashmoe::moe::sm90 {
 
 // How a kernel reads its operands and finishes its products.
 enum class Use {
-  kPlainGatedUp,   // gathers rows of x, multiplies SiLU of one half by the other
+  kPlainGatedUp,   // gathers rows of x, multiplies SiLU of one half by the other; may keep both
   kGatedUp,        // the same for every activation, with bias, limit and weights of pairs
   kUp,             // gathers rows of x, activation
   kDown,           // reads contiguous rows; products plus bias

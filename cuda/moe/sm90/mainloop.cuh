@@ -139,8 +139,8 @@ struct MainLoop {
         ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
       }
     };
-    // An announcement takes longer than a step. Consumers announce one after the other, so that one
-    // of them multiplies.
+    // An announcement takes about as long as a step. Consumers announce one after the other, so
+    // that one of them multiplies.
     const int announces_at =
         group == 1 && steps > 2 * kAnnounceStep ? 2 * kAnnounceStep : kAnnounceStep;
     if (Traits::kAlternates) {

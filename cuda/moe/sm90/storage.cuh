@@ -18,7 +18,8 @@ inline constexpr int kStoreBarrier = 1;
 inline constexpr int kTurnBarrier = 3;
 inline constexpr int kLagBarrier = 3;
 inline constexpr int kGatherBarrier = 4;
-// Both consumers of `up` have read the last stage's tokens.
+// Both consumers of `up` have read the last stage's tokens. Kernels whose output another warp sends
+// have no such barrier; theirs begin at the same number.
 inline constexpr int kTokensBarrier = 5;
 // Barriers per output buffer of a consumer whose output another warp sends: filled, and drained.
 inline constexpr int kFilledBarrier = 5;
