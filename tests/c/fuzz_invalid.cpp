@@ -339,8 +339,12 @@ void run(Random* random, Call* call) {
   // Valid, but perhaps of memory that is not there: then planning is all that can be asked for.
   bool backed = true;
   for (size_t i = 0; i < call->arguments.size(); ++i) {
-    const bool own = *call->slots[i] == &call->arguments[i]->tensor;
-    backed = backed && (*call->slots[i] == nullptr || (own && call->arguments[i]->backed()));
+    const Argument& argument = *call->arguments[i];
+    const flashmoe_tensor* const given = *call->slots[i];
+    backed = backed && (given == nullptr || given == &argument.tensor);
+    const bool is_scale =
+        call->params.k_scale == &argument.tensor || call->params.v_scale == &argument.tensor;
+    if (given != nullptr || is_scale) backed = backed && argument.backed();
   }
   backed = backed && judgement.memory == Verdict::kValid;
   ++(judgement.verdict == Verdict::kValid ? tally.valid : tally.either);
