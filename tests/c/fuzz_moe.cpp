@@ -949,7 +949,8 @@ struct Layer {
       case FLASHMOE_ACTIVATION_RELU: value = std::fmax(z, 0), derivative = z > 0 ? 1 : 0; break;
       default: value = z > 0 ? z * z : 0, derivative = z > 0 ? 2 * z : 0;
     }
-    *slope = {derivative, std::fabs(derivative) + 1};
+    // Of slopes that have a term z s (1 - s), the rounding of 1 - s is multiplied by z.
+    *slope = {derivative, std::fabs(derivative) + 1 + std::fabs(z)};
     return {value, std::fabs(value) + std::fabs(z)};
   }
 
