@@ -936,8 +936,12 @@ struct Layer {
     const double c = std::sqrt(2 / 3.141592653589793);
     const double tanh = std::tanh(c * (z + 0.044715 * z * z * z));
     double value = 0, derivative = 0;
+    double cancels = 0;  // what multiplies the rounding of 1 - s, in slopes of s (1 - s)
     switch (activation) {
-      case FLASHMOE_ACTIVATION_SILU: value = z * s, derivative = s + alpha * z * s * (1 - s); break;
+      case FLASHMOE_ACTIVATION_SILU:
+        value = z * s, derivative = s + alpha * z * s * (1 - s);
+        cancels = std::fabs(alpha * z) * s;
+        break;
       case FLASHMOE_ACTIVATION_GELU:
         value = z * phi, derivative = phi + z * std::exp(-z * z / 2) * c / 2;
         break;
@@ -945,12 +949,12 @@ struct Layer {
         value = 0.5 * z * (1 + tanh);
         derivative =
             0.5 * (1 + tanh) + 0.5 * z * (1 - tanh * tanh) * c * (1 + 3 * 0.044715 * z * z);
+        cancels = std::fabs(z) * (1 + tanh) * c * (1 + 3 * 0.044715 * z * z);
         break;
       case FLASHMOE_ACTIVATION_RELU: value = std::fmax(z, 0), derivative = z > 0 ? 1 : 0; break;
       default: value = z > 0 ? z * z : 0, derivative = z > 0 ? 2 * z : 0;
     }
-    // Of slopes that have a term z s (1 - s), the rounding of 1 - s is multiplied by z.
-    *slope = {derivative, std::fabs(derivative) + 1 + std::fabs(z)};
+    *slope = {derivative, std::fabs(derivative) + 1 + cancels};
     return {value, std::fabs(value) + std::fabs(z)};
   }
 
