@@ -104,29 +104,54 @@ __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int
   return total;
 }
 
-// The gradients of a token's weights from their parts. A warp computes them; each row has equally
-// many lanes.
-__device__ __forceinline__ void write_sums_of_parts(const CombineParams& p, int64_t token,
-                                                    const int* rows) {
-  const int top_k = p.routing.top_k;
-  int lanes = kThreadsPerWarp;  // per row
-  while (lanes * top_k > kThreadsPerWarp) lanes /= 2;
-  const int k = lane_index() / lanes;
-  const int row = k < top_k ? rows[k] : -1;
-  float sum = 0.0f;
-  if (row >= 0) {
-#pragma unroll 4
-    for (int part = lane_index() % lanes; part < p.dot_parts; part += lanes) {
-      sum += p.dots[int64_t{part} * p.routing.rows + row];
+// The gradients of a token's weights from their parts, by a warp. Each row has equally many lanes.
+// The first parts are loaded before the token's rows of y, so that it waits for both at once.
+class SumsOfParts {
+ public:
+  __device__ __forceinline__ explicit SumsOfParts(const CombineParams& params) : p_(params) {
+    while (lanes_ * p_.routing.top_k > kThreadsPerWarp) lanes_ /= 2;
+  }
+
+  __device__ __forceinline__ void begin(const int* rows) {
+    const int k = lane_index() / lanes_;
+    row_ = k < p_.routing.top_k ? rows[k] : -1;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int part = lane_index() % lanes_ + i * lanes_;
+      ahead_[i] = row_ >= 0 && part < p_.dot_parts ? load(part) : 0.0f;
     }
   }
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
-    sum += __shfl_xor_sync(kFullWarp, sum, distance);
+
+  __device__ __forceinline__ void write(int64_t token) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (const float part : ahead_) sum += part;
+    if (row_ >= 0) {
+      const int first = lane_index() % lanes_ + kAhead * lanes_;
+#pragma unroll 4
+      for (int part = first; part < p_.dot_parts; part += lanes_) sum += load(part);
+    }
+    for (int distance = lanes_ / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    }
+    const int k = lane_index() / lanes_;
+    if (k >= p_.routing.top_k || lane_index() % lanes_ != 0) return;
+    float* const to = p_.dweights + token * p_.routing.top_k + k;
+    *to = p_.adds != 0 ? *to + sum : sum;
   }
-  if (k >= top_k || lane_index() % lanes != 0) return;
-  float* const to = p.dweights + token * top_k + k;
-  *to = p.adds != 0 ? *to + sum : sum;
-}
+
+ private:
+  static constexpr int kAhead = 2;
+
+  __device__ __forceinline__ float load(int part) const {
+    return p_.dots[int64_t{part} * p_.routing.rows + row_];
+  }
+
+  const CombineParams& p_;
+  int lanes_ = kThreadsPerWarp;  // per row
+  int row_ = -1;
+  float ahead_[kAhead] = {};
+};
 
 // A thread's look-ups for a pair of a token, in two steps. A team begins each step ahead, for later
 // tokens, so that no token waits for both.
@@ -168,29 +193,35 @@ class PairsRow {
   float weight_ = 0.0f;
 };
 
+// dx of a token whose rows are known, by thread `thread` of its team.
+template <class Element>
+__device__ __forceinline__ void add_rows(const CombineParams& params, int64_t token, int thread,
+                                         const int* rows, const float* weights) {
+  if (params.dx == nullptr) return;
+  for (int column = thread * kPiece; column < params.hidden;
+       column += params.team_threads * kPiece) {
+    float sum[kPiece] = {};
+    for (const uint16_t* y : params.y) {
+      if (y == nullptr) continue;
+      combine_piece<Element>(y + column, params.hidden, params.routing.top_k, rows, weights, sum);
+    }
+    write_piece<Element>(params.dx, token * params.dx_stride + column, params.dx_is_fp32 != 0,
+                         params.adds != 0, sum);
+  }
+}
+
 // Handles a token whose rows are known, by thread `thread` of its team.
 template <class Element>
 __device__ __forceinline__ void combine_token(const CombineParams& params, int64_t token,
                                               int thread, const int* rows, const float* weights) {
   const int top_k = params.routing.top_k;
-  if (params.dx != nullptr) {
-    for (int column = thread * kPiece; column < params.hidden;
-         column += params.team_threads * kPiece) {
-      float sum[kPiece] = {};
-      for (const uint16_t* y : params.y) {
-        if (y == nullptr) continue;
-        combine_piece<Element>(y + column, params.hidden, top_k, rows, weights, sum);
-      }
-      write_piece<Element>(params.dx, token * params.dx_stride + column, params.dx_is_fp32 != 0,
-                           params.adds != 0, sum);
-    }
-  }
-  if (params.weight_on_input == 0) {
-    if (params.dweights != nullptr && thread < kThreadsPerWarp) {
-      write_sums_of_parts(params, token, rows);
-    }
-    return;
-  }
+  const bool sums_parts =
+      params.weight_on_input == 0 && params.dweights != nullptr && thread < kThreadsPerWarp;
+  SumsOfParts parts(params);
+  if (sums_parts) parts.begin(rows);
+  add_rows<Element>(params, token, thread, rows, weights);
+  if (sums_parts) parts.write(token);
+  if (params.weight_on_input == 0) return;
   if (params.dweights == nullptr && params.dots == nullptr) return;
   const int warps = params.team_threads / kThreadsPerWarp;
   for (int k = thread / kThreadsPerWarp; k < top_k; k += warps) {

@@ -58,7 +58,7 @@ struct Consumer
     float products[kTokens / 2];
     this->template multiply_kept<kTokens>(products, kept);
     this->template finish_half<kIdentity, kTokens>(
-        tile, products, tile.row_tile * Traits::kOutRows + rows_before(), &sent);
+        tile, products, uniform(tile.row_tile) * Traits::kOutRows + rows_before(), &sent);
   }
 
   // `run` with kept weights: both consumers process every tile, each its own 64 rows.

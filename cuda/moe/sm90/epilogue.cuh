@@ -124,6 +124,19 @@ struct Epilogue : MainLoop<Traits> {
     }
   }
 
+  // The rows of the output that a tile's tokens have. All of it is known to be uniform: else the
+  // thread that sends takes six instructions for each register of a copy.
+  struct OutRows {
+    int first_slot;
+    int tokens;
+    int batch;
+  };
+  // Whole warps call it.
+  __device__ __forceinline__ OutRows out_rows_of(const Tile& tile) const {
+    return {uniform(tile.first_slot), uniform(tile.tokens),
+            params.counts != nullptr ? uniform(tile.expert) : 0};
+  }
+
   // Writes 64 rows of values of all tokens, transposed, from `column` on in the tokens' rows.
   // values(block, v) returns the values of a block of 8 tokens. `sent` counts the parts that have
   // been sent.
@@ -139,11 +152,11 @@ struct Epilogue : MainLoop<Traits> {
     const int chunk = Traits::kInterleaved ? warp + 4 * (lane / 8 % 2) : 2 * warp + lane / 8 % 2;
     const uint32_t lane_offset =
         (lane / 16 * 8 + matrix_row) * kBoxRowBytes + ((chunk ^ matrix_row) * 16);
-    const int batch = params.counts != nullptr ? tile.expert : 0;
+    const OutRows out_rows = out_rows_of(tile);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int buffer = *sent % Traits::kOutBuffers;
-      const uint32_t to = out_buffer(buffer);
+      const uint32_t to = uniform(out_buffer(buffer));
       // Waits for the previous store from this buffer.
       if (Traits::kKeeps) {
         if (*sent >= Traits::kOutBuffers) wait_drained(buffer);
@@ -179,7 +192,7 @@ struct Epilogue : MainLoop<Traits> {
       ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
       if (leader) {
         ptx::fence_proxy_async_shared();  // once, for the stores of all threads
-        send(tile, maps, column, part * Traits::kOutTokens, batch, to);
+        send(out_rows, maps, column, part * Traits::kOutTokens, to);
         ptx::tma_store_commit();
       }
     }
@@ -205,15 +218,15 @@ struct Epilogue : MainLoop<Traits> {
       ptx::mbarrier_wait(shared.known(slot), number / Traits::kTileSlots % 2);
       const Tile& tile = shared.tiles[slot];
       if (tile.units == 0) break;
-      const int batch = params.counts != nullptr ? tile.expert : 0;
-      const int row = tile.row_tile * Traits::kOutRows + rows_before();
+      const OutRows out_rows = out_rows_of(tile);
+      const int row = uniform(tile.row_tile) * Traits::kOutRows + rows_before();
       for (int first = 0; first < tile.units * kUnitTokens; first += Traits::kOutTokens) {
         const int buffer = sent % Traits::kOutBuffers;
         ++sent;
         ptx::named_barrier_sync(filled(buffer), kFillingThreads);
         if (leader) {
           ptx::fence_proxy_async_shared();  // once, for the stores of all threads
-          send(tile, params.out, row, first, batch, out_buffer(buffer));
+          send(out_rows, params.out, row, first, out_buffer(buffer));
           ptx::tma_store_commit();
           ptx::tma_store_wait_read();
         }
@@ -231,18 +244,27 @@ struct Epilogue : MainLoop<Traits> {
   }
 
   // Sends the rows of at most kOutTokens existing tokens from `first` on. One thread calls it.
-  __device__ __forceinline__ void send(const Tile& tile, const CUtensorMap (&maps)[kOutHeights],
-                                       int column, int first, int batch, uint32_t from) const {
+  __device__ __forceinline__ void send(const OutRows& out, const CUtensorMap (&maps)[kOutHeights],
+                                       int column, int first, uint32_t from) const {
     constexpr int kBoxRows[] = {kOutBoxRows[0], kOutBoxRows[1], kOutBoxRows[2]};
     if (column >= params.out_rows) return;
-    const int rows = min(Traits::kOutTokens, tile.tokens - first);
+    const int rows = min(Traits::kOutTokens, out.tokens - first);
+    if (rows == Traits::kOutTokens) {
+      static_assert(Traits::kOutTokens % kBoxRows[0] == 0);
+#pragma unroll
+      for (int row = 0; row < Traits::kOutTokens; row += kBoxRows[0]) {
+        ptx::tma_store(&maps[0], from + row * kBoxRowBytes, column, out.first_slot + first + row,
+                       out.batch, 0);
+      }
+      return;
+    }
     int row = 0;
 #pragma unroll
     for (int height = 0; height < kOutHeights; ++height) {
 #pragma unroll 1
       for (; row + kBoxRows[height] <= rows; row += kBoxRows[height]) {
         ptx::tma_store(&maps[height], from + row * kBoxRowBytes, column,
-                       tile.first_slot + first + row, batch, 0);
+                       out.first_slot + first + row, out.batch, 0);
       }
     }
   }
@@ -399,7 +421,7 @@ struct Epilogue : MainLoop<Traits> {
   __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
     if (Traits::kInterleaved) take_apart(products);
     // This group's rows in the first half.
-    const int row = tile.row_tile * Traits::kOutRows + rows_before();
+    const int row = uniform(tile.row_tile) * Traits::kOutRows + rows_before();
     if (Traits::kGathers) sent = 0;
     if constexpr (Traits::kWide) {
       if (params.wide_is_fp32 != 0) {

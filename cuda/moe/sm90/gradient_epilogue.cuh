@@ -29,6 +29,7 @@ struct GradientEpilogue : Epilogue<Traits> {
   using Base = Epilogue<Traits>;
   using Base::Base;
   using Base::group;
+  using Base::out_rows_of;
   using Base::params;
   using Base::pipe;
   using Base::release;
@@ -37,9 +38,11 @@ struct GradientEpilogue : Epilogue<Traits> {
   using Base::shared;
   using Base::stage_before;
   using typename Base::Numeric;
+  using typename Base::OutRows;
 
   static constexpr int kBlock = 8;  // tokens of a block; a thread has two of them
   static constexpr int kWarps = kThreadsPerGroup / kThreadsPerWarp;
+  static constexpr int kTermRows = Traits::kTermRows;
 
   // For two tokens: computes the gradients of g and u, and a times the weight.
   static __device__ __forceinline__ void differentiate(const float* da, uint32_t& g, uint32_t& u,
@@ -125,63 +128,84 @@ struct GradientEpilogue : Epilogue<Traits> {
     ptx::stmatrix_x4_trans(box + Traits::kActivatedOffset, a[0], a[1], a[2], a[3]);
   }
 
-  // Adds up the lanes' terms for a block's tokens, and stores one number per token in shared
-  // memory.
-  static __device__ __forceinline__ void add_lanes(const float (&dots)[2], uint32_t sums) {
-    const auto lane = static_cast<uint32_t>(lane_index());
-    const bool second = lane >= 16;
-    float sum =
-        (second ? dots[1] : dots[0]) + __shfl_xor_sync(kFullWarp, second ? dots[0] : dots[1], 16);
-    sum += __shfl_xor_sync(kFullWarp, sum, 8);
-    sum += __shfl_xor_sync(kFullWarp, sum, 4);
-    if (lane / 4 % 4 == 0) ptx::store_shared(sums + 4 * (lane % 4 * 2 + (second ? 1 : 0)), sum);
+  // Where a lane stores its terms of a step's tokens, from this warp's place on.
+  static __device__ __forceinline__ uint32_t terms_of_lane(uint32_t lane) {
+    return lane / 4 % kTermRows * Traits::kTermBytes + (lane % 4 * 2 + lane / 16) * 4;
   }
+
+  // Adds up two lanes' terms for a block's tokens, and stores the sum in shared memory.
+  static __device__ __forceinline__ void store_terms(const float (&dots)[2], uint32_t to) {
+    const bool second = lane_index() >= 16;
+    const float given = second ? dots[0] : dots[1];
+    const float kept = second ? dots[1] : dots[0];
+    ptx::store_shared(to, kept + __shfl_xor_sync(kFullWarp, given, 16));
+  }
+
+  // The sum of a token's terms, in a fixed order.
+  static __device__ __forceinline__ float sum_of_terms(uint32_t from) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      float terms[kTermRows];
+#pragma unroll
+      for (int row = 0; row < kTermRows; ++row) {
+        terms[row] = ptx::load_shared_float(from + (warp * kTermRows + row) * Traits::kTermBytes);
+      }
+      sum += (terms[0] + terms[2]) + (terms[1] + terms[3]);
+    }
+    return sum;
+  }
+
+  // What the steps of a tile share, known to be uniform.
+  struct Step {
+    OutRows rows;
+    int row_tile;
+    int warp;  // of this consumer
+  };
 
   // Sends the results of a step: one warp the gradients of g, one those of u, one a. The last warp
   // adds up the warps' terms of the tokens' dots.
-  __device__ __forceinline__ void send_step(const Tile& tile, uint32_t stage, int first,
+  __device__ __forceinline__ void send_step(const Step& s, uint32_t stage, int first,
                                             uint32_t sums) const {
     constexpr int kSenders = kHalves + 1;
     const int lane = lane_index();
-    const int warp = warp_of_group();
+    const int warp = s.warp;
     if (warp < kSenders) {
       const bool is_a = warp == kHalves;
       if (lane == 0 && (is_a ? params.wants_a : params.wants_dz) != 0) {
-        const int row = tile.row_tile * Traits::kOutRows + rows_before();
+        const int row = s.row_tile * Traits::kOutRows + rows_before();
         const auto& maps = is_a ? params.out : params.pre_activation[warp];
         ptx::fence_proxy_async_shared();  // once, for the stores of all threads
-#pragma unroll 1
+#pragma unroll
         for (int half = 0; half < kHalves; ++half) {
           const int box = (warp * kHalves + half) * kConsumers + group;
-          send(tile, maps, row + half * Traits::kHalfRows, first, 0,
+          send(s.rows, maps, row + half * Traits::kHalfRows, first,
                stage + box * Traits::kOutBytes);
         }
         ptx::tma_store_commit();
       }
       __syncwarp();
-    } else if (params.dots != nullptr && first + lane < tile.tokens) {
-      float dot = 0.0f;
-#pragma unroll
-      for (int from = 0; from < kWarps; ++from) {
-        dot += ptx::load_shared_float(sums + 4 * (from * kGradientTokens + lane));
-      }
-      const int64_t part = tile.row_tile * kConsumers + group;
-      params.dots[part * params.rows + tile.first_slot + first + lane] = dot;
+    } else if (params.dots != nullptr && first + lane < s.rows.tokens) {
+      const float dot = sum_of_terms(sums + 4 * lane);
+      const int64_t part = s.row_tile * kConsumers + group;
+      params.dots[part * params.rows + s.rows.first_slot + first + lane] = dot;
     }
   }
 
   // Computes a step with the products from step kStep on.
   template <int kStep, int kTokens>
-  __device__ __forceinline__ void differentiate_step(const Tile& tile,
+  __device__ __forceinline__ void differentiate_step(const Step& s,
                                                      const Products<kTokens>& products, int step) {
     constexpr int kBlocks = kGradientTokens / kBlock;
     const auto lane = static_cast<uint32_t>(lane_index());
-    const auto warp = static_cast<uint32_t>(warp_of_group());
+    const auto warp = static_cast<uint32_t>(s.warp);
+    pipe.stage = uniform(pipe.stage);
     const uint32_t base = shared.weights(pipe.stage);
     const uint32_t slots =
-        base + Traits::kSlotTokensOffset + static_cast<uint32_t>(tile.first_slot) % 4 * 4;
+        base + Traits::kSlotTokensOffset + static_cast<uint32_t>(s.rows.first_slot) % 4 * 4;
     const uint32_t slot_weights = slots + Traits::kSlotBytes + lane % 4 * 8;
     const uint32_t sums = base + Traits::kSumsOffset + group * Traits::kSumsBytes;
+    const uint32_t terms = sums + warp * kTermRows * Traits::kTermBytes + terms_of_lane(lane);
     // Matrices of this warp's sixteen rows of either half.
     const uint32_t box = base + (lane / 16 * kConsumers + group) * Traits::kOutBytes +
                          lane % 8 * kBoxRowBytes + ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
@@ -193,10 +217,10 @@ struct GradientEpilogue : Epilogue<Traits> {
       float dots[2] = {};
       differentiate_block(products, kStep * kBlocks + block, box + block * kBlock * kBoxRowBytes,
                           slot_weights + block * kBlock * 4, dots);
-      add_lanes(dots, sums + 4 * (warp_of_group() * kGradientTokens + block * kBlock));
+      store_terms(dots, terms + block * kBlock * 4);
     }
     ptx::named_barrier_sync(kStoreBarrier + group, kThreadsPerGroup);
-    send_step(tile, base, step * kGradientTokens, sums);
+    send_step(s, base, step * kGradientTokens, sums);
     if (step > 0) {
       if (lane_index() == 0) ptx::tma_store_wait_read_but<1>();
       __syncwarp();
@@ -211,12 +235,14 @@ struct GradientEpilogue : Epilogue<Traits> {
   __device__ __forceinline__ void finish(const Tile& tile, Products<kTokens>& products) {
     constexpr int kSteps = kTokens / kGradientTokens;
     constexpr int kMoved = kGradientTokens;  // of each half: sixteen numbers of two steps
+    const Step s{out_rows_of(tile), uniform(tile.row_tile), uniform(warp_of_group())};
     int step = 0;
     if constexpr (kSteps > 1) {
 #pragma unroll 1
       for (; step + 1 < kSteps; step += 2) {
-        differentiate_step<0>(tile, products, step);
-        differentiate_step<1>(tile, products, step + 1);
+        differentiate_step<0>(s, products, step);
+        differentiate_step<1>(s, products, step + 1);
+        if (step + 2 == kSteps) break;
 #pragma unroll
         for (int i = 0; i < kTokens / 2 - kMoved; ++i) {
           products.first[i] = products.first[i + kMoved];
@@ -224,7 +250,7 @@ struct GradientEpilogue : Epilogue<Traits> {
         }
       }
     }
-    if constexpr (kSteps % 2 != 0) differentiate_step<0>(tile, products, step);
+    if constexpr (kSteps % 2 != 0) differentiate_step<0>(s, products, step);
   }
 };
 

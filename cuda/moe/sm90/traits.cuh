@@ -103,7 +103,11 @@ struct Traits {
   static constexpr int kSlotTokensOffset = kActivatedOffset + kBoxes * kOutBytes;
   static constexpr int kSlotWeightsOffset = kSlotTokensOffset + kSlotBytes;
   static constexpr int kSumsOffset = kSlotWeightsOffset + kSlotBytes;
-  static constexpr int kSumsBytes = 4 * 4 * kGradientTokens;  // per consumer, for four warps
+  // Terms of the tokens' dots: of a warp, those of four pairs of lanes, each row for all tokens.
+  // Between rows is room, so that lanes store to different banks.
+  static constexpr int kTermRows = 4;
+  static constexpr int kTermBytes = 4 * (kGradientTokens + 8);
+  static constexpr int kSumsBytes = 4 * kTermRows * kTermBytes;  // per consumer, for four warps
   // Data that only threads access must not lie where the copy engine loads weights.
   static_assert(!kDifferentiates || (kSumsOffset >= kWeightBytes &&
                                      kSumsOffset + kConsumers * kSumsBytes <= kStageBytes));
