@@ -20,12 +20,6 @@ namespace flashmoe::moe::sm90 {
 // The step of a tile in which `up` announces that the previous tile is stored.
 inline constexpr int kAnnounceStep = 3;
 
-// Makes a warp-uniform value known to be uniform. The compiler then keeps values derived from it in
-// uniform registers, as wgmma's descriptors need.
-__device__ __forceinline__ int uniform(int value) {
-  return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
-}
-
 // A consumer thread's products of a tile of kTokens tokens: of 64 rows of each half.
 template <int kTokens>
 struct Products {

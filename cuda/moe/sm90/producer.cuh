@@ -37,22 +37,24 @@ struct TileCopies {
   uint32_t token_offset;
   const CUtensorMap* tokens;
 
+  // Whole warps call it. `rank` is known to be uniform.
   __device__ __forceinline__ TileCopies(const Params& params_, const Shared<Traits>& shared_,
                                         const Tile& tile, int rank)
       : params(params_), shared(shared_) {
-    policy = tile.reused != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
+    policy = uniform(tile.reused) != 0 ? ptx::kEvictNormal : ptx::kEvictFirst;
     expected = Traits::kKeeps ? 0 : Traits::kWeightBytes;
-    expert = tile.expert;
-    row = tile.row_tile * Traits::kRowsToTile;
-    first_slot = tile.first_slot;
-    only_half = Traits::kGathers && tile.shared != 0 ? rank : kNone;
+    expert = uniform(tile.expert);
+    row = uniform(tile.row_tile) * Traits::kRowsToTile;
+    first_slot = uniform(tile.first_slot);
+    only_half = Traits::kGathers && uniform(tile.shared) != 0 ? rank : kNone;
     if (!Traits::kGathers) {
-      expected += tile.units * kUnitTokens * kBoxRowBytes;
-      const int half_tokens = tile.units * (kUnitTokens / kCluster);
-      token_row = tile.first_slot + rank * half_tokens;
-      token_batch = params.counts != nullptr ? tile.expert : 0;
+      const int units = uniform(tile.units);
+      expected += units * kUnitTokens * kBoxRowBytes;
+      const int half_tokens = units * (kUnitTokens / kCluster);
+      token_row = first_slot + rank * half_tokens;
+      token_batch = params.counts != nullptr ? expert : 0;
       token_offset = rank * half_tokens * kBoxRowBytes;
-      tokens = &params.tokens[tile.units - 1];
+      tokens = &params.tokens[units - 1];
     }
   }
 
@@ -183,7 +185,7 @@ __device__ __forceinline__ void wait_given_back(const Shared<Traits>& shared,
 // Kernels before `up` have ended, because `up` waited for them before it let this kernel begin.
 template <class Traits>
 __device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared) {
-  const int rank = static_cast<int>(ptx::cluster_rank());
+  const int rank = uniform(static_cast<int>(ptx::cluster_rank()));
   const bool leader = threadIdx.x == 0;
   const int steps = ceil_div<Traits::kStep>(params.columns);
   const bool follows = !Traits::kGathers && params.progress != nullptr;
@@ -203,12 +205,12 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   if (follows && more) {
     step = min(steps, Traits::kStages);
     const TileCopies<Traits> copies(params, shared, tile, rank);
-    if (leader) {
+    if (ptx::elect_one()) {
 #pragma unroll 1
       for (int i = 0; i < step; ++i) copies.load_weights(i, i);
     }
     progress.wait_for(params, scheduler.needed());
-    if (leader) {
+    if (ptx::elect_one()) {
 #pragma unroll 1
       for (int i = 0; i < step; ++i) copies.load_tokens(i, i);
     }
@@ -217,13 +219,14 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
   }
   while (more) {
     const TileCopies<Traits> copies(params, shared, tile, rank);
+    pipe.stage = uniform(pipe.stage);
     if (leader) publish(shared, sent, tile);
     if (follows) progress.wait_for(params, scheduler.needed());
     const auto load_until = [&](int end) {
 #pragma unroll 1
       for (; step < end; ++step) {
         ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
-        if (leader) {
+        if (ptx::elect_one()) {
           copies.load_weights(pipe.stage, step);
           copies.load_tokens(pipe.stage, step);
         }
@@ -246,7 +249,7 @@ __device__ __forceinline__ void produce(const Params& params, const Shared<Trait
 #pragma unroll 1
       for (int behind = 0; behind < steps_behind; ++behind) {
         ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
-        if (leader) copies.load_before(pipe.stage, behind);
+        if (ptx::elect_one()) copies.load_before(pipe.stage, behind);
         __syncwarp();
         pipe.advance();
       }
@@ -273,7 +276,7 @@ template <class Traits>
 __device__ __forceinline__ void produce_runs(const Params& params, const Shared<Traits>& shared) {
   constexpr int kSteps = Traits::kKeptSteps;
   constexpr int kTellStep = kSteps - 1;  // of the last tile of a run
-  const int rank = static_cast<int>(ptx::cluster_rank());
+  const int rank = uniform(static_cast<int>(ptx::cluster_rank()));
   const bool leader = threadIdx.x == 0;
   const bool follows = params.progress != nullptr;
   if (!follows) ptx::wait_for_dependencies();
@@ -290,12 +293,13 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
       scheduler.place(run, begins, &tile);
       if (leader) publish(shared, sent, tile);
       ++sent;
+      pipe.stage = uniform(pipe.stage);
       if (begins) {
         const TileCopies<Traits> copies(params, shared, tile, rank);
 #pragma unroll 1
         for (int step = 0; step < kSteps; ++step) {
           ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
-          if (leader) copies.load_kept_weights(pipe.stage, step);
+          if (ptx::elect_one()) copies.load_kept_weights(pipe.stage, step);
           __syncwarp();
           pipe.advance();
         }
@@ -308,7 +312,7 @@ __device__ __forceinline__ void produce_runs(const Params& params, const Shared<
       for (int step = 0; step < kSteps; ++step) {
         if (last && step == kTellStep) deal.tell(number);
         ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
-        if (leader) copies.load_only_tokens(pipe.stage, step);
+        if (ptx::elect_one()) copies.load_only_tokens(pipe.stage, step);
         __syncwarp();
         pipe.advance();
       }

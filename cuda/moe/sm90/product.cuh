@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::wait_for_dependencies();
   }
 
-  const int warp = __shfl_sync(kFullWarp, thread / kThreadsPerWarp, 0);
+  const int warp = uniform(thread / kThreadsPerWarp);
   // With this form of the condition, instead of a test for 0, ptxas puts the load code first.
   // Nothing starts without that code, and after other kernels code must come from memory.
   if (warp >= 4) {
