@@ -11,6 +11,7 @@
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/proxy.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/pipeline.cuh"
@@ -69,7 +70,7 @@ struct MainLoop {
     if (warp_of_group() == 0) {
       if (lane_index() == 0) {
         ptx::tma_store_wait();
-        ptx::fence_proxy_async();
+        ptx::fence_proxy_async_global();
         ptx::add_release(params.progress + blockIdx.x * kConsumers + group, 1);
       }
       __syncwarp();
