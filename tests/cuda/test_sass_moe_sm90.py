@@ -109,6 +109,15 @@ def test_tiles_come_and_go_by_tma_and_rows_are_gathered(
             assert read == 4 * _KEPT_STEPS.get(code[1].use, 0), f"{code}: {opcodes}"
 
 
+def test_copies_have_uniform_operands(
+    instructions: dict[tuple[str, Kernel], Counter[str]],
+) -> None:
+    """ptxas makes a loop for each copy whose operands it does not know to be uniform, or that it
+    does not know to be issued by one lane."""
+    for code, opcodes in instructions.items():
+        assert opcodes["BRA.U.ANY"] == 0, f"{code}: {opcodes}"
+
+
 def test_roles_divide_the_registers(instructions: dict[tuple[str, Kernel], Counter[str]]) -> None:
     for code, opcodes in instructions.items():
         sass.check_roles_divide_the_registers(code, opcodes)
