@@ -129,7 +129,7 @@ struct MainLoop {
     const bool meets = steps + Traits::steps_behind(kTokens / kUnitTokens) + 1 < Traits::kStages;
     const auto let_lag = [&] {
       if (meets) {
-        ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+        ptx::named_barrier_sync_apart(kLagBarrier, 2 * kThreadsPerGroup);
       } else {
         ptx::named_barrier_arrive(kLagBarrier, 2 * kThreadsPerGroup);
       }
@@ -141,7 +141,7 @@ struct MainLoop {
     if (Traits::kAlternates) {
       ptx::named_barrier_sync(kTurnBarrier + group, 2 * kThreadsPerGroup);
     } else if (group == 1) {
-      ptx::named_barrier_sync(kLagBarrier, 2 * kThreadsPerGroup);
+      ptx::named_barrier_sync_apart(kLagBarrier, 2 * kThreadsPerGroup);
     }
     issue(products, true);
     if (!Traits::kAlternates) give_back();
