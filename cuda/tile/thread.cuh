@@ -20,14 +20,6 @@ __device__ __forceinline__ int warp_index() {
   return static_cast<int>(__shfl_sync(kFullWarp, threadIdx.x / kThreadsPerWarp, 0));
 }
 
-// Makes a value that is the same in all lanes known to be so. Whole warps call it. ptxas then keeps
-// what is derived from it in uniform registers, where the copy engine and wgmma take their
-// operands. Of other values it makes a loop that votes on each operand: 70 to 150 clocks a copy.
-// sm_80 and newer.
-__device__ __forceinline__ int uniform(int value) {
-  return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
-}
-
 // The same indices, read anew at each use. Kept across a main loop, they and values derived from
 // them would take registers that the accumulators need. A kernel's namespace imports these by
 // `using`.
