@@ -124,8 +124,7 @@ struct Epilogue : MainLoop<Traits> {
     }
   }
 
-  // The rows of the output that a tile's tokens have. All of it is known to be uniform: else the
-  // thread that sends takes six instructions for each register of a copy.
+  // The rows of the output that a tile's tokens have, known to be uniform: operands of copies.
   struct OutRows {
     int first_slot;
     int tokens;
