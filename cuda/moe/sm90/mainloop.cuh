@@ -69,6 +69,7 @@ struct MainLoop {
   __device__ __forceinline__ void announce() const {
     if (warp_of_group() == 0) {
       if (lane_index() == 0) {
+        // This thread sees the stores when they are written, and the release makes others see them.
         ptx::tma_store_wait();
         ptx::fence_proxy_async_global();
         ptx::add_release(params.progress + blockIdx.x * kConsumers + group, 1);

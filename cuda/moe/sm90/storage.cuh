@@ -14,7 +14,7 @@ using reread::warp_of_group;
 
 // Makes a value that is the same in all lanes known to be so. Whole warps call it. ptxas then keeps
 // what is derived from it in uniform registers, where the copy engine and wgmma take their
-// operands. Of other values it makes a loop that votes on each operand: 70 to 150 clocks a copy.
+// operands. Of other values it makes a loop for each copy.
 __device__ __forceinline__ int uniform(int value) {
   return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
 }
