@@ -104,54 +104,24 @@ __device__ __forceinline__ float dot_with_x(const CombineParams& p, int row, int
   return total;
 }
 
-// The gradients of a token's weights from their parts, by a warp. Each row has equally many lanes.
-// The first parts are loaded before the token's rows of y, so that it waits for both at once.
-class SumsOfParts {
- public:
-  __device__ __forceinline__ explicit SumsOfParts(const CombineParams& params) : p_(params) {
-    while (lanes_ * p_.routing.top_k > kThreadsPerWarp) lanes_ /= 2;
-  }
-
-  __device__ __forceinline__ void begin(const int* rows) {
-    const int k = lane_index() / lanes_;
-    row_ = k < p_.routing.top_k ? rows[k] : -1;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int part = lane_index() % lanes_ + i * lanes_;
-      ahead_[i] = row_ >= 0 && part < p_.dot_parts ? load(part) : 0.0f;
-    }
-  }
-
-  __device__ __forceinline__ void write(int64_t token) const {
+// The gradients of the routing's weights from their parts, slot by slot: parts of neighbouring
+// slots are neighbours in memory, those of a token's slots are not. Slots that do not count have no
+// pair.
+__device__ __forceinline__ void add_parts(const CombineParams& p) {
+  constexpr int kBatch = 8;  // loads in flight
+  const int64_t stride = int64_t{gridDim.x} * thread_count();
+  for (int64_t slot = int64_t{blockIdx.x} * thread_count() + thread_index(); slot < p.routing.rows;
+       slot += stride) {
+    if (p.row_tokens[slot] < 0) continue;
+    float* const to = p.dweights + p.routing.pairs[slot];
     float sum = 0.0f;
-#pragma unroll
-    for (const float part : ahead_) sum += part;
-    if (row_ >= 0) {
-      const int first = lane_index() % lanes_ + kAhead * lanes_;
-#pragma unroll 4
-      for (int part = first; part < p_.dot_parts; part += lanes_) sum += load(part);
+#pragma unroll kBatch
+    for (int part = 0; part < p.dot_parts; ++part) {
+      sum += p.dots[int64_t{part} * p.routing.rows + slot];
     }
-    for (int distance = lanes_ / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(kFullWarp, sum, distance);
-    }
-    const int k = lane_index() / lanes_;
-    if (k >= p_.routing.top_k || lane_index() % lanes_ != 0) return;
-    float* const to = p_.dweights + token * p_.routing.top_k + k;
-    *to = p_.adds != 0 ? *to + sum : sum;
+    *to = p.adds != 0 ? *to + sum : sum;
   }
-
- private:
-  static constexpr int kAhead = 2;
-
-  __device__ __forceinline__ float load(int part) const {
-    return p_.dots[int64_t{part} * p_.routing.rows + row_];
-  }
-
-  const CombineParams& p_;
-  int lanes_ = kThreadsPerWarp;  // per row
-  int row_ = -1;
-  float ahead_[kAhead] = {};
-};
+}
 
 // A thread's look-ups for a pair of a token, in two steps. A team begins each step ahead, for later
 // tokens, so that no token waits for both.
@@ -215,14 +185,14 @@ template <class Element>
 __device__ __forceinline__ void combine_token(const CombineParams& params, int64_t token,
                                               int thread, const int* rows, const float* weights) {
   const int top_k = params.routing.top_k;
-  const bool sums_parts =
-      params.weight_on_input == 0 && params.dweights != nullptr && thread < kThreadsPerWarp;
-  SumsOfParts parts(params);
-  if (sums_parts) parts.begin(rows);
   add_rows<Element>(params, token, thread, rows, weights);
-  if (sums_parts) parts.write(token);
-  if (params.weight_on_input == 0) return;
-  if (params.dweights == nullptr && params.dots == nullptr) return;
+  if (params.dweights == nullptr && (params.weight_on_input == 0 || params.dots == nullptr)) return;
+  if (params.weight_on_input == 0) {
+    // add_parts has no slot for these pairs.
+    const bool is_empty = thread < top_k && rows[thread] < 0;
+    if (is_empty && params.adds == 0) params.dweights[token * top_k + thread] = 0.0f;
+    return;
+  }
   const int warps = params.team_threads / kThreadsPerWarp;
   for (int k = thread / kThreadsPerWarp; k < top_k; k += warps) {
     const int row = rows[k];
@@ -253,6 +223,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     next.go_on(token);
     next.begin(token + stride);
   }
+  if (params.weight_on_input == 0 && params.dweights != nullptr) add_parts(params);
   for (int place = 0; token < tokens; token += stride, place ^= 1) {
     if (looks) {
       next.end(token, &rows[team][place][thread], &weights[team][place][thread]);
