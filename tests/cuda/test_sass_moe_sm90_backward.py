@@ -13,8 +13,8 @@ import sass
 _FUNCTION = re.compile(
     r"moe13sm90_backward22weight_gradient_kernelI\w*?TraitsI(6__half|13__nv_bfloat16)E"
 )
-_WIDTH = 256  # columns of a tile
-_SLICES = 2  # of 16 rows, of a step
+_WIDTHS = (192, 128)  # columns of a tile
+_PRODUCTS = 2 * 2  # of a step: its slices of 16 rows, and parts of 64 rows of the gradient
 
 
 def _dtype_of(function: str) -> str | None:
@@ -38,8 +38,10 @@ def test_every_kernel_is_there_for_its_architecture_alone(
 def test_products_are_wgmma(instructions: dict[tuple[str, str], Counter[str]]) -> None:
     for code, opcodes in instructions.items():
         # Products of a tile's first step, and of the others.
-        assert sass.check_wgmma(code, opcodes, code[1]) == {_WIDTH: 2 * _SLICES}, code
-        assert opcodes["WARPGROUP.ARRIVE"] == 2, f"{code}: products are serialised"
+        widths = sass.check_wgmma(code, opcodes, code[1])
+        assert widths == dict.fromkeys(_WIDTHS, 2 * _PRODUCTS), code
+        steps = 2 * len(_WIDTHS)
+        assert opcodes["WARPGROUP.ARRIVE"] == steps, f"{code}: products are serialised"
 
 
 def test_operands_come_by_tma_or_are_gathered(
@@ -49,6 +51,15 @@ def test_operands_come_by_tma_or_are_gathered(
         assert any("MULTICAST" in name for name in opcodes if name.startswith("UTMALDG")), code
         copies = [name for name in opcodes if name.startswith("LDGSTS")]
         assert copies and all("128" in name for name in copies), f"{code}: {copies}"
+
+
+def test_copies_have_uniform_operands(
+    instructions: dict[tuple[str, str], Counter[str]],
+) -> None:
+    """ptxas makes a loop for each copy whose operands it does not know to be uniform, or that it
+    does not know to be issued by one lane. Eight copies a step then take as long as its products."""
+    for code, opcodes in instructions.items():
+        assert opcodes["BRA.U.ANY"] == 0, f"{code}: {opcodes}"
 
 
 def test_roles_divide_the_registers(instructions: dict[tuple[str, str], Counter[str]]) -> None:

@@ -73,6 +73,8 @@ PRODUCTS = {
     "turned-dw": ProductCase(520, 264, turned_dw=True),
     "counts": ProductCase(136, 264, counted=True),
     "counts-turned": ProductCase(136, 264, counted=True, turned=True, turned_dw=True),
+    "odd-tiles": ProductCase(448, 776),
+    "odd-tiles-turned": ProductCase(776, 448, turned_dw=True),
     "no-rows": ProductCase(64, 64, sizes=(0, 0, 0)),
     "one-expert": ProductCase(256, 128, sizes=(2000,), gap=0),
     "many-tiles": ProductCase(1024, 768, sizes=(0, 700, 3, 1200, 64), gap=0),

@@ -3,6 +3,7 @@
 
 #include "cuda/moe/sm90/params.h"
 #include "cuda/moe/sm90/traits.cuh"
+#include "cuda/moe/uniform.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/tile/thread.cuh"
 
@@ -11,13 +12,6 @@ namespace flashmoe::moe::sm90 {
 using reread::lane_index;
 using reread::thread_index;
 using reread::warp_of_group;
-
-// Makes a value that is the same in all lanes known to be so. Whole warps call it. ptxas then keeps
-// what is derived from it in uniform registers, where the copy engine and wgmma take their
-// operands. Of other values it makes a loop for each copy.
-__device__ __forceinline__ int uniform(int value) {
-  return static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(value)));
-}
 
 inline constexpr int kNone = -1;
 // Named barriers: one per consumer, and one for its turn; or for the second one to begin.

@@ -27,7 +27,7 @@ constexpr int64_t kMaxItems = int64_t{1} << 30;
 constexpr int64_t kMaxColumns = int64_t{1} << 30;  // column + tile fits in int32
 // Average rows per expert from which on blocks share gathered rows. In tiles of few steps sharing
 // is slower (docs/lab/moe_backward_sm90.md).
-constexpr int64_t kLeastSharedRows = 512;
+constexpr int64_t kLeastSharedRows = 256;
 
 const Entry* find_entry(Dtype dtype) {
   for (const Entry* entry : kEntries) {
@@ -36,32 +36,60 @@ const Entry* find_entry(Dtype dtype) {
   return nullptr;
 }
 
-// Whether the left operand's columns are the kernel's rows. The gathered operand comes first;
-// otherwise the one that makes columns contiguous.
-bool left_first(const Gradient& g) {
-  if (g.left.by_token || g.right.by_token) return g.left.by_token;
-  return g.out.column_stride == 1;
+// How columns of the gradient are cut into tiles: as few as can be, the last ones narrower by a
+// box.
+struct Columns {
+  int64_t tiles;
+  int64_t wide;
+};
+
+Columns columns_of(int64_t n, const Entry& entry) {
+  const int64_t boxes = ceil_div(n, kBoxColumns);
+  const int64_t most = entry.tile_n / kBoxColumns;
+  const int64_t tiles = ceil_div(boxes, most);
+  const int64_t narrow = most * tiles - boxes;
+  return {tiles, std::max<int64_t>(tiles - narrow, 0)};
+}
+
+// Whether the left operand is the kernel's `a`, so that the gradient is not turned round. The
+// gathered operand is `b`. Otherwise that is decided by the time of all tiles, and by what it costs
+// to store a gradient turned round (docs/lab/moe_backward_sm90.md).
+bool left_is_a(const Gradient& g, const Entry& entry) {
+  constexpr double kTurned = 1.03;
+  constexpr double kNarrow = 0.88;  // of the time of a wide tile
+  if (g.left.by_token || g.right.by_token) return g.right.by_token;
+  const auto time = [&](int64_t m, int64_t n, bool turned) {
+    const Columns columns = columns_of(n, entry);
+    const double wide = static_cast<double>(columns.wide) +
+                        static_cast<double>(columns.tiles - columns.wide) * kNarrow;
+    return static_cast<double>(ceil_div(m, entry.tile_m)) * wide * (turned ? kTurned : 1.0);
+  };
+  const bool by_columns = g.out.column_stride == 1;
+  return time(g.m, g.n, !by_columns) <= time(g.n, g.m, by_columns);
 }
 
 struct Extents {
   int64_t m;
   int64_t n;
-  int64_t m_tiles;  // tiles of blocks
-  int64_t shared_n_tiles;
+  Columns columns;
+  int64_t shared_m_tiles;
   int64_t tiles;  // per expert: tiles of clusters
 };
 
 Extents extents_of(const Gradient& g, const Entry& entry) {
   Extents extents;
-  extents.m = left_first(g) ? g.m : g.n;
-  extents.n = left_first(g) ? g.n : g.m;
-  extents.m_tiles = ceil_div(extents.m, entry.tile_m);
-  const int64_t n_tiles = ceil_div(extents.n, entry.tile_n);
+  const bool is_a = left_is_a(g, entry);
+  extents.m = is_a ? g.m : g.n;
+  extents.n = is_a ? g.n : g.m;
+  extents.columns = columns_of(extents.n, entry);
+  const int64_t n_tiles = extents.columns.tiles;
+  const int64_t m_tiles = ceil_div(extents.m, entry.tile_m);
   const bool gathers = g.left.by_token || g.right.by_token;
-  const bool shares = gathers && g.rows >= kLeastSharedRows * g.experts;
-  extents.shared_n_tiles = shares ? n_tiles / kCluster * kCluster : 0;
-  extents.tiles = extents.m_tiles * (extents.shared_n_tiles / kCluster) +
-                  ceil_div(extents.m_tiles, kCluster) * (n_tiles - extents.shared_n_tiles);
+  // Contiguous rows of `b` are shared where sharing `a` would leave a block without a tile.
+  const bool shares_b = gathers ? g.rows >= kLeastSharedRows * g.experts : n_tiles % kCluster != 0;
+  extents.shared_m_tiles = shares_b ? m_tiles / kCluster * kCluster : 0;
+  extents.tiles = n_tiles * (extents.shared_m_tiles / kCluster) +
+                  ceil_div(n_tiles, kCluster) * (m_tiles - extents.shared_m_tiles);
   return extents;
 }
 
@@ -72,7 +100,7 @@ flashmoe_status check_operand(const Gradient& g, const Operand& operand, const R
                           reason);
 }
 
-bool encode(const Gradient& g, const Operand& operand, int64_t columns, int step,
+bool encode(const Gradient& g, const Operand& operand, int64_t columns, int box_rows,
             CUtensorMap* map) {
   // Nothing is read without rows, but the driver refuses an empty map.
   const void* const data = g.rows > 0 ? operand.rows.data : g.out.data;
@@ -81,7 +109,7 @@ bool encode(const Gradient& g, const Operand& operand, int64_t columns, int step
                     {4,
                      {columns, g.rows, batches, 1},
                      {1, operand.rows.row_stride, operand.rows.expert_stride, 0},
-                     {kBoxColumns, step, 1, 1}});
+                     {kBoxColumns, box_rows, 1, 1}});
 }
 
 // The same for rows that are gathered one by one.
@@ -115,23 +143,24 @@ bool encode_boxes(const Gradient& g, CUtensorMap* map) {
 // Returns false if the driver refuses a map.
 bool fill_job(const Gradient& g, const Entry& entry, Job* job) {
   const Extents extents = extents_of(g, entry);
-  const bool swaps = !left_first(g);
-  const Operand& first = swaps ? g.right : g.left;
-  const Operand& second = swaps ? g.left : g.right;
-  if (!encode(g, second, extents.n, entry.step, &job->second) ||
-      !(first.by_token ? encode_rows(g, first, extents.m, &job->first)
-                       : encode(g, first, extents.m, entry.step, &job->first)) ||
+  const bool swaps = !left_is_a(g, entry);
+  const Operand& a = swaps ? g.right : g.left;
+  const Operand& b = swaps ? g.left : g.right;
+  if (!encode(g, a, extents.m, entry.step, &job->a) ||
+      !(b.by_token ? encode_rows(g, b, extents.n, &job->b)
+                   : encode(g, b, extents.n, entry.step / kCluster, &job->b)) ||
       (leaves_in_boxes(g) && !encode_boxes(g, &job->boxes))) {
     return false;
   }
-  if (first.by_token) {
-    job->x = static_cast<const uint16_t*>(first.rows.data);
-    job->x_row_chunks = static_cast<uint32_t>(first.rows.row_stride / 8);
+  if (b.by_token) {
+    job->x = static_cast<const uint16_t*>(b.rows.data);
+    job->x_row_chunks = static_cast<uint32_t>(b.rows.row_stride / 8);
   }
   job->m = static_cast<int32_t>(extents.m);
   job->n = static_cast<int32_t>(extents.n);
-  job->m_tiles = static_cast<int32_t>(extents.m_tiles);
-  job->shared_n_tiles = static_cast<int32_t>(extents.shared_n_tiles);
+  job->n_tiles = static_cast<int32_t>(extents.columns.tiles);
+  job->wide_n_tiles = static_cast<int32_t>(extents.columns.wide);
+  job->shared_m_tiles = static_cast<int32_t>(extents.shared_m_tiles);
   job->tiles = static_cast<int32_t>(extents.tiles);
   job->out = g.out.data;
   job->expert_stride = g.out.expert_stride;

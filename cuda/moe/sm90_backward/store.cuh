@@ -5,10 +5,11 @@
 #include "cuda/moe/sm90_backward/params.h"
 #include "cuda/moe/sm90_backward/traits.cuh"
 #include "cuda/numeric/dtype.cuh"
-#include "cuda/ptx/movmatrix.cuh"
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/thread.cuh"
 
 namespace flashmoe::moe::sm90_backward {
@@ -17,186 +18,139 @@ using reread::lane_index;
 using reread::thread_index;
 using reread::warp_of_group;
 
-// Transposes a 4 x 4 matrix of words. Each of four neighbouring lanes has a row.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
-  const int lane = lane_index();
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (lane & bit) != 0;
-#pragma unroll
-    for (int low = 0; low < 4; ++low) {
-      if ((low & bit) != 0) continue;
-      const int high = low + bit;
-      const uint32_t given = upper ? words[low] : words[high];
-      const uint32_t got = __shfl_xor_sync(kFullWarp, given, bit);
-      words[low] = upper ? got : words[low];
-      words[high] = upper ? words[high] : got;
-    }
-  }
-}
-
-// Stores 64 rows by 2 kSums columns of a tile, from (m, n) on. Extents are multiples of 8, so a
-// block of 8 by 8 elements lies within them or beyond. A thread's sums[4 j + e] is row 16 w + g + 8
-// (e / 2) and column 8 j + 2 t + e % 2, with its warp w, g = lane / 4 and t = lane % 4.
-template <class Element, int kSums>
-struct TileStore {
-  using Numeric = numeric::ElementTraits<Element>;
-  static constexpr int kBlocks = kSums / 4;  // blocks of 8 columns
-  static constexpr int kBatch = 8;           // blocks whose loads are in flight together
+// Stores 64 rows by kColumns columns of a tile, from (m, n) on, that the copy engine cannot: fp32,
+// or accumulated. All threads of a consumer call it. They leave 64 columns at a time in `buffer`,
+// line by line of the gradient's contiguous dimension, and then handle pieces of 16 bytes of these
+// lines. Extents are multiples of 8, so a piece lies within them or beyond. A thread's sums[4 j +
+// e] is row 16 w + g + 8 (e / 2) and column 8 j + 2 t + e % 2, with its warp w, g = lane / 4 and t
+// = lane % 4.
+template <class Traits, int kColumns>
+struct LineStore {
+  using Numeric = numeric::ElementTraits<typename Traits::Element>;
+  static constexpr int kSums = kColumns / 2;
+  static constexpr int kLines = 64;
+  static constexpr int kBlocks = kLines / 8;  // of 8 columns
+  static constexpr int kBatch = 2;            // pieces whose loads are in flight together
+  static constexpr uint32_t kLineBytes = 68 * sizeof(float);  // at most two lanes to a bank
+  static_assert(kLines * kLineBytes <= Traits::kOutBoxes * Traits::kOutBoxBytes);
 
   const Job& job;
   int expert;
   int m;
   int n;
+  uint32_t buffer;
+  int barrier;
 
-  __device__ __forceinline__ int64_t place(int row, int column) const {
-    return expert * job.expert_stride + row * job.m_stride + column * job.n_stride;
-  }
-  template <class T>
-  __device__ __forceinline__ T* at(int row, int column) const {
-    return static_cast<T*>(job.out) + place(row, column);
-  }
-
-  __device__ __forceinline__ void run(float (&sums)[kSums]) const {
-    const int row = m + warp_of_group() * 16;
-    const bool has[2] = {row < job.m, row + 8 < job.m};
-    if (!has[0]) return;
-    if (job.is_fp32 != 0) {
-      if (job.n_stride == 1) {
-        store_pairs(sums, row, has);
+  __device__ __forceinline__ void run(const float (&sums)[kSums]) const {
+    // The engine may read boxes of a tile before from the buffer.
+    if (thread_index() % kThreadsPerGroup == 0) ptx::tma_store_wait_read();
+#pragma unroll
+    for (int first = 0; first < kColumns; first += kLines) {
+      ptx::named_barrier_sync(barrier, kThreadsPerGroup);
+      if (turned()) {
+        leave<true>(sums, first / 8);
       } else {
-        store_each(sums, row, has);
+        leave<false>(sums, first / 8);
       }
-      return;
-    }
-    if (job.accumulate != 0) add_old(sums, row, has);
-    if (job.n_stride == 1) {
-      store_rows(sums, row, has);
-    } else {
-      store_columns(sums, row, has);
+      ptx::named_barrier_sync(barrier, kThreadsPerGroup);
+      if (job.is_fp32 != 0) {
+        write<float>(n + first);
+      } else {
+        write<uint16_t>(n + first);
+      }
     }
   }
 
-  // For fp32 with contiguous columns.
-  __device__ __forceinline__ void store_pairs(const float (&sums)[kSums], int row,
-                                              const bool (&has)[2]) const {
+ private:
+  // Whether columns are lines.
+  __device__ __forceinline__ bool turned() const { return job.n_stride != 1; }
+
+  // Leaves 64 columns, from a block of 8 on.
+  template <bool kTurned>
+  __device__ __forceinline__ void leave(const float (&sums)[kSums], int first_block) const {
+    constexpr uint32_t kRowBytes = kTurned ? sizeof(float) : kLineBytes;
+    constexpr uint32_t kColumnBytes = kTurned ? kLineBytes : sizeof(float);
     const int lane = lane_index();
+    const int row = warp_of_group() * 16 + lane / 4;
+    const int column = lane % 4 * 2;
+    const uint32_t own = buffer + row * kRowBytes + column * kColumnBytes;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!has[half]) continue;
-      float* const to = at<float>(row + 8 * half + lane / 4, n + lane % 4 * 2);
+    for (int i = 0; i < 4 * kBlocks; ++i) {
+      const uint32_t to = own + i % 4 / 2 * 8 * kRowBytes + (i / 4 * 8 + i % 2) * kColumnBytes;
+      ptx::store_shared(to, sums[4 * first_block + i]);
+    }
+  }
+
+  // Writes the lines that were left, or adds them to the gradient.
+  template <class T>
+  __device__ __forceinline__ void write(int first_column) const {
+    constexpr int kPiece = 16 / sizeof(T);
+    constexpr int kPieces = kLines / kPiece;  // of a line
+    constexpr int kLinesApart = kThreadsPerGroup / kPieces;
+    const int thread = thread_index() % kThreadsPerGroup;
+    const int at = thread % kPieces * kPiece;
+    const int first_line = thread / kPieces;
+    const int lines = turned() ? job.n - first_column : job.m - m;
+    if (at >= (turned() ? job.m - m : job.n - first_column)) return;
+    const int64_t stride = turned() ? job.n_stride : job.m_stride;
+    T* to = static_cast<T*>(job.out) + expert * job.expert_stride + m * job.m_stride +
+            first_column * job.n_stride + first_line * stride + at;
+    uint32_t from = buffer + first_line * kLineBytes + at * sizeof(float);
+#pragma unroll 1
+    for (int line = first_line; line < kLines; line += kBatch * kLinesApart) {
+      uint4 held[kBatch] = {};
 #pragma unroll
-      for (int first = 0; first < kBlocks; first += kBatch) {
-        float2 old[kBatch] = {};
-        if (job.accumulate != 0) {
+      for (int i = 0; i < kBatch; ++i) {
+        const bool adds = job.accumulate != 0 && line + i * kLinesApart < lines;
+        if (adds) held[i] = *reinterpret_cast<const uint4*>(to + i * kLinesApart * stride);
+      }
 #pragma unroll
-          for (int j = 0; j < kBatch; ++j) {
-            const bool inside = n + 8 * (first + j) < job.n;
-            if (inside) old[j] = *reinterpret_cast<const float2*>(to + 8 * (first + j));
-          }
+      for (int i = 0; i < kBatch; ++i) {
+        const float4 low = ptx::load_shared_float4(from + i * kLinesApart * kLineBytes);
+        uint4 piece = {};
+        if constexpr (sizeof(T) == sizeof(float)) {
+          piece = added(held[i], low);
+        } else {
+          piece = added(held[i], low,
+                        ptx::load_shared_float4(from + i * kLinesApart * kLineBytes + 16));
         }
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const int at_sum = 4 * (first + j) + 2 * half;
-          if (n + 8 * (first + j) < job.n) {
-            *reinterpret_cast<float2*>(to + 8 * (first + j)) =
-                float2{sums[at_sum] + old[j].x, sums[at_sum + 1] + old[j].y};
-          }
-        }
-      }
-    }
-  }
-
-  // For fp32 with contiguous rows: eight lanes have consecutive elements of a column.
-  __device__ __forceinline__ void store_each(const float (&sums)[kSums], int row,
-                                             const bool (&has)[2]) const {
-    const int lane = lane_index();
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      if (n + 8 * j >= job.n) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (!has[e / 2]) continue;
-        float* const to = at<float>(row + 8 * (e / 2) + lane / 4, n + 8 * j + lane % 4 * 2 + e % 2);
-        *to = job.accumulate != 0 ? *to + sums[4 * j + e] : sums[4 * j + e];
-      }
-    }
-  }
-
-  // Adds the old values of a 16-bit gradient.
-  __device__ __forceinline__ void add_old(float (&sums)[kSums], int row,
-                                          const bool (&has)[2]) const {
-    const int lane = lane_index();
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      if (n + 8 * j >= job.n) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (!has[e / 2]) continue;
-        sums[4 * j + e] += Numeric::to_float(
-            *at<uint16_t>(row + 8 * (e / 2) + lane / 4, n + 8 * j + lane % 4 * 2 + e % 2));
-      }
-    }
-  }
-
-  // For 16 bits with contiguous columns: a lane gathers 8 elements of a row, and four lanes have
-  // neighbouring ones.
-  __device__ __forceinline__ void store_rows(const float (&sums)[kSums], int row,
-                                             const bool (&has)[2]) const {
-    const int lane = lane_index();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!has[half]) continue;
-      uint16_t* const to = at<uint16_t>(row + 8 * half + lane / 4, n + lane % 4 * 8);
-#pragma unroll
-      for (int j = 0; j < kBlocks; j += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int at_sum = 4 * (j + i) + 2 * half;
-          words[i] = Numeric::pack(sums[at_sum], sums[at_sum + 1]);
-        }
-        transpose_quad(words);
-        if (n + 8 * (j + lane % 4) < job.n) {
-          *reinterpret_cast<uint4*>(to + 8 * j) =
-              make_uint4(words[0], words[1], words[2], words[3]);
+        if (line + i * kLinesApart < lines) {
+          *reinterpret_cast<uint4*>(to + i * kLinesApart * stride) = piece;
         }
       }
+      to += kBatch * kLinesApart * stride;
+      from += kBatch * kLinesApart * kLineBytes;
     }
   }
 
-  // For 16 bits with contiguous rows: a lane gathers 8 elements of a column.
-  __device__ __forceinline__ void store_columns(const float (&sums)[kSums], int row,
-                                                const bool (&has)[2]) const {
-    const int lane = lane_index();
-    const int half = lane % 2;  // half of the rows that this lane gathers
-    const int column = n + lane % 4 / 2 * 8 + lane / 4;
-    const bool mine = half == 0 ? has[0] : has[1];
-    uint16_t* const to = at<uint16_t>(row + 8 * half, column);
-#pragma unroll
-    for (int j = 0; j < kBlocks; j += 2) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at_sum = 4 * (j + i / 2) + 2 * (i % 2);
-        words[i] = ptx::transpose_8x8(Numeric::pack(sums[at_sum], sums[at_sum + 1]));
-      }
-      transpose_quad(words);
-      if (mine && n + 8 * (j + lane % 4 / 2) < job.n) {
-        *reinterpret_cast<uint4*>(to + int64_t{8 * j} * job.n_stride) =
-            make_uint4(words[0], words[1], words[2], words[3]);
-      }
-    }
+  __device__ __forceinline__ float added(float held, float sum) const {
+    return job.accumulate != 0 ? held + sum : sum;
+  }
+  __device__ __forceinline__ uint4 added(const uint4& held, const float4& sum) const {
+    return make_uint4(__float_as_uint(added(__uint_as_float(held.x), sum.x)),
+                      __float_as_uint(added(__uint_as_float(held.y), sum.y)),
+                      __float_as_uint(added(__uint_as_float(held.z), sum.z)),
+                      __float_as_uint(added(__uint_as_float(held.w), sum.w)));
+  }
+  __device__ __forceinline__ uint32_t added(uint32_t held, float low, float high) const {
+    const float2 pair = Numeric::unpack(held);
+    return Numeric::pack(added(pair.x, low), added(pair.y, high));
+  }
+  __device__ __forceinline__ uint4 added(const uint4& held, const float4& low,
+                                         const float4& high) const {
+    return make_uint4(added(held.x, low.x, low.y), added(held.y, low.z, low.w),
+                      added(held.z, high.x, high.y), added(held.w, high.z, high.w));
   }
 };
 
 // Writes 16-bit gradients as boxes of 64 by 64 in shared memory. The copy engine stores them from
 // there, clipped to the gradient's extents. All threads of a consumer call it.
-template <class Traits>
+template <class Traits, int kColumns>
 struct BoxStore {
   using Numeric = numeric::ElementTraits<typename Traits::Element>;
-  static constexpr int kSums = Traits::kTileN / 2;
+  static constexpr int kSums = kColumns / 2;
   static constexpr int kBox = Traits::kOutBox;
+  static constexpr int kBoxes = kColumns / kBox;
   static constexpr int kRowBytes = kBox * 2;
   static constexpr int kPairs = kBox / 16;  // pairs of blocks of 8 columns: one stmatrix each
 
@@ -211,7 +165,7 @@ struct BoxStore {
     return thread_index() % kThreadsPerGroup == 0;
   }
 
-  __device__ __forceinline__ void run(const float (&sums)[kSums]) const {
+  __device__ __forceinline__ void run(float (&sums)[kSums]) const {
     if (job.n_stride == 1) {
       store<false>(sums);
     } else {
@@ -219,16 +173,11 @@ struct BoxStore {
     }
   }
 
-  // Call it before the kernel ends.
-  static __device__ __forceinline__ void finish() {
-    if (is_leader()) ptx::tma_store_wait();
-    __syncwarp();
-  }
-
  private:
   // kTurned: m is the contiguous dimension.
   template <bool kTurned>
-  __device__ __forceinline__ void store(const float (&sums)[kSums]) const {
+  __device__ __forceinline__ void store(float (&sums)[kSums]) const {
+    ptx::pin(sums);
     const int lane = lane_index();
     const int warp = warp_of_group();
     const int matrix_row = lane % 8;
@@ -238,37 +187,34 @@ struct BoxStore {
     const uint32_t own_rows = warp * 16 + lane / 8 % 2 * 8 + matrix_row;
     const uint32_t turned =
         (lane / 16 * 8 + matrix_row) * kRowBytes + (((2 * warp + lane / 8 % 2) ^ matrix_row) * 16);
+    if (is_leader()) ptx::tma_store_wait_read();
+    ptx::named_barrier_sync(barrier, kThreadsPerGroup);
 #pragma unroll
-    for (int part = 0; part < Traits::kTileN / (Traits::kOutBoxes * kBox); ++part) {
-      if (is_leader()) ptx::tma_store_wait_read();
-      ptx::named_barrier_sync(barrier, kThreadsPerGroup);
+    for (int box = 0; box < kBoxes; ++box) {
+      const uint32_t to = buffer + box * Traits::kOutBoxBytes;
 #pragma unroll
-      for (int box = 0; box < Traits::kOutBoxes; ++box) {
-        const uint32_t to = buffer + box * Traits::kOutBoxBytes;
+      for (int i = 0; i < kPairs; ++i) {
+        const int first = 4 * (box * (kBox / 8) + 2 * i);
+        uint32_t packed[4];
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          const int first = 4 * ((part * Traits::kOutBoxes + box) * (kBox / 8) + 2 * i);
-          uint32_t packed[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            packed[j] = Numeric::pack(sums[first + 2 * j], sums[first + 2 * j + 1]);
-          }
-          if constexpr (kTurned) {
-            ptx::stmatrix_x4_trans(to + turned + i * 16 * kRowBytes, packed[0], packed[1],
-                                   packed[2], packed[3]);
-          } else {
-            const uint32_t chunk = 2 * i + lane / 16;
-            ptx::stmatrix_x4(to + own_rows * kRowBytes + (chunk ^ matrix_row) * 16, packed[0],
-                             packed[1], packed[2], packed[3]);
-          }
+        for (int j = 0; j < 4; ++j) {
+          packed[j] = Numeric::pack(sums[first + 2 * j], sums[first + 2 * j + 1]);
+        }
+        if constexpr (kTurned) {
+          ptx::stmatrix_x4_trans(to + turned + i * 16 * kRowBytes, packed[0], packed[1], packed[2],
+                                 packed[3]);
+        } else {
+          const uint32_t chunk = 2 * i + lane / 16;
+          ptx::stmatrix_x4(to + own_rows * kRowBytes + (chunk ^ matrix_row) * 16, packed[0],
+                           packed[1], packed[2], packed[3]);
         }
       }
-      ptx::named_barrier_sync(barrier, kThreadsPerGroup);
-      if (is_leader()) {
-        ptx::fence_proxy_async_shared();  // once, for the stores of all threads
-        send<kTurned>(n + part * Traits::kOutBoxes * kBox);
-        ptx::tma_store_commit();
-      }
+    }
+    ptx::named_barrier_sync(barrier, kThreadsPerGroup);
+    if (is_leader()) {
+      ptx::fence_proxy_async_shared();  // once, for the stores of all threads
+      send<kTurned>(n);
+      ptx::tma_store_commit();
     }
   }
 
@@ -276,7 +222,7 @@ struct BoxStore {
   __device__ __forceinline__ void send(int column) const {
     if (m >= job.m) return;
 #pragma unroll
-    for (int box = 0; box < Traits::kOutBoxes; ++box, column += kBox) {
+    for (int box = 0; box < kBoxes; ++box, column += kBox) {
       if (column >= job.n) return;
       ptx::tma_store(&job.boxes, buffer + box * Traits::kOutBoxBytes, kTurned ? m : column,
                      kTurned ? column : m, expert, 0);

@@ -11,7 +11,7 @@ template <class Element_>
 struct Traits {
   using Element = Element_;
   static constexpr int kStep = 32;   // rows of an expert per step of the main loop
-  static constexpr int kStages = 8;  // steps in shared memory
+  static constexpr int kStages = 6;  // steps in shared memory
   static constexpr int kLag = 2;     // steps by which the second consumer lags behind the first
   static_assert(kLag + 1 < kStages && kStep == kThreadsPerWarp);
 
@@ -23,20 +23,28 @@ struct Traits {
   static constexpr int kConsumerRegisters = 224;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 168 * (1 + kConsumers));
 
-  static constexpr int kConsumerM = 64;  // the M of wgmma
+  static constexpr int kPartM = 64;  // the M of wgmma
+  static constexpr int kParts = 2;   // of a consumer
+  static constexpr int kConsumerM = kParts * kPartM;
   static constexpr int kTileM = kConsumers * kConsumerM;
-  static constexpr int kTileN = 256;
-  // A stage: for each 64 columns of the first operand, then of the second, [kStep rows][64].
+  static constexpr int kTileN = 192;        // of most tiles
+  static constexpr int kNarrowTileN = 128;  // of the last ones, so that less is beyond the gradient
+  // A stage: for each 64 columns of `a`, then of `b`, [kStep rows][64].
   static constexpr int kBoxBytes = kStep * kBoxColumns * 2;
-  static constexpr int kFirstBytes = kTileM / kBoxColumns * kBoxBytes;
-  static constexpr int kSecondBytes = kTileN / kBoxColumns * kBoxBytes;
-  static constexpr int kStageBytes = kFirstBytes + kSecondBytes;
-  static constexpr int kHalfBoxes = kTileN / kBoxColumns / kCluster;  // a block copies, for both
+  static constexpr int kABoxes = kTileM / kBoxColumns;
+  static constexpr int kBBoxes = kTileN / kBoxColumns;
+  static constexpr int kNarrowBBoxes = kNarrowTileN / kBoxColumns;
+  static_assert(kNarrowBBoxes == kBBoxes - 1);
+  static constexpr int kABytes = kABoxes * kBoxBytes;
+  static constexpr int kStageBytes = kABytes + kBBoxes * kBoxBytes;
+  // What a block copies for both of its cluster: half of the columns of `a`, or of the rows of `b`.
+  static constexpr int kHalfABoxes = kABoxes / kCluster;
+  static constexpr int kHalfBRows = kStep / kCluster;
 
-  // A 16-bit gradient is stored in boxes of 64 by 64, two at a time per consumer.
+  // A 16-bit gradient is stored in boxes of 64 by 64: those of a part, for each consumer.
   static constexpr int kOutBox = 64;
   static constexpr int kOutBoxBytes = kOutBox * kOutBox * 2;
-  static constexpr int kOutBoxes = 2;
+  static constexpr int kOutBoxes = kTileN / kOutBox;
 
   static constexpr int kOutOffset = kStages * kStageBytes;
   static constexpr int kBarriersOffset = kOutOffset + kConsumers * kOutBoxes * kOutBoxBytes;

@@ -1,19 +1,20 @@
 // The gradient of experts' weights on sm_90, warp-specialised and persistent.
 //
-//   dw[e]    [m, n] = sum over the rows r of expert e of first[r, m] second[r, n]
+//   dw[e]    [m, n] = sum over the rows r of expert e of a[r, m] b[r, n]
 //
 // Both operands are stored row by row. Products sum over rows, and both operands' columns are
-// contiguous: wgmma takes both MN-major, as they are. A tile is 128 by 256 elements of one expert's
-// gradient. Each of two consumer warpgroups has 64 rows of it, 128 accumulators per thread. The
+// contiguous: wgmma takes both MN-major, as they are. A tile is 256 by 192 elements of one expert's
+// gradient. Each of two consumer warpgroups has 128 rows of it, 192 accumulators per thread. The
 // second one begins a tile some steps later than the first, so that one's products overlap the
 // other's stores.
 //
-// Blocks come in clusters of two with neighbouring rows of the gradient and the same columns. Each
-// copies one half of the second operand for both, by TMA, and its own first operand. The first
-// operand comes by TMA, too; or, if rows of tokens are gathered, three warps copy it row by row
-// with cp.async. If rows are gathered and an expert has enough of them, the blocks of a cluster
-// instead have the same rows of the gradient and neighbouring columns, if there are: each gathers
-// half of the tokens for both, by TMA, and copies its own columns of the second operand.
+// Blocks come in clusters of two with neighbouring columns of the gradient and the same rows. Each
+// copies one half of `a` for both, by TMA, and its own `b`. `b` comes by TMA, too; or, if rows of
+// tokens are gathered, three warps copy it row by row with cp.async. If rows are gathered and an
+// expert has enough of them, the blocks of a cluster instead have the same columns of the gradient
+// and neighbouring rows, if there are: each gathers half of the tokens for both, by TMA, and copies
+// its own columns of `a`. So it is, too, where an odd number of tiles of columns would leave a
+// block without one.
 //
 // An expert's rows may end within a step, where the next expert's follow. Those are zeroed in
 // shared memory, in both operands, because they may hold NaN or infinities. An expert without rows
@@ -25,13 +26,14 @@
 // One thread computes all products of an element, in the order of rows: bits are the same on every
 // run, whichever cluster computes it.
 //
-// Shared memory: eight stages of 24 KiB, and two boxes of the output per consumer. Registers: 224
-// per consumer thread, 128 of them sums.
+// Shared memory: six stages of 28 KiB, and three boxes of the output per consumer. Registers: 224
+// per consumer thread, 192 of them sums.
 #pragma once
 
 #include "cuda/moe/sm90_backward/params.h"
 #include "cuda/moe/sm90_backward/store.cuh"
 #include "cuda/moe/sm90_backward/traits.cuh"
+#include "cuda/moe/uniform.cuh"
 #include "cuda/numeric/dtype.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/cp_async.cuh"
@@ -54,8 +56,8 @@ inline constexpr int kGroupBarrier = 2;  // one per consumer
 
 // How many steps before the end of a tile the next one is taken, and both blocks are told. A tile
 // taken earlier than necessary is not available to clusters that could begin it sooner.
-inline constexpr int kTakeSteps = 12;
-inline constexpr int kTellSteps = 6;
+inline constexpr int kTakeSteps = 8;
+inline constexpr int kTellSteps = 4;
 
 inline constexpr int32_t kNoTile = -1;
 
@@ -76,7 +78,8 @@ struct Tile {
   int rows;
   int m;  // first row of this block
   int n;
-  bool shares_first;  // shares rows of m with the other block of the cluster, else columns of n
+  int b_boxes;    // its width
+  bool shares_b;  // with the other block of the cluster; otherwise they share `a`
 
   __device__ __forceinline__ bool is_none() const { return rows == kNoTile; }
   template <class Traits>
@@ -101,15 +104,18 @@ __device__ __forceinline__ Tile tile_of(const Params& params, const Item& item, 
     tile.job = job + 1;
   }
   const Job& job = params.jobs[tile.job];
-  const int shared_tiles = job.shared_n_tiles / kCluster * job.m_tiles;
-  tile.shares_first = index < shared_tiles;
-  if (!tile.shares_first) index -= shared_tiles;
-  const int m_tiles = tile.shares_first ? job.m_tiles : ceil_div<kCluster>(job.m_tiles);
-  const int n_tile = index / m_tiles;
-  const int m_tile = index - n_tile * m_tiles;
-  tile.m = (tile.shares_first ? m_tile : m_tile * kCluster + rank) * Traits::kTileM;
-  tile.n =
-      (tile.shares_first ? n_tile * kCluster + rank : job.shared_n_tiles + n_tile) * Traits::kTileN;
+  const int shared_tiles = job.shared_m_tiles / kCluster * job.n_tiles;
+  tile.shares_b = index < shared_tiles;
+  if (!tile.shares_b) index -= shared_tiles;
+  const int n_tiles = tile.shares_b ? job.n_tiles : ceil_div<kCluster>(job.n_tiles);
+  const int m_tile = index / n_tiles;
+  const int n_tile = index - m_tile * n_tiles;
+  tile.m =
+      (tile.shares_b ? m_tile * kCluster + rank : job.shared_m_tiles + m_tile) * Traits::kTileM;
+  const int column = tile.shares_b ? n_tile : n_tile * kCluster + rank;
+  const int narrow = max(column - job.wide_n_tiles, 0);  // tiles before this one
+  tile.n = (column * Traits::kBBoxes - narrow) * kBoxColumns;
+  tile.b_boxes = column < job.wide_n_tiles ? Traits::kBBoxes : Traits::kNarrowBBoxes;
   return tile;
 }
 
@@ -117,12 +123,10 @@ template <class Traits>
 struct Shared {
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t first(int stage) const {
+  __device__ __forceinline__ uint32_t a(int stage) const {
     return base + stage * Traits::kStageBytes;
   }
-  __device__ __forceinline__ uint32_t second(int stage) const {
-    return first(stage) + Traits::kFirstBytes;
-  }
+  __device__ __forceinline__ uint32_t b(int stage) const { return a(stage) + Traits::kABytes; }
   __device__ __forceinline__ uint32_t out(int group) const {
     return base + Traits::kOutOffset + group * Traits::kOutBoxes * Traits::kOutBoxBytes;
   }
@@ -249,53 +253,111 @@ struct Deal {
 
 // ---- loads
 
+// The TMA copies of one tile. What its steps share is known to be uniform. Whole warps make it.
+template <class Traits>
+struct TileCopies {
+  const Job& job;
+  const Shared<Traits>& shared;
+  int rank;
+  int m;
+  int n;
+  int batch;
+  int first_row;
+  bool is_wide;
+  bool shares_b;
+  bool loads_b;  // it is not gathered
+  int expected;  // bytes of a stage
+
+  __device__ __forceinline__ TileCopies(const Params& params, const Shared<Traits>& shared_,
+                                        const Tile& tile, int rank_)
+      : job(params.jobs[uniform(tile.job)]),
+        shared(shared_),
+        rank(rank_),
+        m(uniform(tile.m)),
+        n(uniform(tile.n)),
+        batch(uniform(tile.batch)),
+        first_row(uniform(tile.first_row)),
+        is_wide(uniform(tile.b_boxes) == Traits::kBBoxes),
+        shares_b(uniform(tile.shares_b ? 1 : 0) != 0),
+        loads_b(params.gathers == 0) {
+    const int boxes = is_wide ? Traits::kBBoxes : Traits::kNarrowBBoxes;
+    expected = Traits::kABytes + (loads_b || shares_b ? boxes * Traits::kBoxBytes : 0);
+  }
+
+  // Copies the rows of a step. One thread calls it.
+  __device__ __forceinline__ void load(int stage, int step) const {
+    const uint32_t full = shared.full(stage);
+    const int row = first_row + step * Traits::kStep;
+    ptx::mbarrier_arrive_expect(full, expected);
+    load_a(shared.a(stage), full, row);
+    if (!loads_b) return;
+    if (is_wide) {
+      load_b<Traits::kBBoxes>(shared.b(stage), full, row);
+    } else {
+      load_b<Traits::kNarrowBBoxes>(shared.b(stage), full, row);
+    }
+  }
+
+ private:
+  // All columns of the tile, or half of them for both blocks.
+  __device__ __forceinline__ void load_a(uint32_t to, uint32_t full, int row) const {
+    if (shares_b) {
+#pragma unroll
+      for (int i = 0; i < Traits::kABoxes; ++i) {
+        ptx::tma_load(to + i * Traits::kBoxBytes, &job.a, full, ptx::kEvictNormal,
+                      m + i * kBoxColumns, row, batch, 0);
+      }
+      return;
+    }
+    const int first = rank * Traits::kHalfABoxes;
+#pragma unroll
+    for (int i = 0; i < Traits::kHalfABoxes; ++i) {
+      ptx::tma_load_multicast(to + (first + i) * Traits::kBoxBytes, &job.a, full, ptx::kEvictNormal,
+                              kWholeCluster, m + (first + i) * kBoxColumns, row, batch, 0);
+    }
+  }
+
+  // All rows, or half of them for both blocks.
+  template <int kBoxes>
+  __device__ __forceinline__ void load_b(uint32_t to, uint32_t full, int row) const {
+    constexpr uint32_t kHalfBytes = Traits::kBoxBytes / kCluster;
+    if (shares_b) {
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        ptx::tma_load_multicast(to + i * Traits::kBoxBytes + rank * kHalfBytes, &job.b, full,
+                                ptx::kEvictNormal, kWholeCluster, n + i * kBoxColumns,
+                                row + rank * Traits::kHalfBRows, batch, 0);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCluster * kBoxes; ++i) {
+      const int half = i % kCluster;
+      ptx::tma_load(to + i / kCluster * Traits::kBoxBytes + half * kHalfBytes, &job.b, full,
+                    ptx::kEvictNormal, n + i / kCluster * kBoxColumns,
+                    row + half * Traits::kHalfBRows, batch, 0);
+    }
+  }
+};
+
 // Issues the copies by TMA. One warp runs it.
 template <class Traits>
 __device__ __forceinline__ void produce(const Params& params, const Shared<Traits>& shared,
                                         int rank) {
-  const bool leader = threadIdx.x == 0;
-  const bool gathers = params.gathers != 0;
   PipelineState<Traits::kStages> pipe;
   Deal<Traits> deal(params, shared, rank);
   Tiles<Traits> tiles{params, shared, rank};
   deal.tell();
   for (Tile tile = tiles.next(); !tile.is_none(); tile = tiles.next()) {
-    const Job& job = params.jobs[tile.job];
-    const int expected =
-        Traits::kSecondBytes + (gathers && !tile.shares_first ? 0 : Traits::kFirstBytes);
-    const int own = rank * Traits::kHalfBoxes;  // of the second operand, if both have it
-    const int steps = tile.template steps<Traits>();
+    const TileCopies<Traits> copies(params, shared, tile, rank);
+    const int steps = uniform(tile.template steps<Traits>());
     int step = 0;
+    pipe.stage = uniform(pipe.stage);
     const auto load_until = [&](int end) {
 #pragma unroll 1
       for (; step < end; ++step) {
         ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
-        if (leader) {
-          const uint32_t full = shared.full(pipe.stage);
-          const int row = tile.first_row + step * Traits::kStep;
-          ptx::mbarrier_arrive_expect(full, expected);
-          if (!gathers) {
-#pragma unroll
-            for (int i = 0; i < Traits::kTileM / kBoxColumns; ++i) {
-              ptx::tma_load(shared.first(pipe.stage) + i * Traits::kBoxBytes, &job.first, full,
-                            ptx::kEvictNormal, tile.m + i * kBoxColumns, row, tile.batch, 0);
-            }
-          }
-          if (tile.shares_first) {
-#pragma unroll
-            for (int i = 0; i < Traits::kTileN / kBoxColumns; ++i) {
-              ptx::tma_load(shared.second(pipe.stage) + i * Traits::kBoxBytes, &job.second, full,
-                            ptx::kEvictNormal, tile.n + i * kBoxColumns, row, tile.batch, 0);
-            }
-          } else {
-#pragma unroll
-            for (int i = 0; i < Traits::kHalfBoxes; ++i) {
-              ptx::tma_load_multicast(shared.second(pipe.stage) + (own + i) * Traits::kBoxBytes,
-                                      &job.second, full, ptx::kEvictNormal, kWholeCluster,
-                                      tile.n + (own + i) * kBoxColumns, row, tile.batch, 0);
-            }
-          }
-        }
+        if (ptx::elect_one()) copies.load(pipe.stage, step);
         __syncwarp();
         pipe.advance();
       }
@@ -363,7 +425,6 @@ struct Gather {
   static constexpr int kLanesPerRow = kBoxColumns / kChunk;
   static constexpr int kRowsApart = kThreadsPerWarp / kLanesPerRow;
   static constexpr int kRows = Traits::kStep / kRowsApart;  // per lane
-  static constexpr int kBoxes = Traits::kTileM / kBoxColumns;
   static constexpr uint32_t kRowBytes = kBoxColumns * 2;
   static_assert(kRowsApart == 4, "every second row of a lane has the same swizzle");
 
@@ -377,10 +438,11 @@ struct Gather {
     return token < params.tokens ? token : -1;
   }
 
-  // Copies columns from m on of this block's half of a step's rows, to both blocks.
-  __device__ __forceinline__ void copy_half(const Job& job, uint32_t to, uint32_t full, int m,
+  // Copies this block's half of a step's rows, columns from n on, to both blocks.
+  template <int kBoxes>
+  __device__ __forceinline__ void copy_half(const Job& job, uint32_t to, uint32_t full, int n,
                                             int token, int rank) const {
-    constexpr int kHalf = Traits::kStep / kCluster;
+    constexpr int kHalf = Traits::kHalfBRows;
     // In the map, repeated rows are one, and what lies behind its rows is zeros.
     const int repeated = job.x_row_chunks == 0 ? 0 : token;
     const int row_of_lane = token < 0 ? params.tokens : repeated;
@@ -391,8 +453,8 @@ struct Gather {
       if (ptx::elect_one()) {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
-          ptx::tma_load_multicast(to + (first + i) * kRowBytes + box * Traits::kBoxBytes,
-                                  &job.first, full, kWholeCluster, m + box * kBoxColumns, row);
+          ptx::tma_load_multicast(to + (first + i) * kRowBytes + box * Traits::kBoxBytes, &job.b,
+                                  full, kWholeCluster, n + box * kBoxColumns, row);
         }
       }
     }
@@ -413,14 +475,18 @@ struct Gather {
       const Job& job = params.jobs[steps.tile.job];
       const uint32_t full = shared.full(pipe.stage);
       ptx::mbarrier_wait(shared.empty(pipe.stage), pipe.parity ^ 1);
-      const uint32_t to = shared.first(pipe.stage);
-      if (steps.tile.shares_first) {
-        copy_half(job, to, full, steps.tile.m, token_of_lane, rank);
+      const uint32_t to = shared.b(pipe.stage);
+      if (steps.tile.shares_b) {
+        if (steps.tile.b_boxes == Traits::kBBoxes) {
+          copy_half<Traits::kBBoxes>(job, to, full, steps.tile.n, token_of_lane, rank);
+        } else {
+          copy_half<Traits::kNarrowBBoxes>(job, to, full, steps.tile.n, token_of_lane, rank);
+        }
       } else {
-        const int column = steps.tile.m + chunk * kChunk;
+        const int column = steps.tile.n + chunk * kChunk;
         const uint16_t* const source = job.x + column;
         const uint32_t x_row_chunks = job.x_row_chunks;
-        const int m = job.m;
+        const int end = min(job.n, steps.tile.n + steps.tile.b_boxes * kBoxColumns);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const int token = __shfl_sync(kFullWarp, token_of_lane, first_row + i * kRowsApart);
@@ -428,10 +494,10 @@ struct Gather {
           const uint32_t chunks = static_cast<uint32_t>(max(token, 0)) * x_row_chunks;
           const uint16_t* const from = source + uint64_t{chunks} * kChunk;
 #pragma unroll
-          for (int box = 0; box < kBoxes; ++box) {
+          for (int box = 0; box < Traits::kBBoxes; ++box) {
             ptx::cp_async_16_or_zero(
                 to + places[i % 2] + i * kRowsApart * kRowBytes + box * Traits::kBoxBytes,
-                from + box * kBoxColumns, valid && column + box * kBoxColumns < m);
+                from + box * kBoxColumns, valid && column + box * kBoxColumns < end);
           }
         }
       }
@@ -449,7 +515,7 @@ struct Gather {
 template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
-  static constexpr int kSums = Traits::kTileN / 2;
+  static constexpr int kParts = Traits::kParts;
 
   const Params& params;
   const Shared<Traits>& shared;
@@ -466,8 +532,8 @@ struct Consumer {
     }
   }
 
-  // Zeros what follows an expert's last row in its last step. Both consumers do so for the second
-  // operand, so that neither waits for the other.
+  // Zeros what follows an expert's last row in its last step. Both consumers do so for `b`, so that
+  // neither waits for the other.
   __device__ __forceinline__ void clear(int rows) const {
     constexpr int kRowBytes = kBoxColumns * 2;
     constexpr int kPiece = 16;
@@ -475,23 +541,35 @@ struct Consumer {
     const float4 zeros{0.0f, 0.0f, 0.0f, 0.0f};
     for (int i = thread_index() % kThreadsPerGroup; i < pieces; i += kThreadsPerGroup) {
       const uint32_t place = rows * kRowBytes + i * kPiece;
-      ptx::store_shared(shared.first(pipe.stage) + group * Traits::kBoxBytes + place, zeros);
 #pragma unroll
-      for (int box = 0; box < Traits::kTileN / kBoxColumns; ++box) {
-        ptx::store_shared(shared.second(pipe.stage) + box * Traits::kBoxBytes + place, zeros);
+      for (int part = 0; part < kParts; ++part) {
+        ptx::store_shared(own_a(part) + place, zeros);
+      }
+#pragma unroll
+      for (int box = 0; box < Traits::kBBoxes; ++box) {
+        ptx::store_shared(shared.b(pipe.stage) + box * Traits::kBoxBytes + place, zeros);
       }
     }
     ptx::fence_proxy_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kThreadsPerGroup);
   }
 
+  // This consumer's columns of `a` in the current stage.
+  __device__ __forceinline__ uint32_t own_a(int part) const {
+    return shared.a(pipe.stage) + (group * kParts + part) * Traits::kBoxBytes;
+  }
+
+  // A thread's sums of a tile that is kColumns wide.
+  template <int kColumns>
+  using Sums = float[kParts][kColumns / 2];
+
   // Issues the products of a step.
-  __device__ __forceinline__ void issue(float (&sums)[kSums], int rows_left, bool begins) const {
-    using Mma = ptx::Wgmma<Element, Traits::kTileN>;
+  template <int kColumns>
+  __device__ __forceinline__ void issue(Sums<kColumns>& sums, int rows_left, bool begins) const {
+    using Mma = ptx::Wgmma<Element, kColumns>;
     constexpr int kSliceBytes = 16 * kBoxColumns * 2;  // per 16 rows
-    const uint64_t a = ptx::swizzled_descriptor(
-        shared.first(pipe.stage) + group * Traits::kBoxBytes, Traits::kBoxBytes);
-    const uint64_t b = ptx::swizzled_descriptor(shared.second(pipe.stage), Traits::kBoxBytes);
+    const uint64_t a = ptx::swizzled_descriptor(own_a(0), Traits::kBoxBytes);
+    const uint64_t b = ptx::swizzled_descriptor(shared.b(pipe.stage), Traits::kBoxBytes);
     ptx::mbarrier_wait(shared.full(pipe.stage), pipe.parity);
     if (rows_left < Traits::kStep) {
       clear(rows_left);
@@ -501,14 +579,19 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < Traits::kStep / 16; ++slice) {
-      Mma::multiply_majors(sums, ptx::advance(a, slice * kSliceBytes),
-                           ptx::advance(b, slice * kSliceBytes), slice > 0 || !begins);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        Mma::multiply_majors(sums[part],
+                             ptx::advance(a, part * Traits::kBoxBytes + slice * kSliceBytes),
+                             ptx::advance(b, slice * kSliceBytes), slice > 0 || !begins);
+      }
     }
     ptx::wgmma_commit();
   }
 
   // Computes all products of a tile with at least one step.
-  __device__ __forceinline__ void multiply(float (&sums)[kSums], const Tile& tile, int steps) {
+  template <int kColumns>
+  __device__ __forceinline__ void multiply(Sums<kColumns>& sums, const Tile& tile, int steps) {
     // The first consumer must not reach the barrier for the next tile before the second has reached
     // it for this one. In longer tiles it would need a stage that the second still holds; in tiles
     // this short it must wait.
@@ -523,13 +606,13 @@ struct Consumer {
       }
     };
     if (group == 1) ptx::named_barrier_sync_apart(kLagBarrier, 2 * kThreadsPerGroup);
-    issue(sums, tile.rows, true);
+    issue<kColumns>(sums, tile.rows, true);
     let_lag(0);
     int last_stage = pipe.stage;
     pipe.advance();
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
-      issue(sums, tile.rows - step * Traits::kStep, false);
+      issue<kColumns>(sums, tile.rows - step * Traits::kStep, false);
       let_lag(step);
       ptx::wgmma_wait<1>();
       release(last_stage);
@@ -537,34 +620,50 @@ struct Consumer {
       pipe.advance();
     }
     ptx::wgmma_wait<0>();
-    ptx::pin(sums);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) ptx::pin(sums[part]);
     release(last_stage);
+  }
+
+  // Computes a tile that is kColumns wide.
+  template <int kColumns>
+  __device__ __forceinline__ void compute(const Tile& tile, int steps) {
+    constexpr int kSums = kColumns / 2;
+    const Job& job = params.jobs[tile.job];
+    Sums<kColumns> sums;
+    if (steps > 0) {
+      multiply<kColumns>(sums, tile, steps);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kParts * kSums; ++i) sums[i / kSums][i % kSums] = 0.0f;
+    }
+    if (steps == 0 && job.accumulate != 0) return;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int m = tile.m + group * Traits::kConsumerM + part * Traits::kPartM;
+      const uint32_t buffer = shared.out(group);
+      const int barrier = kGroupBarrier + group;
+      if (job.in_boxes != 0) {
+        BoxStore<Traits, kColumns>{job, tile.expert, m, tile.n, buffer, barrier}.run(sums[part]);
+      } else {
+        LineStore<Traits, kColumns>{job, tile.expert, m, tile.n, buffer, barrier}.run(sums[part]);
+      }
+    }
   }
 
   __device__ __forceinline__ void run(int rank) {
     Tiles<Traits> tiles{params, shared, rank};
     for (Tile tile = tiles.next(); !tile.is_none(); tile = tiles.next()) {
-      const Job& job = params.jobs[tile.job];
       const int steps = __shfl_sync(kFullWarp, tile.template steps<Traits>(), 0);
       pipe.stage = __shfl_sync(kFullWarp, pipe.stage, 0);
-      float sums[kSums];
-      if (steps > 0) {
-        multiply(sums, tile, steps);
+      if (__shfl_sync(kFullWarp, tile.b_boxes, 0) == Traits::kBBoxes) {
+        compute<Traits::kTileN>(tile, steps);
       } else {
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
-      }
-      if (steps > 0 || job.accumulate == 0) {
-        const int m = tile.m + group * Traits::kConsumerM;
-        if (job.in_boxes != 0) {
-          const uint32_t buffer = shared.out(group);
-          BoxStore<Traits>{job, tile.expert, m, tile.n, buffer, kGroupBarrier + group}.run(sums);
-        } else {
-          TileStore<Element, kSums>{job, tile.expert, m, tile.n}.run(sums);
-        }
+        compute<Traits::kNarrowTileN>(tile, steps);
       }
     }
-    BoxStore<Traits>::finish();
+    if (thread_index() % kThreadsPerGroup == 0) ptx::tma_store_wait();
+    __syncwarp();
   }
 };
 
@@ -577,8 +676,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const Shared<Traits> shared{static_cast<uint32_t>(__cvta_generic_to_shared(raw))};
   const bool gathers = params.gathers != 0;
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&params.jobs[0].first);
-    ptx::prefetch_tensor_map(&params.jobs[0].second);
+    ptx::prefetch_tensor_map(&params.jobs[0].a);
+    ptx::prefetch_tensor_map(&params.jobs[0].b);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(shared.full(stage), 1 + (gathers ? kThreadsPerWarp : 0));
       ptx::mbarrier_init(shared.empty(stage), kCluster * 4 * kConsumers);
@@ -596,7 +695,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
 
-  const int rank = static_cast<int>(ptx::cluster_rank());
+  const int rank = uniform(static_cast<int>(ptx::cluster_rank()));
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kThreadsPerWarp, 0);
   if (warp >= 4) {
     ptx::take_registers<Traits::kConsumerRegisters>();
