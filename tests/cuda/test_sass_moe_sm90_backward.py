@@ -57,7 +57,7 @@ def test_copies_have_uniform_operands(
     instructions: dict[tuple[str, str], Counter[str]],
 ) -> None:
     """ptxas makes a loop for each copy whose operands it does not know to be uniform, or that it
-    does not know to be issued by one lane. Eight copies a step then take as long as its products."""
+    does not know to be issued by one lane. Eight of them take as long as a step's products."""
     for code, opcodes in instructions.items():
         assert opcodes["BRA.U.ANY"] == 0, f"{code}: {opcodes}"
 
