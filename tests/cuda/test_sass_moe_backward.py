@@ -12,8 +12,8 @@ import sass
 
 _FUNCTION = re.compile(r"12moe_backward\d+(rows|combine)_kernelI(6__half|13__nv_bfloat16)E")
 # At most, of 32 bits, that a kernel stores in places: row_tokens, dots and the queue's counters;
-# dweights.
-_NUMBERS = {"rows": 3, "combine": 2}
+# dweights of slots, those of pairs without one, and those with the weight on the input.
+_NUMBERS = {"rows": 3, "combine": 3}
 
 
 def _kernel_of(function: str) -> tuple[str, str] | None:
