@@ -89,6 +89,29 @@ def test_cuts_beside_tiles_and_within(count: int, compiled: kernels.Kernel) -> N
             assert torch.equal(_bits(got, b)[0], _bits(first, b)[0])
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("compiled", _kernels(), ids=lambda k: k.table_name.split("decode_")[1])
+@pytest.mark.parametrize(("count", "heads_kv"), [(130, 2), (70, 4), (130, 8), (90, 6)])
+def test_tiles_of_several_heads(
+    count: int, heads_kv: int, compiled: kernels.Kernel, options: dict[str, Any]
+) -> None:
+    """So many sequences that a tile has two or four KV heads, in kernels that have room for their
+    queries. Some sequences have no pages, others few keys beside one that blocks share."""
+    lengths = [b * 37 % 211 for b in range(count)]
+    lengths[3] = 5000
+    rows = int(compiled.tuning)
+    queries = [1 + b % 3 if rows == 8 else 1 for b in range(count)]
+    heads = (heads_kv * (2 if rows == 8 else rows), heads_kv)
+    batch = ragged.make(queries, lengths, dtype=compiled.dtype, dim=compiled.dim,
+                        dim_v=compiled.dim_v, heads=heads, sinks=heads_kv == 4,
+                        seed=count)  # fmt: skip
+    for size in (16, 5):
+        call = ragged.paginate(batch, size)
+        call = call._replace(tables=call.tables | {"max_seqlen_q": max(queries)})
+        got = ragged.check(batch, call, DEVICE, kernel=compiled.table_name, **options)
+        assert got.kernel == compiled.table_name
+
+
 def _bits(result: ragged.Result, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     return memory.bits(result.out[b]), memory.bits(result.lse[b])
 

@@ -1,9 +1,9 @@
 // The second kernel of decoding: combines rows of tiles whose keys are split over blocks.
 //
-// A block takes some rows of a tile, if blocks of the first kernel shared that tile. Each unit of
-// four columns of a row has several threads. A thread adds up every so many-th part, and then the
-// threads' sums are added up. For chunks, one thread adds up the parts in their order, as the first
-// kernel does.
+// A block takes some rows of a KV head of a tile, if blocks of the first kernel shared that tile.
+// Each unit of four columns of a row has several threads. A thread adds up every so many-th part,
+// and then the threads' sums are added up. For chunks, one thread adds up the parts in their order,
+// as the first kernel does.
 #pragma once
 
 #include "cuda/attention/decode/rows.cuh"
@@ -17,8 +17,8 @@ namespace flashmoe::attention_decode {
 // Calls add(sum) for every `step`-th part from `begin` on, in order. The loads of several parts are
 // in flight together.
 template <class Add>
-__device__ __forceinline__ void for_parts(const Params& params, const CutTile& cut, int row,
-                                          int unit, int begin, int step, const Add& add) {
+__device__ __forceinline__ void for_parts(const Params& params, const CutTile& cut, int head,
+                                          int row, int unit, int begin, int step, const Add& add) {
   // Kept in registers: a value read between loads would wait for these.
   const int parts = cut.parts;
   const int place_of_first = cut.first;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void for_parts(const Params& params, const CutTile& c
       if (part >= parts) break;
       // The workspace has fewer than 2^31 units.
       const int place = part == 0 ? place_of_first : place_of_others + part;
-      const int at = place * params.part_rows + row;
+      const int at = ((place << params.tile_heads_log2) + head) * params.part_rows + row;
       const float2 statistics = params.statistics[at];
       batch[j] = {params.parts[(at << params.part_units_log2) + unit], statistics.x, statistics.y};
     }
@@ -45,9 +45,9 @@ __device__ __forceinline__ void for_parts(const Params& params, const CutTile& c
 
 static_assert(kCombineThreads == kThreadsPerWarp << kMostCombineRowsLog2);
 
-// Combines rows of a cut tile from `first_row` on.
+// Combines rows of a KV head of a cut tile from `first_row` on.
 template <class Element, int kDimV>
-__device__ __forceinline__ void combine_rows(const Params& params, const CutTile& cut,
+__device__ __forceinline__ void combine_rows(const Params& params, const CutTile& cut, int head,
                                              int first_row) {
   __shared__ float4 outs[kCombineThreads];
   __shared__ float2 statistics[kCombineThreads];
@@ -65,7 +65,7 @@ __device__ __forceinline__ void combine_rows(const Params& params, const CutTile
   if (thread < 1 << kMostCombineRowsLog2) again[thread] = 0;
   Sum total = Sum::none();
   if (worker < workers && there) {
-    for_parts(params, cut, row, unit, worker, workers,
+    for_parts(params, cut, head, row, unit, worker, workers,
               [&](const Sum& part) { total = add_sums(total, part); });
   }
   outs[thread] = total.out;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void combine_rows(const Params& params, const CutTile
           workers, [&](int i) { return statistics[thread + (i << units_log2)]; },
           [&](int i) { return outs[thread + (i << units_log2)]; });
     }
-    suspect = write_unit<Element>(total, params, cut.tile, row, unit);
+    suspect = write_unit<Element>(total, params, cut.tile, row, unit, head);
     if (suspect) again[row_of_block] = 1;
   }
   if (!__syncthreads_or(suspect)) return;
@@ -88,13 +88,14 @@ __device__ __forceinline__ void combine_rows(const Params& params, const CutTile
     const SequenceRows rows = sequences.keys_of(cut.tile.sequence);
     const KeysOfRow<Element> keys = {
         params, sequences.paged != 0 ? sequences.keys.pages_of(cut.tile.sequence) : nullptr,
-        rows.batch, rows.begin, cut.tile.head_kv};
-    compute_row_again<Element, kDimV>(params, cut.tile, keys, first_row + again_row);
+        rows.batch, rows.begin, cut.tile.head_kv + head};
+    compute_row_again<Element, kDimV>(params, cut.tile, keys, first_row + again_row, head);
   }
   __syncthreads();
 }
 
-// Grid: cut tiles, and blocks for the rows of each. kDimV: upper bound on v's dimension.
+// Grid: cut tiles, and blocks that share the rows of all KV heads of each. kDimV: upper bound on
+// v's dimension.
 template <class Element, int kDimV>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     attention_combine_kernel(const __grid_constant__ Params params) {
@@ -110,10 +111,11 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   }
   __syncthreads();
   if (cut.parts == 0) return;
-  const int step = static_cast<int>(gridDim.y) << params.combine_rows_log2;
-  for (int row = static_cast<int>(blockIdx.y) << params.combine_rows_log2; row < cut.tile.rows;
-       row += step) {
-    combine_rows<Element, kDimV>(params, cut, row);
+  const int heads_log2 = params.tile_heads_log2;
+  for (int i = static_cast<int>(blockIdx.y);; i += static_cast<int>(gridDim.y)) {
+    const int first_row = i >> heads_log2 << params.combine_rows_log2;
+    if (first_row >= cut.tile.rows) return;
+    combine_rows<Element, kDimV>(params, cut, i & ((1 << heads_log2) - 1), first_row);
   }
 }
 

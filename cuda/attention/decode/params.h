@@ -41,7 +41,8 @@ struct TileRows {
   int32_t masked;  // some row does not see every key that another one sees
 };
 
-// A tile whose keys are split over blocks, as the first of these blocks describes it.
+// A tile whose keys are split over blocks, as the first of these blocks describes it: of several KV
+// heads, by its first one.
 struct CutTile {
   TileRows tile;
   int32_t parts;   // 0: no cut tile
@@ -77,6 +78,7 @@ struct Params {
   int32_t blocks;             // of the first kernel
   const Division* division;   // beside prompts (cuda/attention/division.h), else nullptr
   int32_t combine_rows_log2;  // log2 of the rows of a block of the second kernel
+  int32_t tile_heads_log2;    // log2 of the KV heads of a tile; a place has a part of each
   int32_t part_rows;          // rows per part
   int32_t part_units_log2;    // log2 of the units of four columns of a row of a part
 };

@@ -10,15 +10,17 @@
 
 namespace flashmoe::attention_decode {
 
-// The query of a tile's row, and its head of q.
+// The query of a row of a tile, of one of its KV heads, and the row's head of q.
 struct RowOf {
   int query;
   int head;
 
-  __device__ __forceinline__ RowOf(const Params& params, const TileRows& tile, int row) {
+  __device__ __forceinline__ RowOf(const Params& params, const TileRows& tile, int row,
+                                   int head_of_tile = 0) {
     const int packed = tile.first_row + row;
     query = params.group.quotient(packed);
-    head = tile.head_kv * params.group.number() + packed - query * params.group.number();
+    head = (tile.head_kv + head_of_tile) * params.group.number() + packed -
+           query * params.group.number();
   }
   __device__ __forceinline__ int64_t offset(const TileRows& tile, const RowStrides& strides) const {
     return tile.batch * strides.batch + head * strides.head +
@@ -91,13 +93,14 @@ struct KeysOfRow {
   __device__ __forceinline__ float v_scale(int key) const { return scale_of(params.v_scale, key); }
 };
 
-// Writes four columns of one row, and lse with the first ones. Returns whether any of them is
-// suspect. For a row without any probability the fallback decides whether all of its keys are
-// hidden.
+// Writes four columns of one row of a KV head, and lse with the first ones. Returns whether any of
+// them is suspect. For a row without any probability the fallback decides whether all of its keys
+// are hidden.
 template <class Element>
 __device__ __forceinline__ bool write_unit(const Sum& total, const Params& params,
-                                           const TileRows& tile, int row, int unit) {
-  const RowOf where(params, tile, row);
+                                           const TileRows& tile, int row, int unit,
+                                           int head_of_tile = 0) {
+  const RowOf where(params, tile, row, head_of_tile);
   const KeyRange keys = where.keys(params, tile);
   const bool sees_keys = keys.end > keys.first;
   const RowEnd end = add_sink_and_end_row<Element, RowEndBy::kExact>(
@@ -116,11 +119,12 @@ __device__ __forceinline__ bool write_unit(const Sum& total, const Params& param
 // Recomputes a row. A warp calls it.
 template <class Element, int kDimV>
 __device__ __forceinline__ void compute_row_again(const Params& params, const TileRows& tile,
-                                                  const KeysOfRow<Element>& keys, int row) {
-  const RowOf where(params, tile, row);
+                                                  const KeysOfRow<Element>& keys, int row,
+                                                  int head_of_tile = 0) {
+  const RowOf where(params, tile, row, head_of_tile);
   masked_row_fallback<Element, kDimV>(
       params.tensors, params.score,
-      {tile.batch, where.head, tile.head_kv, tile.begin_q + where.query, where.keys(params, tile)},
+      {tile.batch, where.head, keys.head_kv, tile.begin_q + where.query, where.keys(params, tile)},
       [](int) { return true; }, keys);
 }
 

@@ -8,6 +8,7 @@ namespace flashmoe::sm89_decode {
 
 struct Entry : AttentionKernel {
   int units_log2;    // log2 of the units of four columns in a row of a part
+  int tile_heads;    // KV heads of a tile, at most; a power of two
   bool fp8 = false;  // keys and values are fp8
 };
 

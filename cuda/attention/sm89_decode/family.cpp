@@ -69,15 +69,54 @@ CacheScales cache_scales(const KeyScales& scales) {
   return {static_cast<const float*>(scales.data), scales.batch_stride, scales.head_stride};
 }
 
+// Upper bound on the row tiles of a KV head of a sequence.
+int64_t row_tiles(const AttentionProblem& p, const Entry& entry) {
+  return (p.seq_q * group_of(p) + entry.tile_q - 1) / entry.tile_q;
+}
+
+// a b, but at most `most`.
+int64_t product_up_to(int64_t most, int64_t a, int64_t b) {
+  if (a == 0 || b == 0) return 0;
+  return a >= most || b >= most ? most : std::min(a * b, most);
+}
+
+// Upper bound on the row tiles of a KV head of all sequences, or `most` if it is more.
+int64_t row_tiles_of_all(const AttentionProblem& p, const Entry& entry, int64_t most) {
+  const int64_t tiles = product_up_to(most, p.batch, row_tiles(p, entry));
+  if (p.sequences.cu_seqlens_q.data == nullptr) return tiles;
+  // Packed sequences have so many rows together, however loose the bound on one of them is.
+  const int64_t rows = product_up_to(most * entry.tile_q, p.sequences.rows_q, group_of(p));
+  return std::min(tiles, p.batch + rows / entry.tile_q);
+}
+
+// Tiles of several KV heads are to be at least this share of the blocks.
+constexpr int64_t kLeastTiles = 7;
+constexpr int64_t kOfBlocks = 8;
+
+// Log2 of the KV heads of a tile. Rows of neighbouring heads lie side by side in most caches, and
+// memory is faster where they are read at the same time. But a block's keys then have a part of
+// each head, so tiles are to be about as many as blocks. Chunks are the same with any number of
+// tiles.
+int tile_heads_log2(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
+  if (split_keys(p) > 0) return 0;
+  const int64_t blocks = facts.multiprocessors;
+  const int64_t tiles = row_tiles_of_all(p, entry, 2 * blocks);
+  int log2 = 0;
+  while (2 << log2 <= entry.tile_heads && p.heads_kv % (2 << log2) == 0 &&
+         kLeastTiles * blocks <=
+             kOfBlocks * product_up_to(2 * blocks, tiles, p.heads_kv >> (log2 + 1))) {
+    ++log2;
+  }
+  return log2;
+}
+
 // Upper bound on the units of all tiles.
-int64_t most_blocks(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
+int64_t most_blocks(const AttentionProblem& p, const Entry& entry, int64_t tiles_of_row,
+                    const DeviceFacts& facts) {
   const int64_t most = facts.multiprocessors;
-  const auto times = [&](int64_t a, int64_t b) {
-    return a == 0 || b == 0 ? 0 : (a >= most || b >= most ? most : std::min(a * b, most));
-  };
-  const int64_t tiles = (p.seq_q * group_of(p) + entry.tile_q - 1) / entry.tile_q;
   const int64_t units = std::max<int64_t>((p.seq_k + entry.tile_k - 1) / entry.tile_k, 1);
-  return std::max<int64_t>(times(times(times(p.batch, p.heads_kv), tiles), units), 1);
+  const int64_t rows = product_up_to(most, p.batch, row_tiles(p, entry));
+  return std::max<int64_t>(product_up_to(most, product_up_to(most, rows, tiles_of_row), units), 1);
 }
 
 // Rows of a tile that have parts to add up.
@@ -85,21 +124,27 @@ int64_t rows_of_tile(const AttentionProblem& p, const Entry& entry) {
   return std::clamp<int64_t>(p.seq_q * group_of(p), 1, entry.tile_q);
 }
 
-// Log2 of the rows per block of the second kernel. Rows are few enough that all blocks run at a
-// time. But if tiles are so few that each has many parts, those need many threads, and a block has
-// one row.
-int combine_rows_log2(const AttentionProblem& p, const Entry& entry, int64_t blocks,
-                      const DeviceFacts& facts) {
+// How the second kernel's blocks share the rows of a tile that is cut.
+struct CombineGrid {
+  int rows_log2;   // log2 of the rows that a block combines at a time, of one KV head
+  int64_t blocks;  // of a tile
+};
+
+// Blocks are few enough that all run at a time. But if tiles are so few that each has many parts,
+// those need many threads, and a block has one row at a time.
+CombineGrid combine_grid(const AttentionProblem& p, const Entry& entry, int64_t tiles,
+                         int64_t tile_heads, const DeviceFacts& facts) {
   constexpr int64_t kManyParts = 32;
-  if (p.batch * p.heads_kv * kManyParts <= blocks) return 0;
   const int64_t rows = rows_of_tile(p, entry);
-  const int64_t most = std::max<int64_t>(kCombineBlocks * facts.multiprocessors / blocks, 1);
+  if (p.batch * p.heads_kv * kManyParts <= tiles) return {0, rows};
+  const int64_t most = std::max<int64_t>(kCombineBlocks * facts.multiprocessors / tiles, 1);
   int log2 = 0;
-  while (((rows - 1) >> log2) + 1 > most && log2 < kMostCombineRowsLog2 &&
+  const auto blocks = [&] { return tile_heads * (((rows - 1) >> log2) + 1); };
+  while (blocks() > most && 1 << log2 < rows && log2 < kMostCombineRowsLog2 &&
          2 << (log2 + entry.units_log2) <= kCombineThreads) {
     ++log2;
   }
-  return log2;
+  return {log2, tile_heads > 1 ? std::min(blocks(), most) : blocks()};
 }
 
 // Whether the tables are absent whose absence the kernels exploit.
@@ -109,10 +154,16 @@ bool has_plain_tables(const SequenceParams& sequences) {
          !sequences.q_offset.given();
 }
 
-int32_t most_tiles(const AttentionProblem& p, const Entry& entry) {
+int32_t most_tiles(const AttentionProblem& p, const Entry& entry, int64_t tiles_of_row) {
   if (p.batch > kThreads) return 0;
-  const int64_t tiles = (p.seq_q * group_of(p) + entry.tile_q - 1) / entry.tile_q;
-  return static_cast<int32_t>(std::min<int64_t>(p.batch * p.heads_kv * tiles, INT_MAX / 2));
+  return static_cast<int32_t>(
+      std::min<int64_t>(p.batch * tiles_of_row * row_tiles(p, entry), INT_MAX / 2));
+}
+
+// Steps of a tile's lead.
+int32_t lead_of(const Entry& entry, int32_t heads_log2) {
+  const int step_bytes = entry.tile_k * (entry.dim + entry.dim_v) * 2;
+  return std::max((kLeadBytes + step_bytes - 1) / step_bytes >> heads_log2, 1);
 }
 
 int64_t part_units(const Entry& entry) { return int64_t{entry.tile_q} << entry.units_log2; }
@@ -158,13 +209,14 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   FLASHMOE_TRY(load_kernel(*entry, device_id, *facts, &arch, reason));
   const Kernel& combine = combine_of(problem);
   FLASHMOE_TRY(load_kernel(combine, device_id, *facts, &arch, reason));
-  const int64_t blocks = most_blocks(problem, *entry, *facts);
+  const int heads_log2 = tile_heads_log2(problem, *entry, *facts);
+  const int64_t blocks = most_blocks(problem, *entry, problem.heads_kv >> heads_log2, *facts);
   plan_launch(*entry, device_id, "", blocks, plan);
   flashmoe_launch& second = plan_launch(combine, device_id, "", blocks, kCombineThreads, 0, plan);
-  const int rows_log2 = combine_rows_log2(problem, *entry, blocks, *facts);
-  second.grid[1] = static_cast<uint32_t>(((rows_of_tile(problem, *entry) - 1) >> rows_log2) + 1);
-  second.tile_m = 1 << rows_log2;
-  const int64_t places = places_of(blocks, split_keys(problem) > 0);
+  const CombineGrid grid = combine_grid(problem, *entry, blocks, 1 << heads_log2, *facts);
+  second.grid[1] = static_cast<uint32_t>(grid.blocks);
+  second.tile_m = 1 << grid.rows_log2;
+  const int64_t places = places_of(blocks, split_keys(problem) > 0) << heads_log2;
   plan->info.workspace_bytes =
       static_cast<uint64_t>(places * (part_units(*entry) * 16 + entry->tile_q * 8) +
                             blocks * static_cast<int64_t>(sizeof(CutTile)));
@@ -173,7 +225,8 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
   return FLASHMOE_OK;
 }
 
-Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace) {
+Params make_params(const AttentionProblem& p, const Plan& plan, const DeviceFacts& facts,
+                   void* workspace) {
   const Entry& entry = *static_cast<const Entry*>(plan.entries[0]);
   Params params = {};
   fill_tensors_and_score(p, &params);
@@ -188,12 +241,16 @@ Params make_params(const AttentionProblem& p, const Plan& plan, void* workspace)
   params.split_keys = static_cast<int32_t>(std::min<int64_t>(split_keys(p), kMostTableRows));
   params.blocks = static_cast<int32_t>(plan.info.launches[0].grid[0]);
   params.plain_tables = has_plain_tables(params.sequences) ? 1 : 0;
-  params.most_tiles = most_tiles(p, entry);
+  params.tile_heads_log2 = tile_heads_log2(p, entry, facts);
+  params.tiles_of_row = params.heads_kv >> params.tile_heads_log2;
+  params.warps_of_head = kWarps >> params.tile_heads_log2;
+  params.lead = params.split_keys > 0 ? 0 : lead_of(entry, params.tile_heads_log2);
+  params.most_tiles = most_tiles(p, entry, params.tiles_of_row);
   while (1 << params.combine_rows_log2 < plan.info.launches[1].tile_m) ++params.combine_rows_log2;
   params.part_rows = entry.tile_q;
   params.part_units_log2 = entry.units_log2;
   params.division = static_cast<const Division*>(plan.beside.division);
-  const int64_t places = places_of(params.blocks, params.split_keys > 0);
+  const int64_t places = places_of(params.blocks, params.split_keys > 0) << params.tile_heads_log2;
   params.parts = static_cast<float4*>(workspace);
   params.statistics = reinterpret_cast<float2*>(params.parts + places * part_units(entry));
   params.cut_tiles = reinterpret_cast<CutTile*>(params.statistics + places * entry.tile_q);
@@ -204,7 +261,9 @@ flashmoe_status launch(const AttentionProblem& problem, const Plan& plan, void* 
                        void* stream) {
   const DeviceGuard guard(problem.device.device_id);
   FLASHMOE_TRY(guard.status());
-  const Params params = make_params(problem, plan, workspace);
+  const DeviceFacts* facts = nullptr;
+  FLASHMOE_TRY(read_device_facts(problem.device.device_id, &facts, Reason()));
+  const Params params = make_params(problem, plan, *facts, workspace);
   const Beside& beside = plan.beside;
   for (int32_t i = beside.first; i < (beside.end > 0 ? beside.end : plan.info.launch_count); ++i) {
     FLASHMOE_TRY(launch_planned(plan, i, &params, stream));

@@ -2,13 +2,13 @@
 //
 //   out = softmax(scale * Q K^T + mask) V,  lse = log sum exp(scale * Q K^T + mask)
 //
-// A tile is kRows packed query rows of one KV head of a sequence. A block of 8 warps takes an equal
-// range of the keys of all tiles (stream_k.cuh). Within a tile its warps take steps of kStepKeys
-// keys in turn, each with its own online softmax. K and V go from global memory directly to
-// registers (loads.cuh). The next step's loads are in flight during a step, also if that is the
-// next tile's: memory does not idle between tiles. At the end of a tile the parts of the warps are
-// added up (results.cuh). A tile within one block is written; other tiles leave parts in the
-// workspace, which the second kernel adds up (combine.cuh).
+// A tile is kRows packed query rows of 1, 2 or 4 KV heads of a sequence. A block of 8 warps takes
+// an equal range of the keys of all tiles (stream_k.cuh). Within a tile the warps of a KV head take
+// steps of kStepKeys keys in turn, each with its own online softmax. K and V go from global memory
+// directly to registers (loads.cuh). The next step's loads are in flight during a step, also if
+// that is the next tile's: memory does not idle between tiles. At the end of a tile the parts of
+// the warps are added up (results.cuh). A tile within one block is written; other tiles leave parts
+// in the workspace, which the second kernel adds up (combine.cuh).
 //
 // With split_keys, ranges are of whole chunks of that many keys, counted from the sequence's first.
 // The parts of a tile's chunks are added up in their order, whichever blocks have them: bits depend
@@ -37,8 +37,9 @@ struct Ahead {
 
 // This warp's first step of a segment.
 template <class Traits>
-__device__ __forceinline__ int first_step(const SegmentKeys& keys) {
-  return keys.key + (warp_index() - keys.first_warp + kWarps) % kWarps * Traits::kStepKeys;
+__device__ __forceinline__ int first_step(const Params& params, const SegmentKeys& keys) {
+  const int place = (warp_index() - keys.first_warp) & (warps_of_head<Traits>(params) - 1);
+  return keys.key + place * Traits::kStepKeys;
 }
 
 // Loads the page number of the step after `next`. Segment `of` has `next`, and the later step is in
@@ -47,13 +48,13 @@ template <class Traits>
 __device__ __forceinline__ void ask_behind(const Params& params, const Segment& segment,
                                            const Segment& next_segment, const Segment& of, int next,
                                            Ahead<Traits>& ahead) {
-  int behind = next + Traits::kRoundKeys;
+  int behind = next + round_keys<Traits>(params);
   const Segment* whose = &of;
   SegmentKeys keys = of.keys;
   if (&of == &segment && behind >= keys.end) {
     whose = &next_segment;
     keys = next_segment.keys;
-    behind = first_step<Traits>(keys);
+    behind = first_step<Traits>(params, keys);
   }
   ahead.asked = behind < keys.end;
   ahead.page = ask_page<Traits>(params, *whose, keys, behind);
@@ -64,14 +65,15 @@ template <class Traits>
 __device__ __forceinline__ void load_first(const Params& params, const Segment& segment,
                                            Ahead<Traits>& ahead) {
   const SegmentKeys keys = segment.keys;
-  const int key = first_step<Traits>(keys);
+  const int key = first_step<Traits>(params, keys);
+  const int behind = key + round_keys<Traits>(params);
   ahead.valid = 0;
-  ahead.asked = key + Traits::kRoundKeys < keys.end;
+  ahead.asked = behind < keys.end;
   if (key >= keys.end) return;
   const int page = ask_page<Traits>(params, segment, keys, key);
   const Step step = find_rows<Traits>(params, segment, key, page);
   load_k<Traits>(ahead.k, params, step);
-  ahead.page = ask_page<Traits>(params, segment, keys, key + Traits::kRoundKeys);
+  ahead.page = ask_page<Traits>(params, segment, keys, behind);
   load_v<Traits>(ahead.v, params, step);
   ahead.valid = step.valid;
   ahead.factors = step.factors;
@@ -102,14 +104,14 @@ __device__ __forceinline__ void compute_segment(const Params& params, const Segm
     }
   }
   const int end = segment.keys.end;
-  int key = first_step<Traits>(segment.keys);
+  int key = first_step<Traits>(params, segment.keys);
   while (key < end) {
     // The next step, of this segment or of the next one.
-    int next = key + Traits::kRoundKeys;
+    int next = key + round_keys<Traits>(params);
     const Segment* of = &segment;
     if (next >= end) {
       of = &next_segment;
-      next = first_step<Traits>(next_segment.keys);
+      next = first_step<Traits>(params, next_segment.keys);
     }
     // The first step after a segment of one step per warp.
     if (!ahead.asked) ahead.page = ask_page<Traits>(params, *of, of->keys, next);
@@ -175,9 +177,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const few_rows::Shared<Traits> shared = {memory};
   const ChunkSum<Traits> chunks = {memory + Traits::kSumOffset};
   BlockState& state = *reinterpret_cast<BlockState*>(memory + Traits::kStateOffset);
-  const auto queries_of = [&](const Segment& segment) {
+  const auto queries_of = [&](const Segment& segment, int head) {
     return Queries<Traits>{memory + Traits::kQueriesOffset +
-                           segment.query_buffer * Traits::kQueryTileBytes};
+                           (segment.query_buffer * Traits::kTileHeads + head) *
+                               Traits::kQueryHeadBytes};
   };
 #if __CUDA_ARCH__ >= 900
   ptx::wait_for_dependencies();
@@ -202,23 +205,22 @@ __global__ void __launch_bounds__(kThreads, 1)
       next_segment<Traits>(params, state, (slot + 2) % kSegments);
     }
     if (next_one.exists != 0 && next_one.new_tile != 0) {
-      send_for_q(params, next_one.tile, queries_of(next_one));
+      send_for_q(params, next_one.tile, queries_of(next_one, 0));
     }
     if (ahead.valid == 0) {
-      const bool has_step = first_step<Traits>(segment.keys) < segment.keys.end;
+      const bool has_step = first_step<Traits>(params, segment.keys) < segment.keys.end;
       load_first(params, has_step ? segment : next_one, ahead);
     }
     if (segment.exists != 0) {
-      if (segment.new_tile != 0) load_q(q, queries_of(segment));
-      compute_segment(params, segment, next_one, shared, queries_of(segment), q, ahead);
+      const Queries<Traits> queries = queries_of(segment, head_of_warp<Traits>(params));
+      if (segment.new_tile != 0) load_q(q, queries);
+      compute_segment(params, segment, next_one, shared, queries, q, ahead);
     }
     ptx::cp_async_wait<0>();
     __syncthreads();
     if (segment.exists != 0) {
-      const uint32_t suspects = finish_segment<Traits>(params, segment, shared, chunks);
-      if (__syncthreads_or(suspects != 0)) {
-        compute_rows_again<Traits>(params, segment, suspects, state);
-      }
+      const bool suspect = finish_segment<Traits>(params, segment, shared, chunks, state);
+      if (__syncthreads_or(suspect)) compute_rows_again<Traits>(params, segment, state);
     }
     if (next_one.exists == 0) return;
     slot = next;

@@ -61,13 +61,13 @@ __device__ __forceinline__ Step find_rows(const Params& params, const Segment& s
     there = there && asked >= 0 && asked < tables.batch_k;
   }
   const int page = there ? asked : -1;
+  const int head_kv = segment.tile.head_kv + head_of_warp<Traits>(params);
   const auto offset_of = [&](const ChunkStrides& strides) {
     return static_cast<uint32_t>(page) * strides.page + static_cast<uint32_t>(row) * strides.row +
-           static_cast<uint32_t>(segment.tile.head_kv) * strides.head;
+           static_cast<uint32_t>(head_kv) * strides.head;
   };
   Step found = {offset_of(params.k_chunks), offset_of(params.v_chunks),
-                __ballot_sync(kFullWarp, there),
-                factors_of<Traits>(params, page, segment.tile.head_kv)};
+                __ballot_sync(kFullWarp, there), factors_of<Traits>(params, page, head_kv)};
   if (found.valid != kAllValid<Traits>) {
     const int first = max(__ffs(static_cast<int>(found.valid)) - 1, 0);
     const uint32_t k = __shfl_sync(kFullWarp, found.k, first);
@@ -187,7 +187,8 @@ __device__ __forceinline__ void load_v(CachedV<Traits>& fragments, const Params&
   }
 }
 
-// Queries of a tile in shared memory, as lanes hold them: [row blocks][chunks][lanes].
+// Queries of a KV head of a tile in shared memory, as lanes hold them: [row blocks][chunks][lanes].
+// Those of the tile's next head follow.
 template <class Traits>
 struct Queries {
   unsigned char* base;
@@ -206,15 +207,18 @@ template <class Traits>
 __device__ __forceinline__ void send_for_q(const Params& params, const TileRows& tile,
                                            const Queries<Traits>& queries) {
   const int lane = lane_index();
-  for (int i = (2 * kWarps - 2 - warp_index()) % kWarps; i < Traits::kRowBlocks * Traits::kKChunks;
-       i += kWarps) {
-    const int n = i / Traits::kKChunks;
+  constexpr int kChunks = Traits::kRowBlocks * Traits::kKChunks;  // of a KV head
+  for (int i = (2 * kWarps - 2 - warp_index()) % kWarps;
+       i < kChunks << tile_heads_log2<Traits>(params); i += kWarps) {
+    const int head = i / kChunks;
+    const int n = i % kChunks / Traits::kKChunks;
     const int c = i % Traits::kKChunks;
     const int row = 8 * n + lane / 4;
     const int column = 32 * c + 8 * (lane % 4);
-    const uint16_t* const q =
-        params.tensors.q + column + RowOf(params, tile, row).offset(tile, params.tensors.q_strides);
-    ptx::cp_async_16_or_zero(static_cast<uint32_t>(__cvta_generic_to_shared(queries.chunk(n, c))),
+    const uint16_t* const q = params.tensors.q + column +
+                              RowOf(params, tile, row, head).offset(tile, params.tensors.q_strides);
+    const Queries<Traits> of_head = {queries.base + head * Traits::kQueryHeadBytes};
+    ptx::cp_async_16_or_zero(static_cast<uint32_t>(__cvta_generic_to_shared(of_head.chunk(n, c))),
                              q, row < tile.rows && column < params.tensors.dim);
   }
   ptx::cp_async_commit();

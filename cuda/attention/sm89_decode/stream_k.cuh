@@ -1,8 +1,8 @@
 // A block's range of all keys (decode/stream_k.cuh), and the segments of tiles that it is made of.
 //
 // A unit is a step of kStepKeys keys, or a chunk of a sequence. The tiles of a sequence lie one
-// behind the other, heads first, and so do sequences. Where tiles are about as many as blocks, or a
-// few of them a block, ranges are of whole tiles instead (whole_tiles.h).
+// behind the other, those of a KV head first, and so do sequences. Where tiles are about as many as
+// blocks, or a few of them a block, ranges are of whole tiles instead (whole_tiles.h).
 #pragma once
 
 #include <climits>
@@ -76,16 +76,31 @@ __device__ __forceinline__ void with_tables(const Params& params, const Use& use
   }
 }
 
-// The lead of a tile: units that it counts for beside its keys. A cut in the lead is one in front
-// of the keys.
+// Log2 of the KV heads of a tile, and the warps of each. Constants in kernels that have one head.
 template <class Traits>
-__device__ __forceinline__ int lead_of(const Params& params) {
-  return params.split_keys > 0 ? 0 : Traits::kLeadSteps;
+__device__ __forceinline__ int tile_heads_log2(const Params& params) {
+  return Traits::kTileHeads == 1 ? 0 : params.tile_heads_log2;
+}
+template <class Traits>
+__device__ __forceinline__ int warps_of_head(const Params& params) {
+  return Traits::kTileHeads == 1 ? kWarps : params.warps_of_head;
+}
+// The KV head of this warp in its tile.
+template <class Traits>
+__device__ __forceinline__ int head_of_warp(const Params& params) {
+  return Traits::kTileHeads == 1
+             ? 0
+             : thread_index() >> (kThreadsLog2 - tile_heads_log2<Traits>(params));
+}
+// Keys of one step for each warp of a KV head.
+template <class Traits>
+__device__ __forceinline__ int round_keys(const Params& params) {
+  return Traits::kStepKeys * warps_of_head<Traits>(params);
 }
 
 template <class Traits>
 __device__ __forceinline__ int64_t units_of(const Params& params, const Described& known) {
-  return int64_t{lead_of<Traits>(params) + known.units} * known.row_tiles * params.heads_kv;
+  return int64_t{params.lead + known.units} * known.row_tiles * params.tiles_of_row;
 }
 
 // The last sequence with no more than so many units in front of it.
@@ -111,7 +126,7 @@ __device__ __forceinline__ bool find_whole_range(const Params& params, const Des
   // Few tiles are worth several blocks each, and a range of one unit is not cut further.
   if (blocks > kThreads || 2 * params.most_tiles < blocks || total <= blocks) return false;
   const int thread = thread_index();
-  const int lead = lead_of<Traits>(params);
+  const int lead = params.lead;
   const int64_t most = most_whole_units(total, blocks, lead);
   state.before[thread] = before;
   bool too_long = false;
@@ -171,7 +186,7 @@ template <class Traits, bool kFirst>
 __device__ __forceinline__ void take_segment(const Params& params, const BlockState& state,
                                              const Described& known, Cursor& cursor,
                                              Segment& segment) {
-  const int lead = lead_of<Traits>(params);
+  const int lead = params.lead;
   const int block = static_cast<int>(blockIdx.x);
   if (cursor.unit < 0) {
     const int passed = static_cast<int>(min(int64_t{-cursor.unit}, cursor.left));
@@ -194,10 +209,10 @@ __device__ __forceinline__ void take_segment(const Params& params, const BlockSt
   const int taken = chunks ? 1 : of_block;
   const bool goes_on = of_block < of_tile;
 
-  const int head_kv = known.row_tiles > 1 ? cursor.tile / known.row_tiles : cursor.tile;
+  const int heads = known.row_tiles > 1 ? cursor.tile / known.row_tiles : cursor.tile;
   const KeyRange seen = attention_decode::describe_tile(
-      params, known, cursor.sequence, head_kv,
-      (cursor.tile - head_kv * known.row_tiles) * Traits::kRows, Traits::kRows, segment);
+      params, known, cursor.sequence, heads << tile_heads_log2<Traits>(params),
+      (cursor.tile - heads * known.row_tiles) * Traits::kRows, Traits::kRows, segment);
   segment.keys.first = seen.first;
   segment.tile.masked = seen.first < segment.all_first || segment.all_end < seen.end ? 1 : 0;
 
@@ -205,7 +220,7 @@ __device__ __forceinline__ void take_segment(const Params& params, const BlockSt
   segment.keys.end = min(seen.end, segment.keys.key + taken * known.unit_keys);
   // Skips rounds whose keys no row sees. Warps keep their places.
   const int ahead = segment.keys.first - segment.keys.key;
-  if (ahead > 0) segment.keys.key += ahead / Traits::kRoundKeys * Traits::kRoundKeys;
+  if (ahead > 0) segment.keys.key += ahead & -round_keys<Traits>(params);
 
   segment.keys.pages =
       params.sequences.paged != 0 ? params.sequences.keys.pages_of(cursor.sequence) : nullptr;
@@ -231,7 +246,7 @@ __device__ __forceinline__ void take_segment(const Params& params, const BlockSt
     cursor.unit = -lead;
     ++cursor.tile;
   }
-  segment.keys.first_warp = cursor.steps % kWarps;
+  segment.keys.first_warp = cursor.steps & (warps_of_head<Traits>(params) - 1);
   cursor.steps +=
       max(0, segment.keys.end - segment.keys.key + Traits::kStepKeys - 1) / Traits::kStepKeys;
   cursor.tiles += segment.new_tile;
@@ -277,7 +292,7 @@ __device__ __forceinline__ bool find_range(const Params& params, int most_blocks
   if (count <= kWindow && thread < count) state.window[thread] = known;
   if (thread == 0) {
     state.segments[0].exists = 0;
-    state.suspect_rows = 0;
+    for (uint32_t& rows : state.suspect_rows) rows = 0;
     // The first segment is behind this one.
     Segment& none = state.segments[kSegments - 1];
     none.exists = 0, none.keys.end = kNoKeys;
@@ -309,7 +324,7 @@ __device__ __forceinline__ bool find_range(const Params& params, int most_blocks
   if (has_begin) {
     state.total = total;
     state.blocks = blocks;
-    const int lead = lead_of<Traits>(params);
+    const int lead = params.lead;
     const int units = lead + known.units;
     Cursor cursor = {};
     cursor.left = range.end - range.begin;
@@ -348,13 +363,13 @@ __device__ __forceinline__ void next_segment(const Params& params, BlockState& s
       describe_window<Traits>(params, state);
     }
     const Described& known = state.window[cursor.sequence - cursor.window];
-    const bool found = cursor.tile < known.row_tiles * params.heads_kv;
+    const bool found = cursor.tile < known.row_tiles * params.tiles_of_row;
     __syncwarp();
     if (found) break;
     if (lane_index() == 0) {
       ++cursor.sequence;
       cursor.tile = 0;
-      cursor.unit = -lead_of<Traits>(params);
+      cursor.unit = -params.lead;
     }
     __syncwarp();
   }

@@ -23,7 +23,7 @@ struct alignas(16) SegmentKeys {
   int32_t key;         // where steps begin
   int32_t end;         // after the last key that some row sees; kNoKeys if there is no segment
   int32_t first;       // the first key that some row sees
-  int32_t first_warp;  // the warp that takes the first step
+  int32_t first_warp;  // of those of a KV head, the one that takes the first step
 };
 
 // An end before every step.
@@ -59,10 +59,6 @@ struct alignas(16) Cursor {
   int32_t tiles;   // so far
 };
 
-// Cost of ending a tile and beginning the next, in bytes of keys and values that a block would have
-// read meanwhile.
-inline constexpr int kLeadBytes = 128 << 10;
-
 inline constexpr int kWindow = 32;  // sequences that are described at a time: one per lane
 // The previous segment, whose rows some warp may be recomputing, the current one, the next, and the
 // one after it.
@@ -70,9 +66,10 @@ inline constexpr int kSegments = 4;
 
 struct BlockState {
   Cursor cursor;
-  int64_t total;          // units of all blocks
-  int32_t blocks;         // blocks that have a range
-  uint32_t suspect_rows;  // of a tile, one bit each; 0 unless they are being computed again
+  int64_t total;   // units of all blocks
+  int32_t blocks;  // blocks that have a range
+  // Rows of each KV head of a tile, one bit each; 0 unless they are being computed again.
+  uint32_t suspect_rows[kWarps];
   int64_t warp_units[kWarps];
   // For ranges of whole tiles: units before each sequence, units per tile of it, and units before
   // each range.
@@ -82,6 +79,8 @@ struct BlockState {
   Described window[kWindow];
   Segment segments[kSegments];
 };
+
+inline constexpr int kMostShared = 99 * 1024;  // bytes of an sm_89 block
 
 // For keys and values of the queries' type, or of fp8. Steps are the same, and so are bits.
 template <class Element, int kDim, int kDimV, int kRows, bool kFp8_>
@@ -93,20 +92,30 @@ struct Traits : few_rows::Traits<Element, kDim, kDimV, kRows> {
   // Loads of keys are then issued earlier, and registers are held for longer.
   static constexpr bool kFindsFirst = kFp8 && kDim + kDimV <= 320;
 
-  static constexpr int kRoundKeys = kWarps * Base::kStepKeys;  // one step per warp
-  static constexpr int kStepBytes = Base::kStepKeys * (Base::kDim + Base::kDimV) * 2;
-  static constexpr int kLeadSteps = (kLeadBytes + kStepBytes - 1) / kStepBytes;
-  // Queries of a tile and of the next one. The sum of a tile's chunks and the block's state follow
-  // the storage of the few-row kernels.
-  static constexpr int kQueryTileBytes = Base::kRowBlocks * Base::kKChunks * kThreadsPerWarp * 16;
+  // Queries of the KV heads of a tile and of the next one. The sum of a tile's chunks and the
+  // block's state follow the storage of the few-row kernels.
+  static constexpr int kQueryHeadBytes = Base::kRowBlocks * Base::kKChunks * kThreadsPerWarp * 16;
   static constexpr int kQueriesOffset = Base::shared_bytes(kWarps, 1);
-  static constexpr int kSumOffset = kQueriesOffset + 2 * kQueryTileBytes;
   static constexpr int kSumBytes = Base::kUnits * (16 + 8);
-  static constexpr int kStateOffset = (kSumOffset + kSumBytes + 15) / 16 * 16;
-  static constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
+  static constexpr int sum_offset(int tile_heads) {
+    return kQueriesOffset + 2 * tile_heads * kQueryHeadBytes;
+  }
+  static constexpr int state_offset(int tile_heads) {
+    return (sum_offset(tile_heads) + kSumBytes + 15) / 16 * 16;
+  }
+  static constexpr int shared_bytes(int tile_heads) {
+    return state_offset(tile_heads) + static_cast<int>(sizeof(BlockState));
+  }
+  // KV heads of a tile, at most.
+  static constexpr int kTileHeads = shared_bytes(4) <= kMostShared   ? 4
+                                    : shared_bytes(2) <= kMostShared ? 2
+                                                                     : 1;
+  static constexpr int kSumOffset = sum_offset(kTileHeads);
+  static constexpr int kStateOffset = state_offset(kTileHeads);
+  static constexpr int kSharedBytes = shared_bytes(kTileHeads);
 
   static_assert(kSumOffset % 16 == 0);
-  static_assert(kSharedBytes <= 99 * 1024, "of an sm_89 block");
+  static_assert(kSharedBytes <= kMostShared);
 };
 
 }  // namespace flashmoe::sm89_decode

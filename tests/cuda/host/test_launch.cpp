@@ -81,6 +81,7 @@ const Entry entry_fp16_d64_dv64_r8 = {
      1,
      kThreads},
     4,
+    4,
 };
 const Entry entry_fp16_d64_dv64_r16 = {
     {{"attention_forward_sm89_decode_fp16_d64_dv64_r16", reinterpret_cast<const void*>(0x58), 6000,
@@ -93,6 +94,7 @@ const Entry entry_fp16_d64_dv64_r16 = {
      1,
      kThreads},
     4,
+    1,
 };
 const Kernel kCombineFp16 = {"attention_combine_sm89_decode_fp16",
                              reinterpret_cast<const void*>(0x59), 0, loaded[2]};
@@ -693,6 +695,44 @@ void few_queries_share_their_keys() {
   const Call dense("sm89_decode", 1, 1, 100, 2, 2);
   CHECK(flashmoe_attention_forward_plan(&dense.params, &plan) == FLASHMOE_ERROR_UNSUPPORTED);
   CHECK(std::strstr(flashmoe_last_error(), "dense batches, accepted are ragged") != nullptr);
+}
+
+// Tiles of as many KV heads as leave about a tile for each of 132 blocks. A place has a part of
+// each head. At most two blocks of the second kernel run on a multiprocessor at a time: two for a
+// tile.
+void tiles_have_several_heads() {
+  fake::on_launch = [](const void* params) {
+    seen_decode.push_back(*static_cast<const sm89_decode::Params*>(params));
+  };
+  const auto run = [&](int64_t count, int64_t of_kv, int64_t split_size, int heads) {
+    PagedCall call("sm89_decode", count, count, 4 * of_kv, of_kv);
+    call.sequences.max_seqlen_q = 1;
+    call.sequences.split_size = split_size;
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(plan.launches[0].grid[0] == 132 && plan.launches[1].grid[0] == 132);
+    CHECK(plan.launches[1].grid[1] == 2 && plan.launches[1].tile_m == (heads > 1 ? 4 : 2));
+    const int64_t places = 2 * plan.launches[0].grid[0] * heads * (split_size > 0 ? 16 : 1);
+    CHECK(plan.workspace_bytes ==
+          places * (8 * 64 * 4 + 8 * 8) + plan.launches[0].grid[0] * sizeof(sm89_decode::CutTile));
+    seen_decode.clear();
+    CHECK(flashmoe_attention_forward(&call.params, workspace, plan.workspace_bytes, nullptr) ==
+          FLASHMOE_OK);
+    const sm89_decode::Params& seen = seen_decode[0];
+    CHECK(1 << seen.tile_heads_log2 == heads && seen.tiles_of_row == of_kv / heads);
+    CHECK(seen.warps_of_head == 8 / heads && seen.most_tiles == count * of_kv / heads);
+    // 128 KiB are 16 steps of 32 keys of a head.
+    CHECK(seen.lead == (split_size > 0 ? 0 : 16 / heads));
+    CHECK(reinterpret_cast<char*>(seen.statistics) ==
+          reinterpret_cast<char*>(seen.parts) + places * 8 * 64 * 4);
+  };
+  run(115, 2, 0, 1);  // fewer than seven tiles for eight blocks
+  run(116, 2, 0, 2);
+  run(29, 8, 0, 2);
+  run(58, 8, 0, 4);
+  run(132, 8, 0, 4);  // at most
+  run(132, 6, 0, 2);  // four do not divide six
+  run(132, 3, 0, 1);
+  run(132, 8, 100, 1);  // bits of chunks depend on the sequence alone
 }
 
 sm90_mla::Params seen_mla;
@@ -2072,6 +2112,7 @@ int main(int argc, char** argv) {
   the_plan_is_what_the_launch_gets();
   ragged_batches_have_kernels_of_their_own();
   few_queries_share_their_keys();
+  tiles_have_several_heads();
   values_in_keys_are_read_with_them();
   masks_and_offsets_of_sequences();
   prompts_beside_decoding_are_parts();
