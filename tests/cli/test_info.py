@@ -131,6 +131,8 @@ SMALL_CHECKOUT: dict[str, tuple[list[str], set[tuple[str, str]]]] = {
         {ATTENTION_CUDA},
     ),
     "cuda/attention/launch.cpp": (["cuda/launch.h"], {ATTENTION_CUDA}),
+    "cuda/attention/sm89_decode/forward.cuh": (["cuda/ptx/generic.cuh"], set()),
+    "cuda/ptx/generic.cuh": ([], set()),
     "cuda/attention/sm90_backward/family.cpp": (["cuda/ptx/tma.cuh"], {BACKWARD_CUDA}),
     "cuda/attention/sm89/backward.cuh": (["cuda/ptx/mma.cuh"], {BACKWARD_CUDA}),
     "cuda/moe/route/route.cuh": (
@@ -211,7 +213,11 @@ def test_no_kernel_of_this_checkout_is_left_out() -> None:
             if file.is_file() and file.name != "CMakeLists.txt"
         }
         # What is of no operation: the list of devices. And of those that no suite measures.
-        names = ("merge_", "kv_append", "kv_gather", "check_sequences", "rows/")
+        names = (
+            *("merge_", "kv_append", "kv_gather", "check_sequences", "rows/"),
+            *(f"attention/{of}/" for of in ("decode", "sm89_decode", "sm90_mla", "lengths")),
+            *("numeric/fp8.cuh", "ptx/generic.cuh", "ptx/prefetch.cuh"),
+        )
         prefixes = tuple(f"{kind}/{name}" for name in names)
         unmeasured = {n for n in there if n.startswith(prefixes)}
         rest = there - set().union(*(of[o, kind] for o in OPERATIONS))

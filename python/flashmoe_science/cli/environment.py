@@ -275,6 +275,10 @@ _KERNELS = {
     ("moe_backward", "cuda"): ("cuda/moe/**/*",),
     ("moe_backward", "cpu"): ("cpu/moe*", "cpu/grouped_product*"),
 }
+# What ragged, padded and paged batches alone are computed by: no suite of dense calls has it.
+_OF_SEQUENCES = tuple(
+    f"cuda/attention/{folder}/" for folder in ("decode", "sm89_decode", "sm90_mla", "lengths")
+)
 _CHOICE = {
     "attention_forward": ("core/ops/attention/forward.cpp", "core/choose.cpp", "core/choose.h"),
     "attention_backward": ("core/ops/attention/backward.cpp", "core/choose.cpp", "core/choose.h"),
@@ -321,6 +325,7 @@ def kernel_sources(operation: str, kind: str, root: Path) -> list[str]:
     following = found(_KERNELS[operation, kind])
     if way == "forward" and kind == "cuda":  # on the CPU one hash covers both
         following = {name for name in following if "backward" not in name}
+        following = {name for name in following if not name.startswith(_OF_SEQUENCES)}
     while following:
         names |= following
         texts = [(root / name).read_text(encoding="utf-8") for name in following]
