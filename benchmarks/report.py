@@ -594,12 +594,12 @@ TABLES: dict[str, Callable[[Source], str]] = {
     "attention-grid": render_grid,
     "attention-list": render_list,
     "attention-memory": render_memory,
-    "attention-sustained": render_sustained,
     "cpu-attention": render_cpu,
     "cpu-moe": render_cpu_moe,
     "cpu-padded": render_cpu_padded,
     "host-cost": render_host_cost,
     "moe-list": render_moe,
+    "sustained": render_sustained,
 }
 
 SUMMARY = "summary"  # one table of all files of a block; the others make one of each

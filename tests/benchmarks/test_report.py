@@ -845,7 +845,7 @@ def test_every_suite_of_a_gpu_is_in_the_evidence_and_in_the_documents() -> None:
     for suite in evidence.SUITES:
         file = f"benchmarks/results/{suite.replace('-', '_').replace('@', '_')}_h200.json"
         tables = re.findall(rf"<!-- results: (\S+) {re.escape(file)} -->", shown)
-        of_attention = {"attention-grid", "attention-list", "attention-sustained"}
+        of_attention = {"attention-grid", "attention-list", "sustained"}
         kinds = {"moe-list"} if suite.startswith("moe") else of_attention
         assert kinds & set(tables), suite
 
