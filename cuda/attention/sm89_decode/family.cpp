@@ -80,31 +80,21 @@ int64_t product_up_to(int64_t most, int64_t a, int64_t b) {
   return a >= most || b >= most ? most : std::min(a * b, most);
 }
 
-// Upper bound on the row tiles of a KV head of all sequences, or `most` if it is more.
-int64_t row_tiles_of_all(const AttentionProblem& p, const Entry& entry, int64_t most) {
-  const int64_t tiles = product_up_to(most, p.batch, row_tiles(p, entry));
-  if (p.sequences.cu_seqlens_q.data == nullptr) return tiles;
-  // Packed sequences have so many rows together, however loose the bound on one of them is.
-  const int64_t rows = product_up_to(most * entry.tile_q, p.sequences.rows_q, group_of(p));
-  return std::min(tiles, p.batch + rows / entry.tile_q);
-}
-
 // Tiles of several KV heads are to be at least this share of the blocks.
 constexpr int64_t kLeastTiles = 7;
 constexpr int64_t kOfBlocks = 8;
 
 // Log2 of the KV heads of a tile. Rows of neighbouring heads lie side by side in most caches, and
 // memory is faster where they are read at the same time. But a block's keys then have a part of
-// each head, so tiles are to be about as many as blocks. Chunks are the same with any number of
-// tiles.
+// each head, so tiles are to be about as many as blocks. A sequence counts for one row of tiles:
+// bits do not depend on bounds. Those of chunks do not depend on the number of sequences either.
 int tile_heads_log2(const AttentionProblem& p, const Entry& entry, const DeviceFacts& facts) {
   if (split_keys(p) > 0) return 0;
   const int64_t blocks = facts.multiprocessors;
-  const int64_t tiles = row_tiles_of_all(p, entry, 2 * blocks);
   int log2 = 0;
   while (2 << log2 <= entry.tile_heads && p.heads_kv % (2 << log2) == 0 &&
          kLeastTiles * blocks <=
-             kOfBlocks * product_up_to(2 * blocks, tiles, p.heads_kv >> (log2 + 1))) {
+             kOfBlocks * product_up_to(2 * blocks, p.batch, p.heads_kv >> (log2 + 1))) {
     ++log2;
   }
   return log2;

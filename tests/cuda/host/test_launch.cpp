@@ -733,6 +733,13 @@ void tiles_have_several_heads() {
   run(132, 6, 0, 2);  // four do not divide six
   run(132, 3, 0, 1);
   run(132, 8, 100, 1);  // bits of chunks depend on the sequence alone
+  // Bits do not depend on bounds: without one, a sequence may have all queries.
+  PagedCall loose("sm89_decode", 115, 115, 8, 2);
+  const flashmoe_plan plan = plan_of(loose);
+  seen_decode.clear();
+  CHECK(flashmoe_attention_forward(&loose.params, workspace, plan.workspace_bytes, nullptr) ==
+        FLASHMOE_OK);
+  CHECK(seen_decode[0].tile_heads_log2 == 0);
 }
 
 sm90_mla::Params seen_mla;
