@@ -53,6 +53,7 @@ _SMALL = {
     "mixed": Options(130, 330, 2, 1, "bottom_right"),
 }
 _RARE = Options(100, 100, 1, 1, "top_left", window=(25, None))
+_MANY = 150  # sequences with which tiles of decoding have several KV heads
 FAMILIES = (*kernels.FAMILIES, *kernels.OF_SEQUENCES)
 
 
@@ -147,14 +148,15 @@ def check_call(
 
 
 def _sequences(
-    kernel: Kernel, dim: int, dim_v: int, options: Options
+    kernel: Kernel, dim: int, dim_v: int, options: Options, more: int = 0
 ) -> tuple[dict[str, np.ndarray], list[tuple[np.ndarray, ...]]]:
     """Queries one behind the other, and keys in pages: arrays of a call, and q, k and v of each
-    sequence. Free rows are NaN, and the table ends in pages that there are not. Values of sm90_mla
-    are columns of their keys."""
+    sequence, of which so many more decode a few keys. Free rows are NaN, and the table ends in
+    pages that there are not. Values of sm90_mla are columns of their keys."""
     rng, dtype, size = np.random.default_rng(dim + options.seq_k), capi.DTYPES[kernel.dtype], 16
     cached = capi.FP8 if kernel.fp8 else dtype
-    lengths = ((options.seq_q, options.seq_k), (0, 5), (1, 40))
+    lengths = [(options.seq_q, options.seq_k), (0, 5), (1, 40)]
+    lengths += [(1, 1 + 7 * b % 40) for b in range(more)]
 
     def tensors(count: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         shapes = ((count, seq, options.heads_kv, last) for last in (dim, dim_v))
@@ -217,10 +219,10 @@ def _run_sequences(
 
 def check_sequences(
     driver: Driver, kernel: Kernel, dim: int, dim_v: int, options: Options,
-    bad_key: int | None = None,
+    bad_key: int | None = None, more: int = 0,
 ) -> set[str]:  # fmt: skip
     """One ragged and paged call; the names of the kernels that ran."""
-    arrays, parts = _sequences(kernel, dim, dim_v, options)
+    arrays, parts = _sequences(kernel, dim, dim_v, options, more)
     mask = {"causal": options.causal, "window": options.window}
     if bad_key is not None:
         table, size = arrays["page_table"], arrays["v"].shape[1]
@@ -264,6 +266,9 @@ def run_family(driver: Driver, family: str, small: bool, share: tuple[int, int])
     for kernel in sanitize.part_of(compiled(family), share):
         of_sequences = kernel.ragged or family in kernels.OF_SEQUENCES
         check = check_sequences if of_sequences else check_call
+        if family == "sm89_decode":
+            seen |= check_sequences(driver, kernel, kernel.dim, kernel.dim_v, _SMALL[family],
+                                    more=_MANY)  # fmt: skip
         if small:
             options = _for_kernel(kernel, _SMALL[family])
             seen |= check(driver, kernel, kernel.dim, kernel.dim_v, options)
