@@ -20,6 +20,8 @@ ARCHITECTURES = flashmoe_science.build_info().cuda_architectures
 SHAPE = ["--seq", "4096", "--heads", "32", "--kv-heads", "8", "--dim", "128", "--causal"]
 LAYER = ["--tokens", "64", "--hidden", "2048", "--inner", "768", "--experts", "128", "--top-k", "8"]
 
+_CUT_TILE_BYTES = 13 * 4  # cuda/attention/decode/params.h
+
 with_cuda = pytest.mark.skipif(not ARCHITECTURES, reason="built without CUDA")
 without_cuda = pytest.mark.skipif(bool(ARCHITECTURES), reason="built with CUDA")
 
@@ -90,6 +92,36 @@ def test_families_of_batches_over_pages(
         max_seqlen_q=max(queries), max_seqlen_k=max(keys),
     )  # fmt: skip
     assert plan.family == family
+
+
+@with_cuda
+@pytest.mark.parametrize(
+    ("heads_q", "dim", "dim_v", "most"),
+    [(16, 64, 64, 4), (128, 64, 64, 4), (32, 128, 128, 4),
+     (128, 128, 128, 1), (128, 192, 128, 1), (16, 256, 256, 1)],
+)  # fmt: skip
+def test_tiles_of_decoding_have_as_many_heads_as_their_queries_have_room(
+    heads_q: int, dim: int, dim_v: int, most: int
+) -> None:
+    """The workspace tells: a place has a part of each KV head of a tile."""
+    where, bf16, int32 = parse_device("h200"), parse_dtype("bf16"), (0, 32)
+
+    def tensor(*shape: int, dtype: Any = bf16) -> Any:
+        return shape, dtype, where, None
+
+    def bytes_of_parts(batch: int) -> int:
+        k, v = (tensor(4 * batch, 64, 8, columns) for columns in (dim, dim_v))
+        plan = flashmoe_science.attention_plan(
+            tensor(batch, 1, heads_q, dim), k, v, seqused_k=tensor(batch, dtype=int32),
+            page_table=tensor(batch, 4, dtype=int32), kernel="sm89_decode",
+        )  # fmt: skip
+        assert plan.launches[0].grid[0] == 132
+        assert plan.launches[0].shared_bytes <= 99 << 10  # of a block of sm_89
+        return int(plan.workspace_bytes) - 132 * _CUT_TILE_BYTES
+
+    one = bytes_of_parts(28)
+    assert bytes_of_parts(29) == min(most, 2) * one
+    assert bytes_of_parts(58) == bytes_of_parts(1000) == most * one
 
 
 @with_cuda

@@ -120,8 +120,9 @@ struct CombineGrid {
   int64_t blocks;  // of a tile
 };
 
-// Blocks are few enough that all run at a time. But if tiles are so few that each has many parts,
-// those need many threads, and a block has one row at a time.
+// Blocks are few enough that all run at a time: those of a tile go through its KV heads. But if
+// tiles are so few that each has many parts, those need many threads, and a block has one row at a
+// time.
 CombineGrid combine_grid(const AttentionProblem& p, const Entry& entry, int64_t tiles,
                          int64_t tile_heads, const DeviceFacts& facts) {
   constexpr int64_t kManyParts = 32;
