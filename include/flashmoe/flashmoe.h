@@ -502,10 +502,12 @@ static inline flashmoe_attention_forward_params flashmoe_attention_forward_param
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_plan(
     const flashmoe_attention_forward_params* params, flashmoe_plan* plan);
 
-/* Bytes of workspace that the call needs; often 0. On a GPU at most 16 MiB, or with split_size 0.3
- * MiB per multiprocessor, and 8 bytes per sequence; prior_out adds out and lse of the call's own
- * part. On the CPU the workspace of every operation depends on the number of threads. A size stays
- * enough when that number changes, since a call uses no more threads than it has room for. */
+/* Bytes of workspace that the call needs; often 0. On a GPU at most 16 MiB, or 0.3 MiB per
+ * multiprocessor with split_size or where v is the first columns of k; and up to 64 bytes for each
+ * sequence, and for each tile of its queries and each head. prior_out adds out and lse of the
+ * call's own part. On the CPU the workspace of every operation depends on the number of threads. A
+ * size stays enough when that number changes, since a call uses no more threads than it has room
+ * for. */
 FLASHMOE_API flashmoe_status flashmoe_attention_forward_workspace_size(
     const flashmoe_attention_forward_params* params, size_t* bytes);
 

@@ -109,7 +109,8 @@ struct PlannedPart {
 };
 
 // Plans the family with the shortest estimate. With split_size it is the first family that can,
-// since an estimate would make the bits depend on the batch.
+// since an estimate would make the bits depend on the batch. A family that takes a workspace is
+// none of them: it divides the keys of a tile among blocks, by all sequences of the batch.
 flashmoe_status plan_many(const AttentionProblem& problem, const AttentionProblem& many,
                           const BatchMix& mix, PlannedPart* part, const Reason& reason) {
   flashmoe_status result = FLASHMOE_ERROR_UNSUPPORTED;
@@ -120,8 +121,12 @@ flashmoe_status plan_many(const AttentionProblem& problem, const AttentionProble
       continue;
     }
     Plan made = {};
-    const flashmoe_status status = ask(*family, many, &made, reason);
+    flashmoe_status status = ask(*family, many, &made, reason);
     if (status == FLASHMOE_ERROR_CUDA) return status;
+    if (status == FLASHMOE_OK && made.info.workspace_bytes > 0) {
+      status = reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
+                             "prompts beside decoding, of a family that divides their keys");
+    }
     if (result != FLASHMOE_OK) result = status;
     if (status != FLASHMOE_OK) continue;
     const double time = estimate_of(*family, many, mix.many, mix.many_rows);

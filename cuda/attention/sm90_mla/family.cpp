@@ -50,6 +50,11 @@ int64_t cuts_of(const AttentionProblem& p, int64_t blocks, int64_t stream_k_bloc
   return has_cuts_by_tile(p, blocks) ? tiles_of(p) : blocks;
 }
 
+// Places for parts of cut tiles.
+int64_t places_of(int64_t blocks, int64_t stream_k_blocks) {
+  return stream_k_blocks == 1 ? 0 : attention_decode::places_of(blocks, false);
+}
+
 // Blocks that divide the keys of a row tile: as many as run at a time, but at most one per block of
 // keys.
 int64_t stream_k_blocks_of(const AttentionProblem& p, const DeviceFacts& facts) {
@@ -157,7 +162,7 @@ flashmoe_status plan(const AttentionProblem& problem, Plan* plan, const Reason& 
       std::clamp<int64_t>(cuts_of(problem, blocks, stream_k_blocks) * rows * kQuarters, 1,
                           kSumBlocks * int64_t{facts->multiprocessors});
   plan_launch(entry->combine, device_id, "a", sums, kSumThreads, 0, plan);
-  const int64_t places = attention_decode::places_of(blocks, false);
+  const int64_t places = places_of(blocks, stream_k_blocks);
   plan->info.workspace_bytes =
       static_cast<uint64_t>(places * kRows * ((16 << entry->units_log2) + 8) +
                             blocks * static_cast<int64_t>(sizeof(attention_decode::CutTile)));
@@ -232,7 +237,7 @@ void fill_addresses(const AttentionProblem& p, void* workspace, Params* params) 
   params->plain = !others && s.seqused_k.given() && s.seqused_k.stride == 1 ? 1 : 0;
   params->plain_q = std::min(s.rows_q, s.most_q);
   params->plain_k = std::min({s.room_k, s.pair_keys, s.most_k});
-  const int64_t rows = attention_decode::places_of(params->blocks, false) * kRows;
+  const int64_t rows = places_of(params->blocks, params->stream_k_blocks) * kRows;
   params->parts = static_cast<float4*>(workspace);
   params->statistics = reinterpret_cast<float2*>(params->parts + (rows << params->part_units_log2));
   params->cut_tiles = reinterpret_cast<attention_decode::CutTile*>(params->statistics + rows);

@@ -767,8 +767,9 @@ void values_in_keys_are_read_with_them() {
     CHECK(std::strcmp(plan.family, "sm90_mla") == 0 && plan.launch_count == 2);
     CHECK(std::strcmp(plan.launches[0].kernel, kernel) == 0);
     CHECK(plan.launches[0].grid[0] == blocks && plan.launches[1].grid[0] == sums);
+    const int64_t places = stream_k_blocks == 1 ? 0 : 2 * blocks;
     CHECK(plan.workspace_bytes ==
-          2 * blocks * 64 * (512 * 4 + 8) + blocks * sizeof(sm89_decode::CutTile));
+          places * 64 * (512 * 4 + 8) + blocks * sizeof(sm89_decode::CutTile));
     std::vector<char> room(plan.workspace_bytes);
     fake::maps.clear();
     CHECK(flashmoe_attention_forward(&call.params, room.data(), room.size(), nullptr) ==
@@ -807,6 +808,15 @@ void values_in_keys_are_read_with_them() {
   call.page_table.shape[1] = 100;
   call.sequences.max_seqlen_q = 5;
   run(130, 13, 40, 396);
+  // A row tile for more than half of the multiprocessors: no block shares its keys, no part needs a
+  // place.
+  call.sequences.max_seqlen_q = 34;
+  call.shapes[0][1] = call.shapes[3][1] = 34;
+  run(68, 1, 0, 1);
+  CHECK(reinterpret_cast<const char*>(seen_mla.cut_tiles) ==
+        reinterpret_cast<const char*>(seen_mla.parts));
+  call.sequences.max_seqlen_q = 5;
+  call.shapes[0][1] = call.shapes[3][1] = 5;
   // Elsewhere.
   flashmoe_plan plan = flashmoe_plan_init();
   const auto refuses = [&](const char* sentence) {
@@ -958,6 +968,16 @@ void prompts_beside_decoding_are_parts() {
       CHECK(seen_mixed.several.parts == seen_mixed.few.parts);
     }
   }
+  // What divides the keys of a tile among blocks takes a workspace, and is no part.
+  void* const values = call.tensors[2].data;
+  call.tensors[2].data = call.tensors[1].data;
+  for (const int64_t split_size : {0, 64}) {
+    call.sequences.split_size = split_size;
+    const flashmoe_plan plan = plan_of(call);
+    CHECK(std::strcmp(plan.family, "mixed") == 0);
+    CHECK(std::strcmp(plan.launches[2].kernel, "attention_forward_sm90_fp16_d64_dv64_ragged") == 0);
+  }
+  call.tensors[2].data = values;
   // Chunks promise more than an estimate may choose.
   call.params.kernel = nullptr;
   CHECK(std::strcmp(plan_of(call).family, "mixed") == 0);
