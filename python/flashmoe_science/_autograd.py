@@ -289,19 +289,25 @@ def _is_cast(*tensors: torch.Tensor) -> bool:
     )
 
 
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype)
+
+
+def autocast(
+    *tensors: torch.Tensor, cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = _to
+) -> tuple[torch.Tensor, ...]:
     """Casts all of these to autocast's dtype if torch.autocast is on and one is fp32; fp64 and fp8
-    stay."""
+    stay. `cast` makes a tensor of a dtype from one."""
     if not _is_cast(*tensors):
         return tensors
     kind = tensors[0].device.type
     dtype = torch.get_autocast_dtype(kind)
 
-    def cast(x: torch.Tensor) -> torch.Tensor:
+    def of_autocast(x: torch.Tensor) -> torch.Tensor:
         takes_part = x.is_floating_point() and x.itemsize in (2, 4) and x.device.type == kind
-        return x.to(dtype) if takes_part else x
+        return cast(x, dtype) if takes_part else x
 
-    return tuple(map(cast, tensors))
+    return tuple(map(of_autocast, tensors))
 
 
 def is_handled(

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from flashmoe_science._autograd import is_recorded
+from flashmoe_science._autograd import autocast, is_recorded
+from flashmoe_science._dispatch import _TORCH, ATTENTION, refuse_tangent
 from flashmoe_science._tracing import is_traced
 from flashmoe_science.attention import flash_attention
 from flashmoe_science.errors import (
@@ -177,12 +178,14 @@ def positions(
     begin: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, stays: bool = False
 ) -> torch.Tensor:
     """The position of each row, [batch, rows] or [1, rows]; a sequence's first row stands at
-    `begin`."""
+    `begin`, which has one number per sequence."""
     row = torch.arange(rows, dtype=torch.int32, device=begin.device)
     if cu_seqlens is None:
         return begin[:, None] + (torch.zeros_like(row) if stays else row)
+    if cu_seqlens.shape[0] < 2:  # no sequences: any position will do
+        return row[None]
     sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
-    sequence = sequence.clamp(0, begin.shape[0] - 1)
+    sequence = sequence.clamp(0, cu_seqlens.shape[0] - 2)
     if stays:
         return begin[sequence][None]
     return (begin[sequence] + row - cu_seqlens[sequence])[None]
@@ -223,6 +226,18 @@ def check_before_append(
     """Raises what attention over a cache would raise only after new keys have been written."""
     if is_traced():  # a graph is checked before anything runs
         return
+    # What plans do not check: they see no gradients, tangents or casts.
+    for name, given in (("q", q), ("sinks", how["sinks"]), ("out", out)):
+        if given is not None:
+            refuse_tangent(name, given, ATTENTION)
+    if out is not None:
+        _TORCH.check_output("out", out, ATTENTION)
+
+    def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # Nothing reads the keys here, and a cache is too large to be copied once more.
+        return x.to(dtype) if x is q or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+
+    q, k, v = autocast(q, k, v, cast=cast)
     if is_recorded(q, how["sinks"]):
         into = None if out is None else out[:, :0]
         attend_to_cache(q[:, :0], k, v, **how, return_lse=return_lse, out=into)
@@ -253,6 +268,15 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((n - 1) * stride for n, stride in axes)
     return begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin
+
+
+def check_count(name: str, tensor: torch.Tensor, sequences: int) -> None:
+    """Checks a table of one number per sequence, of one dimension."""
+    if tensor.shape[0] != sequences:
+        raise InvalidArgumentError(
+            f"{name}: got {tensor.shape[0]} numbers, accepted are {sequences}, of {sequences} "
+            "sequences"
+        )
 
 
 def check_tensor(name: str, tensor: Any) -> None:

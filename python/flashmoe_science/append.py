@@ -66,8 +66,9 @@ def kv_append(
             names, in order.
         positions: [batch, seq], int32 or int64: the position of each row of k and of q. None is
             cache_seqlens[b] + i for row i.
-        rotary_cos, rotary_sin: [positions, rotary_dim / 2], k's dtype or fp32: they rotate the
-            first rotary_dim numbers of each head of k and of q, in fp32. None is no rotation.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2], k's dtype or fp32, for fp64 fp64: they
+            rotate the first rotary_dim numbers of each head of k and of q, in fp32 (fp64). None is
+            no rotation.
         interleaved: Pairs are numbers 2 i and 2 i + 1, else (NeoX) i and i + rotary_dim / 2.
         q: [batch, seq_q, heads_q, dim]: queries to rotate in the same call, with rotary_cos. With
             cu_seqlens or positions, seq_q is seq.

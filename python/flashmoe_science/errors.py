@@ -102,7 +102,8 @@ def _naming(
             sentence uses it.
     """
     firsts = names | {first: first for first in also or {}}
-    words = re.compile(rf"\b({'|'.join(firsts)})\b")
+    # "number of positions" names an extent, and no argument.
+    words = re.compile(rf"\b(?<!number of )({'|'.join(firsts)})\b")
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)

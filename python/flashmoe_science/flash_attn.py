@@ -440,9 +440,9 @@ def flash_attn_with_kvcache(
             the cache, which the queries see. With cu_seqlens_k_new [total_new, heads_k, dim]. None
             is no new keys. In an fp8 cache numbers are rounded to nearest.
         v: [batch, seq_new, heads_k, dim_v], with k.
-        rotary_cos: [positions, rotary_dim / 2], q's dtype or fp32: they rotate k and q at the
-            positions from cache_seqlens on; without causal and window_size, all of q at
-            cache_seqlens. With k.
+        rotary_cos: [positions, rotary_dim / 2], q's dtype or fp32, for fp64 fp64: they rotate k
+            and q at the positions from cache_seqlens on; without causal and window_size, all of q
+            at cache_seqlens. With k.
         rotary_sin: The same, with rotary_cos.
         cache_seqlens: [batch], int32, or a number: the keys of each sequence in the cache, without
             new ones. None is all of its rows, without k.
@@ -497,6 +497,10 @@ def flash_attn_with_kvcache(
         rows *= table.shape[1]
     if cu_seqlens_q is not None:
         arguments.check_rank(1, cu_seqlens_q=cu_seqlens_q)
+        if cu_seqlens_q.shape[0] == 0:
+            raise InvalidArgumentError(
+                "cu_seqlens_q: got 0 numbers, accepted is one more than there are sequences"
+            )
         q, batch = q[None], cu_seqlens_q.shape[0] - 1
     scales = arguments.scales(
         k_cache, k_descale, v_descale, of_sequences=table is None and cache_batch_idx is None
@@ -525,6 +529,11 @@ def flash_attn_with_kvcache(
             new: Any = k.shape[1]
         else:
             arguments.check_rank(1, cu_seqlens_k_new=cu_seqlens_k_new)
+            if cu_seqlens_k_new.shape[0] != batch + 1:
+                raise InvalidArgumentError(
+                    f"cu_seqlens_k_new: got {cu_seqlens_k_new.shape[0]} numbers, accepted are "
+                    f"{batch + 1}, one more than there are sequences"
+                )
             k, v, new = k[None], v[None], cu_seqlens_k_new.diff()
         rotation: dict[str, Any] = {}
         if rotary_cos is not None:
@@ -534,8 +543,13 @@ def flash_attn_with_kvcache(
             if rotary_seqlens is cu_seqlens_q is cu_seqlens_k_new is None:
                 rotation |= {"q": q, "q_stays": stays}
             else:
-                at = lengths if rotary_seqlens is None else rotary_seqlens
-                arguments.check_rank(1, rotary_seqlens=at)
+                # An index of positions() beyond these would be an error of the device.
+                arguments.check_count("cache_seqlens", lengths, batch)
+                at = lengths
+                if rotary_seqlens is not None:
+                    arguments.check_rank(1, rotary_seqlens=rotary_seqlens)
+                    arguments.check_count("rotary_seqlens", rotary_seqlens, batch)
+                    at = rotary_seqlens
                 positions = arguments.positions(at, cu_seqlens_q, q.shape[1], stays)
                 q = _rotated(q, positions, **rotation)
                 rotation["positions"] = arguments.positions(at, cu_seqlens_k_new, k.shape[1])
@@ -562,8 +576,11 @@ def _rotated(q: torch.Tensor, positions: torch.Tensor, **rotation: Any) -> torch
     """q, [batch, seq, heads, dim], rotated at positions [batch, seq] by appending q to itself."""
     turned, few = torch.empty_like(q), q[..., :_LEAST_DIM]
     slots = torch.arange(positions.numel(), device=q.device).view_as(positions)
-    kv_append(q, few, turned, torch.empty_like(few), slots=slots, positions=positions, **rotation)
+    _rotate(q, few, turned, torch.empty_like(few), slots=slots, positions=positions, **rotation)
     return turned
+
+
+_rotate = _naming({"k": "q", "k_cache": "q"})(kv_append)  # its tensors are q
 
 
 @_naming(_OF_PARTIALS)

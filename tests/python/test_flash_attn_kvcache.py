@@ -284,6 +284,17 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     "flag": ({"return_softmax_lse": 1}, TypeError, "return_softmax_lse: got 1 of type int"),
     "window": ({"window_size": (1,)}, ValueError, r"window_size: got \(1,\), accepted is a pair"),
     "cap": ({"softcap": math.nan}, TypeError, "softcap: got nan of type float, accepted is a num"),
+    "rotary_seqlens": ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4),
+                        "rotary_seqlens": torch.zeros(1).int()},
+                       ValueError, "rotary_seqlens: got 1 numbers, accepted are 3, of 3 sequences"),
+    "grad of rotated q": ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4),
+                           "rotary_seqlens": torch.zeros(3).int(),
+                           "q": torch.ones(3, 2, 4, DIM, requires_grad=True)},
+                          ValueError, "q: requires grad"),
+    "few of sin": ({"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(8, 4)}, ValueError,
+                   "rotary_sin: its number of positions is 8, but rotary_cos has 9"),
+    "grad of out": ({"out": torch.ones(3, 2, 4, DIM_V, requires_grad=True)}, ValueError,
+                    "out: requires grad"),
     "splits": ({"num_splits": -1}, ValueError, "num_splits: got -1, accepted is a number of parts"),
 }  # fmt: skip
 
@@ -317,3 +328,116 @@ def test_an_output_over_the_cache_is_refused_before_it_is_written() -> None:
         with context:
             flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=lengths, out=out)
         assert bool(v_cache.any()) != wrong
+
+
+RAGGED_WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rotary_seqlens": ({"rotary_seqlens": torch.ones(1).int()},
+                       "rotary_seqlens: got 1 numbers, accepted are 2, of 2 sequences"),
+    "cache_seqlens": ({"cache_seqlens": torch.ones(1).int()},
+                      "cache_seqlens: got 1 numbers, accepted are 2, of 2 sequences"),
+    "of new keys": ({"cu_seqlens_k_new": torch.tensor([0, 1, 2, 2]).int()},
+                    "cu_seqlens_k_new: got 4 numbers, accepted are 3, one more than there are"),
+    "of no new keys": ({"cu_seqlens_k_new": torch.zeros(0).int()},
+                       "cu_seqlens_k_new: got 0 numbers, accepted are 3, one more than there are"),
+    "of queries": ({"cu_seqlens_q": torch.zeros(0).int()},
+                   "cu_seqlens_q: got 0 numbers, accepted is one more than there are sequences"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "sentence"), RAGGED_WRONG.values(), ids=RAGGED_WRONG)
+def test_tables_of_another_number_of_ragged_sequences(given: dict[str, Any], sentence: str) -> None:
+    """With rotary, where positions are computed from them."""
+    rows, table = torch.ones(2, 2, DIM), torch.rand(8, 4)
+    cache, starts = torch.zeros(2, 4, 2, DIM), torch.tensor([0, 1, 2], dtype=torch.int32)
+    arguments = {
+        "q": rows, "k_cache": cache, "v_cache": torch.zeros_like(cache), "k": rows, "v": rows,
+        "rotary_cos": table, "rotary_sin": table, "cache_seqlens": torch.ones(2).int(),
+        "cu_seqlens_q": starts, "cu_seqlens_k_new": starts, "causal": True,
+    }  # fmt: skip
+    flash_attn_with_kvcache(**arguments)
+    cache.zero_()
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        flash_attn_with_kvcache(**arguments | given)
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_sequences_are_rotated(causal: bool) -> None:
+    rows, cache, table = torch.ones(2, 2, DIM), torch.zeros(2, 4, 2, DIM), torch.rand(8, 4)
+    starts = torch.zeros(1, dtype=torch.int32)
+    out = flash_attn_with_kvcache(
+        rows, cache, cache.clone(), rows[:0], rows[:0], table, table, cache_seqlens=starts[:0],
+        block_table=torch.zeros(0, 2, dtype=torch.int32), cu_seqlens_q=starts,
+        cu_seqlens_k_new=starts, causal=causal,
+    )  # fmt: skip
+    assert out.shape == rows.shape
+    assert not cache.any()
+
+
+def refused_and_unwritten(error: Any, sentence: str, **given: Any) -> None:
+    k_cache, v_cache = (torch.zeros(2, 8, 2, DIM) for _ in range(2))
+    new = torch.ones(2, 1, 2, DIM)
+    arguments = {"q": new, "k": new, "v": new, "cache_seqlens": torch.zeros(2, dtype=torch.int32)}
+    with pytest.raises(error, match=f"^{sentence}"):
+        flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **arguments | given)
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+def test_an_inference_tensor_as_output_is_refused_before_the_cache_is_written() -> None:
+    with torch.inference_mode():
+        out = torch.empty(2, 1, 2, DIM)
+    refused_and_unwritten(ValueError, "out: it is an inference tensor", out=out)
+
+
+@pytest.mark.parametrize("name", ["q", "s_aux", "out"])
+def test_a_tangent_is_refused_before_the_cache_is_written(name: str) -> None:
+    forward_ad: Any = torch.autograd.forward_ad
+    primal = torch.ones(2) if name == "s_aux" else torch.ones(2, 1, 2, DIM)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(primal, torch.ones_like(primal))
+        refused_and_unwritten(ValueError, f"{name}: has a tangent", **{name: dual})
+
+
+def test_an_output_that_autocast_does_not_give_is_refused_before_the_cache_is_written() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        refused_and_unwritten(TypeError, "out: got dtype fp32", out=torch.empty(2, 1, 2, DIM))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("what", ["cache", "out", "s_aux"])
+def test_autocast_with_new_keys(what: str, grad: bool) -> None:
+    """Gives what it gives without them."""
+    narrow, lengths = torch.bfloat16, torch.tensor(LENGTHS, dtype=torch.int32)
+    kept = narrow if what == "cache" else torch.float32
+    cache = Cache("plain", kept)
+    q = normal(BATCH, 2, HEADS, DIM, seed=1, dtype=torch.float32)
+    k, v = (normal(BATCH, 2, HEADS_K, dim, seed=dim, dtype=kept) for dim in (DIM, DIM_V))
+    given: dict[str, Any] = {"causal": True}
+    if what == "s_aux":
+        given["s_aux"] = torch.ones(HEADS, dtype=narrow)
+    q.requires_grad_(grad and what != "out")
+    out = torch.empty(BATCH, 2, HEADS, DIM_V, dtype=narrow) if what == "out" else None
+    with torch.autocast("cpu", narrow):
+        got = flash_attn_with_kvcache(
+            q, cache.k, cache.v, k, v, cache_seqlens=lengths, out=out, **given
+        )
+        want = flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=lengths + 2, **given)
+    assert got.dtype == narrow
+    assert got.requires_grad == q.requires_grad
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+def test_under_autocast_the_check_before_an_append_copies_no_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flashmoe_science import _flash_attn
+
+    cache, copied = Cache("plain"), []
+    q = torch.ones(BATCH, 2, HEADS, DIM)
+    how = {"sinks": None, "seqused_k": torch.tensor(LENGTHS, dtype=torch.int32)}
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *how: copied.append(x) or to(x, *how))
+    with torch.autocast("cpu", torch.bfloat16):
+        _flash_attn.check_before_append(q, cache.k, cache.v, how, False, None)
+    assert [x is q for x in copied] == [True]

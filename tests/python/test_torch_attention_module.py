@@ -265,6 +265,13 @@ def test_what_is_wrong_is_named() -> None:
     starts = torch.tensor([0, 9], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^seqused: got one beside cu_seqlens, accepted is None"):
         ours(x[:1], cu_seqlens=starts, seqused=starts[1:])
+    for given, error, sentence in (
+        ({"seqused": torch.tensor([9, 9])}, TypeError, "seqused: got dtype int64"),
+        ({"cu_seqlens": starts.long()}, TypeError, "cu_seqlens: got dtype int64"),
+        ({"cu_seqlens": starts, "max_seqlen": -1}, ValueError, "max_seqlen: got -1"),
+    ):
+        with pytest.raises(error, match=f"^{sentence}"):
+            ours(x[:1] if "cu_seqlens" in given else x, **given)
     with pytest.raises(ValueError, match=r"^window: "):
         kind(64, 4, window=(-3, 0))(x)
 

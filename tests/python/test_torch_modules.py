@@ -253,6 +253,12 @@ def test_what_attention_modules_lack_is_refused_with_a_sentence() -> None:
         training(x, x, x)
     with pytest.raises(ValueError, match=r"^query: got 4 dimensions, accepted are 2 or 3"):
         ours(x[None], x, x)
+    for given, match in (
+        ((x, x, x[:, :3]), r"^value: its sequence length is 3, but key has 9"),
+        ((x, x[:1], x[:1]), r"^key: its batch is 1, but query has 2"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ours(*given)
 
 
 def test_masks_that_do_not_fit_are_refused_with_a_sentence() -> None:
@@ -393,6 +399,57 @@ def test_tensors_of_single_experts_are_stacked(
         fmt.FlashMoELayer(32, 24, 8, 2).load_state_dict(
             {k.removeprefix("block."): v for k, v in state.items()}
         )
+
+
+def of_single_experts(*names: str) -> dict[str, Any]:
+    shapes = {"gate_proj": (24, 32), "up_proj": (24, 32), "down_proj": (32, 24)}
+    state = {f"experts.{e}.{name}.weight": torch.ones(shapes[name])
+             for e in range(3) for name in names}  # fmt: skip
+    return state | {"gate.weight": torch.ones(3, 32)}
+
+
+def test_a_gate_of_single_experts_is_not_dropped() -> None:
+    layer = fmt.FlashMoELayer(32, 24, 3, 2, gate="none", activation="relu2")
+    layer.load_state_dict(of_single_experts("up_proj", "down_proj"))
+    gated = of_single_experts("gate_proj", "up_proj", "down_proj")
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*experts\.2\.gate_proj\.weight"):
+        layer.load_state_dict(gated)
+    found = layer.load_state_dict(gated, strict=False)
+    assert found.unexpected_keys == [f"experts.{e}.gate_proj.weight" for e in range(3)]
+    assert found.missing_keys == []
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_a_single_expert_of_a_wrong_shape_is_named(name: str) -> None:
+    state = of_single_experts("gate_proj", "up_proj", "down_proj")
+    key = f"experts.1.{name}.weight"
+    accepted = list(state[key].shape)
+    state[key] = state[key][:-1]
+    got = list(state[key].shape)
+    sentence = f"state_dict: got shape {got} of {key}, accepted is {accepted}"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        fmt.FlashMoELayer(32, 24, 3, 2).load_state_dict(state)
+
+
+def test_a_selection_bias_is_reset_to_zero() -> None:
+    with torch.device("meta"):
+        layer: Any = fmt.FlashMoELayer(32, 24, 8, 2, selection_bias=True)
+    layer = layer.to_empty(device="cpu")
+    layer.gate.e_score_correction_bias.fill_(7)  # what new memory may hold
+    layer.reset_parameters()
+    assert not layer.gate.e_score_correction_bias.any()
+
+
+def test_an_assigned_selection_bias_stays_fp32() -> None:
+    model = torch.nn.ModuleDict({"block": layer_of("deepseek-v3")})
+    state = {name: x.bfloat16() for name, x in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    bias = model["block"].gate.e_score_correction_bias
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, state["block.gate.e_score_correction_bias"].float())
+    assert state["block.gate.e_score_correction_bias"].dtype == torch.bfloat16
+    with torch.no_grad():
+        assert model["block"](normal(3, 32).bfloat16()).dtype == torch.bfloat16
 
 
 def test_a_selection_bias_stays_fp32() -> None:

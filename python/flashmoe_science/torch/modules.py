@@ -19,7 +19,12 @@ from flashmoe_science.errors import (
 from flashmoe_science.moe import Activation, Gate, Scoring
 from flashmoe_science.torch.operators import flash_attention, fused_moe
 
-_attend: Any = _naming({"attn_bias": "attn_mask"})(flash_attention)
+_attend: Any = _naming({"q": "query", "k": "key", "v": "value", "attn_bias": "attn_mask"})(
+    flash_attention
+)
+_attend_to_itself: Any = _naming({
+    f"{name}_{of}": name for name in ("cu_seqlens", "seqused", "max_seqlen") for of in "qk"
+})(flash_attention)  # fmt: skip
 
 
 def _as_pairs(
@@ -288,7 +293,7 @@ class FlashMoEScienceAttention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
         if position_embeddings is not None:
             q, k = (_rotated(heads, *position_embeddings) for heads in (q, k))
-        out = flash_attention(
+        out = _attend_to_itself(
             q, k, v, sinks=self.sinks, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
             seqused_q=seqused, seqused_k=seqused, max_seqlen_q=max_seqlen,
             max_seqlen_k=max_seqlen, **self.options,
@@ -341,6 +346,8 @@ class _Router(nn.Module):
         # Always fp32, since the choice of experts depends on it.
         made = torch.zeros(experts, device=where.get("device")) if correction else None
         self.register_buffer("e_score_correction_bias", made)
+        hook: Any = self.register_load_state_dict_pre_hook
+        hook(_keep_fp32)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         kept = self.e_score_correction_bias
@@ -349,6 +356,13 @@ class _Router(nn.Module):
         if kept is not None and moved is not None and moved.dtype != torch.float32:
             self.e_score_correction_bias = kept.to(moved.device)
         return self
+
+
+def _keep_fp32(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Casts a correction bias, which load_state_dict with assign=True would take as it is."""
+    key = f"{prefix}e_score_correction_bias"
+    if key in state:
+        state[key] = state[key].to(torch.float32)
 
 
 class _Experts(nn.Module):
@@ -453,11 +467,13 @@ class FlashMoELayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises like nn.Linear: uniform within 1 / sqrt(columns)."""
+        """Initialises like nn.Linear: uniform within 1 / sqrt(columns). A correction bias is 0."""
         named = (*self.gate.named_parameters(), *self.experts.named_parameters())
         for name, parameter in named:
             columns = self.intermediate_size if name.startswith("down") else self.hidden_size
             nn.init.uniform_(parameter, -1 / math.sqrt(columns), 1 / math.sqrt(columns))
+        if self.gate.e_score_correction_bias is not None:
+            nn.init.zeros_(self.gate.e_score_correction_bias)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] to the same."""
@@ -487,10 +503,19 @@ _ONE_KEY = re.compile(r"experts\.(\d+)\.(\w+)\.weight")
 def _stack_experts(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replaces the tensors of single experts by stacked ones."""
     found: dict[int, dict[int, torch.Tensor]] = {}
+    gate, rows = layer.options["gate"], (layer.intermediate_size, layer.hidden_size)
     for key in list(state):
         match = _ONE_KEY.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
-        if match is not None and match[2] in _ONE_EXPERT:
-            found.setdefault(_ONE_EXPERT[match[2]], {})[int(match[1])] = state.pop(key)
+        which = None if match is None else _ONE_EXPERT.get(match[2])
+        # Without a gate its tensors stay, as keys that the layer does not have.
+        if match is None or which is None or (which == 0 and gate == "none"):
+            continue
+        matrix, shape = state.pop(key), rows[::-1] if which == 2 else rows
+        if tuple(matrix.shape) != shape:
+            raise InvalidArgumentError(
+                f"state_dict: got shape {list(matrix.shape)} of {key}, accepted is {list(shape)}"
+            )
+        found.setdefault(which, {})[int(match[1])] = matrix
     if not found:
         return
 
@@ -503,8 +528,7 @@ def _stack_experts(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> N
             )
         return torch.stack([parts[e] for e in range(layer.num_experts)])
 
-    gate, down = layer.options["gate"], stacked(2)
-    up = stacked(1)
+    up, down = stacked(1), stacked(2)
     if gate == "up_gate":
         up = torch.cat([up, stacked(0)], 1)
     elif gate == "gate_up":
