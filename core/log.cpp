@@ -46,14 +46,18 @@ std::FILE* open_log_file(pid_t* process) {
   if (pattern == nullptr || *pattern == '\0') return stderr;
   if (std::strcmp(pattern, "stdout") == 0) return stdout;
   if (std::strcmp(pattern, "stderr") == 0) return stderr;
-  char path[4096];
-  const char* mark = std::strstr(pattern, "%i");
+  char path[4096] = "";
   const pid_t id = getpid();
-  if (mark != nullptr) {
-    std::snprintf(path, sizeof path, "%.*s%ld%s", static_cast<int>(mark - pattern), pattern,
-                  static_cast<long>(id), mark + 2);
-  } else {
-    std::snprintf(path, sizeof path, "%s", pattern);
+  bool named = false;
+  size_t used = 0;
+  for (const char* at = pattern; *at != '\0' && used < sizeof path;) {
+    const bool mark = at[0] == '%' && at[1] == 'i';
+    const int written =
+        mark ? std::snprintf(path + used, sizeof path - used, "%ld", static_cast<long>(id))
+             : std::snprintf(path + used, sizeof path - used, "%c", *at);
+    used += static_cast<size_t>(written);
+    at += mark ? 2 : 1;
+    named = named || mark;
   }
   std::FILE* file = std::fopen(path, "a");
   if (file == nullptr) {
@@ -61,7 +65,7 @@ std::FILE* open_log_file(pid_t* process) {
                  path);
     return stderr;
   }
-  if (mark != nullptr) *process = id;
+  if (named) *process = id;
   return file;
 }
 

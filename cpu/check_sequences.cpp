@@ -34,7 +34,7 @@ class Checked {
     if (table.data == nullptr) return absent;
     const int64_t number = table.at(b_);
     add(number < least || number > most, fault);
-    return std::clamp(number, least, most);
+    return std::clamp(number, least, std::max(least, most));  // a batch of nothing has no last row
   }
 
   // Rows of a packed batch.

@@ -10,10 +10,12 @@
 //   flashmoe::Workspace workspace;         // keep it for the next call
 //   flashmoe::run(call, workspace);
 //
-// A call is a plain struct of views and options: AttentionForward, AttentionBackward, MergeStates,
-// MoeRoute, MoeForward, FusedMoe or GroupedProduct. flashmoe.h and moe.h say what the fields mean;
-// an unset field is "none" or the default. Every call has the same four functions: plan,
-// workspace_size, run with the caller's memory, and run with a workspace that grows by itself.
+// A call is a plain struct of views and options: AttentionForward, AttentionBackward, KvAppend,
+// KvGather, MergeStates, CheckSequences, MoeRoute, MoeForward, FusedMoe, GroupedProduct, or
+// MoeBackward, MoeRouteBackward and GroupedProductBackward. flashmoe.h and moe.h say what the
+// fields mean; an unset field is "none" or the default. Every call has the same four functions:
+// plan, workspace_size, run with the caller's memory, and run with a workspace that grows by
+// itself.
 //
 // Errors: the functions return Result<T>. With exceptions that is T, and a failure throws Error,
 // whose what() is the library's sentence. With FLASHMOE_NO_EXCEPTIONS (defined by default if the

@@ -169,8 +169,11 @@ constexpr char kOfChild[] =
 
 void fork_file_with_pid() {
   setenv("FLASHMOE_LOG_LEVEL", "1", 1);
-  setenv("FLASHMOE_LOG_FILE", "test_log.fork.%i.txt", 1);
-  const auto path_of = [](pid_t id) { return "test_log.fork." + std::to_string(id) + ".txt"; };
+  setenv("FLASHMOE_LOG_FILE", "test_log.fork.%i.%i.txt", 1);
+  const auto path_of = [](pid_t id) {
+    const std::string number = std::to_string(id);
+    return "test_log.fork." + number + "." + number + ".txt";
+  };
   std::remove(path_of(getpid()).c_str());
   fork_beside_a_thread_that_logs([&path_of](pid_t child) {
     CHECK(read_file(path_of(child)) == kOfChild);

@@ -256,3 +256,39 @@ def test_who_takes_what() -> None:
         fm.flash_attention(q, k[:4], k[:4, :, :, :512], kernel=FAMILY)
     with pytest.raises(NotImplementedError, match="split_size"):
         fm.flash_attention(q, k, k[..., :512], **tables, split_size=256, kernel=FAMILY)
+
+
+@pytest.mark.parametrize("split_size", [None, 64], ids=str)
+def test_prompts_beside_decoding_are_not_its_own(split_size: int | None) -> None:
+    """Prompts beside decoding are by kernels that divide no keys, so that with `split_size` bits
+    depend on the sequence alone, whether values lie in keys or elsewhere."""
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    queries, lengths = [1, 300, 1, 1, 64], [900, 700, 1, 3000, 64]
+    k = torch.randn(100, 64, 1, 128, generator=generator, device=DEVICE).bfloat16()
+    q = torch.randn(sum(queries), 16, 128, generator=generator, device=DEVICE).bfloat16()
+    pages = torch.randperm(100, generator=generator, device=DEVICE)
+    table = torch.stack([pages[:50], pages[50:], *(pages[i : i + 50] for i in (3, 20, 40))]).int()
+    ends = torch.tensor([0, *queries]).cumsum(0)
+    call: dict[str, Any] = {
+        "cu_seqlens_q": int32(ends).to(DEVICE),
+        "seqused_k": int32(lengths).to(DEVICE),
+        "page_table": table,
+        "causal": "bottom_right",
+        "split_size": split_size,
+        "max_seqlen_q": 300,
+    }
+    within = fm.flash_attention(q[None], k, k, **call)
+    plan = fm.attention_plan(q[None], k, k, **call)
+    if split_size is not None:
+        assert plan.family == "mixed"
+        assert not any(FAMILY in launch.kernel for launch in plan.launches)
+        assert torch.equal(within, fm.flash_attention(q[None], k, k.clone(), **call))
+    for i, (begin, end, length) in enumerate(zip(ends, ends[1:], lengths, strict=False)):
+        rows = k[table[i].long()].reshape(-1, 1, 128)[:length].double().expand(-1, 16, -1)
+        own = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in (q[begin:end].double(), rows, rows)),
+            attn_mask=torch.ones(end - begin, length, dtype=torch.bool, device=DEVICE).tril(
+                length - int(end - begin)
+            ),
+        ).transpose(0, 1)
+        torch.testing.assert_close(within[0, begin:end].double(), own, atol=0.02, rtol=0.02)
