@@ -37,6 +37,7 @@ VALIDATION_SHARE = 0.1
 VALIDATION_BATCHES = 32
 WARMUP_SHARE = 0.05  # of the steps
 LAST_LOSSES = 20  # whose mean is a run's training loss
+MOST_WIDTH = 256  # of a head
 MOST_DIFFERENCE = 0.05  # of the two runs' training losses
 
 
@@ -243,7 +244,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=words)
     parser.add_argument("--rate", type=float, default=3e-3, help="largest learning rate")
     parser.add_argument("--plot", type=Path, default=Path("train_tiny_gpt.png"), help="a picture")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    for name in ("steps", "batch", "context", "layers", "heads", "dim"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name}: got {getattr(given, name)}, accepted are 1 and more")
+    width, rest = divmod(given.dim, given.heads)
+    if rest or width % 8 or width > MOST_WIDTH:
+        parser.error(
+            f"--heads: got {given.heads}, but dim is {given.dim}: accepted are those of which "
+            f"dim / heads is a multiple of 8, at most {MOST_WIDTH}"
+        )
+    return given
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -74,6 +74,15 @@ def dot_product_attention(
         raise InvalidArgumentError(
             f"implementation: got {implementation!r}, accepted is None: FlashMoE is the only one"
         )
+    from flashmoe_science.jax import _refuse_descriptions, without_gradient
+
+    _refuse_descriptions(
+        {
+            "query": query, "key": key, "value": value, "bias": bias, "mask": mask,
+            "query_seq_lengths": query_seq_lengths,
+            "key_value_seq_lengths": key_value_seq_lengths,
+        }
+    )  # fmt: skip
     rank = jnp.ndim(query)
     q, k, v = (
         _with_batch(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
@@ -88,24 +97,45 @@ def dot_product_attention(
         "attn_mask": _pairs("mask", mask, full),
     }
     if bias is not None:
-        from flashmoe_science.jax import without_gradient
-
         pairs["attn_bias"] = without_gradient("bias", pairs["attn_bias"])
     window = _window(local_window_size, is_causal)
     # Without is_causal, windows align at the last query and key unless q_offset says otherwise.
     stands = None if window is None or is_causal or aligned else jnp.zeros(batch, np.int32)
-    out, lse = flash_attention(
-        q, k, v, causal="top_left" if is_causal else False, scale=scale, window=window,
-        q_offset=stands, seqused_q=used_q, seqused_k=used_k, return_lse=True, **pairs,
-    )  # fmt: skip
-    residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2)).astype(k.dtype)
-    if used_q is not None:  # other rows are not written
-        seen = (jnp.arange(seq_q) < used_q[:, None])[..., None]
-        residual = jnp.where(seen, residual, -jnp.inf)
-        out = jnp.where(seen[..., None], out, 0)
+    options = {"causal": "top_left" if is_causal else False, "scale": scale, "window": window}
+    tensors = {"q_offset": stands, "seqused_q": used_q, "seqused_k": used_k} | pairs
+    out, residual = _attended(q, k, v, tensors, options)
     if rank < _RANK:
         out, residual = out[0], residual[0]
     return (out, residual) if return_residual else out
+
+
+def _attended(q: Any, k: Any, v: Any, tensors: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The output and the residual."""
+    unhashable = isinstance(
+        options["scale"], (jax.core.Tracer, list)
+    )  # which flash_attention refuses
+    if tensors["seqused_q"] is None or unhashable:
+        return _attend(q, k, v, tensors, tuple(options.items()))
+    # As one program: alone, rows that are not written are numbers of any kind to jax.debug_nans.
+    from flashmoe_science.jax import _key
+
+    return _attend_at_once(q, k, v, tensors, _key(options))
+
+
+def _attend(
+    q: Any, k: Any, v: Any, tensors: dict[str, Any], options: tuple[tuple[str, Any], ...]
+) -> Any:
+    given: dict[str, Any] = tensors | dict(options)
+    out, lse = flash_attention(q, k, v, return_lse=True, **given)
+    residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2)).astype(k.dtype)
+    if tensors["seqused_q"] is not None:  # other rows are not written
+        seen = (jnp.arange(q.shape[1])[None] < tensors["seqused_q"][:, None])[..., None]
+        residual = jnp.where(seen, residual, -jnp.inf)
+        out = jnp.where(seen[..., None], out, 0)
+    return out, residual
+
+
+_attend_at_once = jax.jit(_attend, static_argnums=4)
 
 
 def _with_batch(name: str, array: Any, rank: int) -> Any:

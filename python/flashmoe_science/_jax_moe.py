@@ -70,16 +70,22 @@ def _without(arrays: _Arrays, *names: str) -> _Arrays:
 # ---- vmap ------------------------------------------------------------------------------------
 
 
+def _in_front(arrays: Sequence[Any], axes: Sequence[Any]) -> list[Any]:
+    """The arrays, those with vmap's axis with it in front."""
+    return [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
+
+
 def _batch(arrays: Sequence[Any], axes: Sequence[Any], *, call: Any, **_: Any) -> Any:
     batched = [axis is not None for axis in axes]
-    apart = [
-        jnp.moveaxis(x, axis, 0) if b else x
-        for x, axis, b in zip(arrays, axes, batched, strict=True)
-    ]
-    made = _folded(call, batched, apart) if call.operation == "fused_moe" else None
+    apart = _in_front(arrays, axes)
+    whole = calls._whole(apart)
+    made = _folded(call, batched, whole) if call.operation == "fused_moe" else None
     if made is None:
-        made = calls._one_after_another(functools.partial(_outputs, call), batched, apart)
-    return made, [0] * len(made)
+        made = calls._one_after_another(functools.partial(_outputs, call), batched, whole)
+    return calls._mapped_alike(made, batched, apart), [0] * len(made)
 
 
 def _outputs(call: Any, *arrays: Any) -> list[Any]:
@@ -117,12 +123,10 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 def _batch_tangent(arrays: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
     batched = [axis is not None for axis in axes]
-    apart = [
-        jnp.moveaxis(x, axis, 0) if b else x
-        for x, axis, b in zip(arrays, axes, batched, strict=True)
-    ]
-    made = calls._one_after_another(functools.partial(_tangent.bind, **params), batched, apart)
-    return made, [0] * len(made)
+    apart = _in_front(arrays, axes)
+    one = functools.partial(_tangent.bind, **params)
+    made = calls._one_after_another(one, batched, calls._whole(apart))
+    return calls._mapped_alike(made, batched, apart), [0] * len(made)
 
 
 _Gradients = Callable[[Any, _Arrays, Sequence[Any], dict[str, Any]], _Arrays]
@@ -340,7 +344,7 @@ def _rows_of(sums: Any, bounds: _Arrays, like: Any) -> Any:
     """For every row its expert's row of `sums`, 0 without an expert."""
     row = jnp.arange(like.shape[-2])
     if "counts" in bounds:
-        taken = row < bounds["counts"][:, None]
+        taken = row[None] < bounds["counts"][:, None]
         rows = jnp.where(taken[..., None], sums[:, None], 0)
     else:
         expert = jnp.searchsorted(bounds["offsets"], row, side="right") - 1
@@ -457,9 +461,11 @@ def ragged_dot(
         ValueError, TypeError, NotImplementedError: A shape, a dtype or an option is wrong or not
             supported.
     """
+    calls._refuse_descriptions({"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes})
     lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
     _check_ragged(lhs, rhs, group_sizes)
     _check_options(lhs, precision, preferred_element_type, group_offset)
+    (group_sizes,) = calls._whole([group_sizes])
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     offsets = jnp.pad(ends, (1, 0))
     arrays = {"dout": lhs, "w": rhs, "offsets": offsets}
@@ -491,9 +497,10 @@ def _check_ragged(lhs: Any, rhs: Any, group_sizes: Any) -> None:
     if not 1 <= groups <= _MOST_GROUPS:
         raise InvalidArgumentError(f"rhs: got {groups} groups, accepted are 1 to {_MOST_GROUPS}")
     for name, extent in (("lhs", rows), ("rhs", columns)):
-        if extent % _MULTIPLE:
+        if extent < 1 or extent % _MULTIPLE:
             raise InvalidArgumentError(
-                f"{name}: its number of columns is {extent}, accepted are multiples of {_MULTIPLE}"
+                f"{name}: its number of columns is {extent}, accepted are multiples of "
+                f"{_MULTIPLE} from {_MULTIPLE} on"
             )
 
 

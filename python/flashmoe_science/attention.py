@@ -222,7 +222,7 @@ def flash_attention(
             that nothing is rounded in q's dtype. If k and v are not fp8, scales work on the CPU
             only, and not for fp64. No gradients. None is 1.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths, which may be loose; longer sequences are
-            cut off at the end. None is as many as the tensors hold.
+            cut off at the end. None and 0 are no bound: as many as the tensors hold.
         split_size: On a GPU, divide the keys of a sequence among blocks in chunks of this many,
             counted from its first key (beyond 32 chunks, a multiple of it). Then its bits depend on
             nothing else in the batch, nor on the number of sequences or on pages. None is equal

@@ -13,7 +13,7 @@ must import it, so that XLA finds the calls.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -90,9 +90,11 @@ def _batchable(function: Callable[..., Any], rule: Callable[..., Any] | None) ->
 
     @batchable.def_vmap  # type: ignore[untyped-decorator, unused-ignore]
     def _(size: int, batched: Sequence[bool], *arrays: Any) -> Any:
-        made = rule(size, batched, *arrays) if rule is not None else None
+        whole = _whole(arrays)
+        made = rule(size, batched, *whole) if rule is not None else None
         if made is None:
-            made = _one_after_another(batchable, batched, arrays)
+            made = _one_after_another(batchable, batched, whole)
+        made = _mapped_alike(made, batched, arrays)
         return made, jax.tree.map(lambda _: True, made)
 
     return batchable
@@ -104,7 +106,7 @@ def _transformable(
     """`function` on arrays, jitted, with an error for jax.grad and a rule for jax.vmap."""
     differentiable = jax.custom_jvp(_batchable(function, rule))
     differentiable.defjvp(lambda primals, tangents: _refuse_derivative(words))
-    return jax.jit(differentiable)
+    return jax.jit(lambda *arrays: differentiable(*_whole(arrays)))
 
 
 def _one_after_another(
@@ -183,18 +185,39 @@ def _custom_call(
     jax.interpreters.mlir.register_lowering(primitive, refuse)
     jax.interpreters.mlir.register_lowering(primitive, for_cpu, platform="cpu")
     jax.interpreters.mlir.register_lowering(primitive, for_cuda, platform="cuda")
-    if jax.__version_info__ < (0, 7):  # shard_map then asked each primitive; it now asks the types
+    if jax.__version_info__ < (0, 7):
         from jax.experimental import shard_map
 
         rules: Any = shard_map
-        rules.register_standard_check(primitive)
-        rules.register_standard_rewrite(primitive)
+        # shard_map of 0.6.0 asks each primitive; later ones ask the types.
+        if hasattr(rules, "register_standard_check"):
+            rules.register_standard_check(primitive)
+            rules.register_standard_rewrite(primitive)
     return primitive
 
 
-def _arrays(tensors: Iterable[Any]) -> list[Any]:
+def _arrays(tensors: dict[str, Any]) -> list[Any]:
     """Converts NumPy arrays, which may occur among JAX arrays, for JAX."""
-    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in tensors]
+    return [_array(name, x) for name, x in tensors.items()]
+
+
+def _array(name: str, x: Any) -> Any:
+    # Neither has a NumPy dtype with a number in the C ABI: random keys, and tangents of integers.
+    no_tangents = x.dtype == jax.dtypes.float0
+    if no_tangents or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        given = "float0" if no_tangents else x.dtype
+        raise ArgumentTypeError(f"{name}: got dtype {given}, accepted are arrays of numbers")
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _refuse_descriptions(tensors: dict[str, Any]) -> None:
+    """They have no numbers; only plans take them."""
+    for name, x in tensors.items():
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise ArgumentTypeError(
+                f"{name}: got a jax.ShapeDtypeStruct, accepted are arrays; jax.eval_shape of the "
+                "call takes descriptions"
+            )
 
 
 def _described(arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -271,7 +294,10 @@ def _result_types(arrays: Sequence[Any], like: Callable[[Any], Sequence[Any]]) -
 
 # ---- operations ------------------------------------------------------------------------------
 
-_DLPACK_CODES = {"b": 6, "i": 0, "u": 1, "f": 2}  # by NumPy's kind; bfloat16 is not NumPy's own
+# By NumPy's kind; those of other packages, as bfloat16 and int4, are not NumPy's own.
+_DLPACK_CODES = {"b": 6, "i": 0, "u": 1, "f": 2, "c": 5}
+_UNKNOWN = Dtype(255, 0)
+_UNKNOWN_WORDS = "dtype code 0 (code 255, 1 lanes)"  # the C ABI's of it
 
 
 class _Call(NamedTuple):
@@ -293,8 +319,10 @@ def _dtype_numbers(dtype: Any) -> Dtype:
         return parse_dtype(dtype)
     if str(dtype) == "float8_e4m3fn":
         return FP8_E4M3
-    kind = _DLPACK_CODES.get(np.dtype(dtype).kind)
-    return Dtype(255, 0) if kind is None else Dtype(kind, 8 * np.dtype(dtype).itemsize)
+    numpys = np.dtype(dtype)
+    if numpys.isbuiltin != 1 or numpys.kind not in _DLPACK_CODES:
+        return _UNKNOWN
+    return Dtype(_DLPACK_CODES[numpys.kind], 8 * numpys.itemsize)
 
 
 _TURNED = ".T"
@@ -435,12 +463,20 @@ def _plan(
     if call.operation == "grouped_product_backward":  # its inputs alone do not tell them
         for name, (shape, dtype) in _product_gradients(call, arrays).items():
             tensors[name] = (shape, _dtype_numbers(dtype), device, None)
-    return _core.plan(call.operation, tensors, dict(call.options))
+    try:
+        return _core.plan(call.operation, tensors, dict(call.options))
+    except ArgumentTypeError as error:
+        name = str(error).partition(":")[0]
+        if name not in arrays or _UNKNOWN_WORDS not in str(error):
+            raise
+        made = type(error)(str(error).replace(_UNKNOWN_WORDS, str(arrays[name].dtype)))
+        made.status = error.status
+        raise made from None
 
 
 def plan(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Fields of the plan of run() with these arguments; raises errors in the call."""
-    arrays = _arrays(tensors.values())
+    arrays = _arrays(tensors)
     device = _device(next(iter(tensors)), arrays)
     call = _Call(operation, tuple(tensors), tuple(options.items()))
     if device is None:
@@ -571,7 +607,7 @@ def _compiled(call: _Call) -> Any:
     function = functools.partial(_bind, call)
     compiled: Any
     if call.operation in _WITH_RULES:
-        return jax.jit(lambda *arrays: function(*_varying_alike(arrays)))
+        return jax.jit(lambda *arrays: function(*_alike(arrays)))
     rule = folded if call.operation in _WORDS else None
     if call.operation == "attention_forward":
         compiled = _differentiable(call, _batchable(function, rule))
@@ -605,12 +641,53 @@ def _differentiable(call: _Call, attend: Any) -> Any:
         return tuple(gradients.get(f"d{name}") for name in call.names)
 
     attention.defvjp(forward, backward, symbolic_zeros=True)
-    return jax.jit(lambda *arrays: attention(*_varying_alike(arrays)))
+    return jax.jit(lambda *arrays: attention(*_alike(arrays)))
 
 
-def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
+def _whole(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, whole on every device. XLA gathers them anyway, but in an explicit mesh types
+    tell how arrays are sharded, and results are of one device's kind. The transpose gives
+    gradients the sharding of their arrays."""
+    return [
+        _resharded(x, sharding.mesh, *(None,) * x.ndim)
+        if (sharding := _explicit_sharding(x)) is not None
+        else x
+        for x in arrays
+    ]
+
+
+def _explicit_sharding(array: Any) -> Any:
+    """How the array is sharded over axes of an explicit mesh; None if it is not."""
+    if not hasattr(jax.sharding, "reshard"):  # such meshes are newer than this JAX
+        return None
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    parted = sharding is not None and any(axis is not None for axis in sharding.spec)
+    return sharding if parted else None
+
+
+def _mapped_alike(made: Any, batched: Sequence[bool], arrays: Sequence[Any]) -> Any:
+    """Results with vmap's axis in front, which is sharded like that of the batched arrays."""
+    given = (_explicit_sharding(x) for b, x in zip(batched, arrays, strict=True) if b)
+    sharding = next((its for its in given if its is not None and its.spec[0] is not None), None)
+    if sharding is None:
+        return made
+
+    def parted(x: Any) -> Any:
+        return _resharded(x, sharding.mesh, sharding.spec[0], *(None,) * (x.ndim - 1))
+
+    return jax.tree.map(parted, made)
+
+
+def _resharded(array: Any, mesh: Any, *axes: Any) -> Any:
+    """The array, sharded over these axes of the mesh, one or None for each of its own."""
+    api: Any = jax.sharding
+    return api.reshard(array, api.NamedSharding(mesh, api.PartitionSpec(*axes)))
+
+
+def _alike(arrays: Sequence[Any]) -> list[Any]:
     """In shard_map the gradient of an array that does not vary over an axis is the sum of the
     devices' gradients along it, which is the transpose of pvary."""
+    arrays = _whole(arrays)
     axes = [_varying_axes(x) for x in arrays]
     every = frozenset().union(*axes)
     return [
@@ -666,17 +743,23 @@ def _key(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Valid options as a key, so that equal calls are compiled once. NumPy scalars become Python's,
     which hash alike, and lists become tuples."""
 
-    def key(x: Any) -> Any:
+    def key(name: str, x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer):
+            raise ArgumentTypeError(
+                f"{name}: got {x} of type {type(x).__name__}, accepted is a number that is known "
+                "when the call is traced; jax.jit takes it by static_argnames"
+            )
         return tuple(x) if isinstance(x, list) else x.item() if hasattr(x, "item") else x
 
-    return tuple((name, key(x)) for name, x in options.items())
+    return tuple((name, key(name, x)) for name, x in options.items())
 
 
 def run(operation: str, tensors: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Runs an operation of the C ABI on JAX arrays and options by name; returns its outputs by
     name. Raises errors in the call. `device` among the options is the device of tracers."""
+    _refuse_descriptions(tensors)
     _core.pack_options(operation, options)  # raises before anything is cached
-    arrays = _arrays(tensors.values())
+    arrays = _arrays(tensors)
     device = options.get("device") or _device(next(iter(tensors)), arrays)
     call = _Call(operation, tuple(tensors), _key(options))
     _check_traced(_kept_plan, call, device, arrays)
@@ -689,7 +772,8 @@ def _compiled_fused_moe(
     steps: Callable[..., Any], names: tuple[str, ...], options: tuple[tuple[str, Any], ...]
 ) -> Any:
     def function(*arrays: Any) -> Any:
-        return steps(dict(zip(names, arrays, strict=True)), dict(options))
+        # Gathered before the router's product, which refuses some explicit shardings.
+        return steps(dict(zip(names, _whole(arrays), strict=True)), dict(options))
 
     return jax.jit(function)
 
@@ -700,8 +784,9 @@ def fused_moe(
     options: dict[str, Any],
 ) -> Any:
     """Compiles steps(tensors, options), which calls run() and operations of JAX, as one program."""
+    _refuse_descriptions(tensors)
     _core.pack_options("fused_moe", options)  # raises before anything is cached
-    arrays = _arrays(tensors.values())
+    arrays = _arrays(tensors)
     options = options | {"device": _device("tokens", arrays)}
     return _compiled_fused_moe(steps, tuple(tensors), _key(options))(*arrays)
 
@@ -718,6 +803,7 @@ def flash_attention(
 ) -> Any:
     """flash_attention, with everything by name."""
     _refuse_outputs(outputs, stream)
+    _refuse_descriptions(tensors)
     if "attn_bias" in tensors:
         bias = without_gradient("attn_bias", jnp.asarray(tensors["attn_bias"]))
         tensors = tensors | {"attn_bias": bias}
@@ -753,6 +839,10 @@ def kv_append(
     given = tensors | caches
     ordered = {name: given.pop(name) for name in _APPENDED}
     made = run("kv_append", ordered | given, options)
+    for name, cache in caches.items():  # a loop that carries caches wants the same types back
+        sharding = _explicit_sharding(cache)
+        if sharding is not None:
+            made[name] = _resharded(made[name], sharding.mesh, *sharding.spec)
     return tuple(made[name] for name in ("k_cache", "v_cache", "q_out") if name in made)
 
 

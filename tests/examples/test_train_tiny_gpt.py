@@ -101,3 +101,22 @@ def test_losses_that_differ_are_an_error(
     monkeypatch.setattr(example, "MOST_DIFFERENCE", 1e-4)
     with pytest.raises(SystemExit, match="the losses differ: accepted is a difference of"):
         example.main([*_SHORT, "--plot", str(tmp_path / "losses.png")])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--steps", "0"], "--steps: got 0, accepted are 1 and more"),
+        (["--heads", "0"], "--heads: got 0, accepted are 1 and more"),
+        (["--dim", "64", "--heads", "3"], "--heads: got 3, but dim is 64: accepted are those of"),
+        (["--dim", "48", "--heads", "4"], "--heads: got 4, but dim is 48: accepted are those of"),
+        (["--dim", "512", "--heads", "1"], "--heads: got 1, but dim is 512: accepted are those"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_what_is_refused(
+    options: list[str], sentence: str, example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example.main(options)
+    assert sentence in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from reference import assert_accurate
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+
+from flashmoe_science import jax as calls  # noqa: E402
 
 SHAPES = ((2, 21, 4, 32), (2, 33, 2, 32), (2, 33, 2, 48))
 
@@ -321,3 +324,58 @@ def test_what_the_plan_cannot_see_fails_with_the_librarys_sentence() -> None:
                 options=_core.pack_options("attention_forward", {"scale": math.nan}),
             )
         )
+
+
+_NO_NUMBERS = {
+    "key": lambda: jax.random.split(jax.random.key(0), 256).reshape(1, 16, 1, 16),
+    "float0": lambda: np.zeros((1, 16, 1, 16), jax.dtypes.float0),
+    "description": lambda: jax.ShapeDtypeStruct((1, 16, 1, 16), jnp.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("key", "got dtype key<fry>, accepted are arrays of numbers"),
+        ("float0", "got dtype float0, accepted are arrays of numbers"),
+        ("description", "got a jax.ShapeDtypeStruct, accepted are arrays"),
+    ],
+)
+def test_arrays_without_numbers_are_refused(kind: str, sentence: str) -> None:
+    q, wrong = jnp.zeros((1, 16, 1, 16)), _NO_NUMBERS[kind]()
+    for call in (
+        lambda q, k: fm.flash_attention(q, k, q),
+        lambda q, k: calls.dot_product_attention(q, k, q),
+    ):
+        for function in (call, jax.jit(lambda q, call=call: call(q, wrong))):
+            with pytest.raises(fm.ArgumentTypeError) as caught:
+                function(q, wrong) if function is call else function(q)
+            assert re.match(f"(k|key): {re.escape(sentence)}", str(caught.value))
+    if kind != "float0":  # NumPy's own, when no array of JAX's is there
+        with pytest.raises(fm.ArgumentTypeError, match=re.escape(f"logits: {sentence}")):
+            fm.moe_route(wrong, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [
+        ("complex64", "complex64 (code 5, 1 lanes)"),
+        ("float8_e5m2", "float8_e5m2"),
+        ("int4", "int4"),
+    ],
+)
+def test_dtypes_are_named(dtype: str, named: str) -> None:
+    q = jnp.zeros((1, 16, 1, 16))
+    wrong = q.astype(dtype)
+    for call in (fm.flash_attention, jax.jit(fm.flash_attention)):
+        with pytest.raises(fm.ArgumentTypeError, match=f"^q: got dtype {re.escape(named)}, acc"):
+            call(wrong, wrong, wrong)
+        with pytest.raises(fm.ArgumentTypeError, match=f"^v: got dtype {re.escape(named)}, acc"):
+            call(q, q, wrong)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k", "split_size"])
+def test_traced_bounds_are_refused(name: str) -> None:
+    q = jnp.zeros((1, 16, 1, 16))
+    with pytest.raises(fm.ArgumentTypeError, match=f"^{name}: got .* known when the call is trac"):
+        jax.jit(lambda bound: fm.flash_attention(q, q, q, **{name: bound}))(8)

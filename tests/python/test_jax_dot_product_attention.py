@@ -239,3 +239,39 @@ def test_what_is_refused(given: dict[str, Any], error: Any, sentence: str) -> No
     with pytest.raises(error) as caught:
         dot_product_attention(**tensors | given)
     assert str(caught.value).startswith(sentence)
+
+
+def test_ranks_need_no_promotion() -> None:
+    q, k, v = arrays()
+    with jax.numpy_rank_promotion("raise"):
+        for given in (LENGTHS["queries"], LENGTHS["both"] | {"is_causal": True}):
+            dot_product_attention(q, k, v, **given)
+            jax.grad(lambda q, given=given: dot_product_attention(q, k, v, **given).sum())(q)
+
+
+def test_rows_that_are_not_written_are_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As jax.debug_nans sees them, which looks at the results of every program of its own."""
+    from flashmoe_science import jax as calls
+
+    q, k, v = arrays()
+    traced = []
+    original = calls.flash_attention
+
+    def flash_attention(tensors: Any, *others: Any) -> Any:
+        traced.append(isinstance(tensors["q"], jax.core.Tracer))
+        return original(tensors, *others)
+
+    monkeypatch.setattr(calls, "flash_attention", flash_attention)
+    for scale in (0.2718, np.float32(0.2718), jnp.float32(0.2718)):
+        dot_product_attention(q, k, v, query_seq_lengths=USED_Q, scale=scale)
+    assert traced and all(traced)
+    poison = [jnp.full(q.shape, jnp.nan) + 0 for _ in range(16)]  # memory to be taken again
+    jax.block_until_ready(poison)
+    del poison
+    with jax.debug_nans(True):
+        out, residual = dot_product_attention(
+            q, k, v, query_seq_lengths=USED_Q, return_residual=True
+        )
+    assert not np.isnan(out).any() and not np.isnan(residual).any()
+    with pytest.raises(TypeError, match=r"scale: got \[1\] of type list"):
+        dot_product_attention(q, k, v, query_seq_lengths=USED_Q, scale=[1])  # type: ignore[arg-type]

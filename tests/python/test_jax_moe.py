@@ -462,3 +462,14 @@ def test_arrays_on_two_devices(dtype: str) -> None:
         check=False, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="explicit meshes are newer than this JAX")
+def test_arrays_sharded_over_an_explicit_mesh() -> None:
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    program = Path(__file__).parents[1] / "jax_explicit.py"
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=300,
+        check=False, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

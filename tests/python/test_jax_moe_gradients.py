@@ -19,6 +19,7 @@ jnp = jax.numpy
 export = pytest.importorskip("jax.export")
 
 import jax_moe_training as plain  # noqa: E402
+from flashmoe_science import _jax_moe  # noqa: E402
 
 T, H, INNER, E, K = 45, 32, 24, 8, 3
 JAX = next((p for p in producers.ON_CPU if p.name == "jax"), None)
@@ -684,3 +685,13 @@ def test_in_float64(scoring: str) -> None:
             assert gradient.dtype == np.float64, name
             largest = np.abs(want[name]).max()
             np.testing.assert_allclose(gradient, want[name], rtol=0, atol=1e-12 * largest)
+
+
+@pytest.mark.parametrize("bounds", [{"counts": [3, 0, 5]}, {"offsets": [1, 4, 4, 5]}], ids=str)
+def test_ranks_need_no_promotion(bounds: dict[str, Any]) -> None:
+    tables = {name: jnp.asarray(x, jnp.int32) for name, x in bounds.items()}
+    rows = (3, 5, 8) if "counts" in bounds else (5, 8)
+    with jax.numpy_rank_promotion("raise"):
+        made = _jax_moe._rows_of(jnp.ones((3, 8)), tables, jnp.zeros(rows))
+    assert made.shape == rows
+    assert made.sum() == 8 * (8 if "counts" in bounds else 4)

@@ -194,10 +194,13 @@ def test_what_is_refused() -> None:
     refused(ValueError, r"^rhs: its number of rows is 16, but lhs has 8", lhs[:, :8], rhs, sizes)
     refused(ValueError, r"^group_sizes: got 3 groups, but rhs has 4", lhs, rhs, sizes[:3])
     refused(ValueError, r"^rhs: got 0 groups, accepted are 1 to 1024", lhs, rhs[:0], sizes[:0])
-    refused(ValueError, r"^rhs: its number of columns is 20, accepted are multiples of 8", lhs,
+    refused(ValueError, r"^rhs: its number of columns is 20, accepted are multiples of 8 ", lhs,
             rhs[..., :20], sizes)  # fmt: skip
     refused(ValueError, r"^lhs: its number of columns is 12, accepted are", lhs[:, :12],
             rhs[:, :12], sizes)  # fmt: skip
+    refused(ValueError, r"^rhs: its number of columns is 0, accepted are", lhs, rhs[..., :0], sizes)
+    refused(ValueError, r"^lhs: its number of columns is 0, accepted are", lhs[:, :0],
+            rhs[:, :0], sizes)  # fmt: skip
     refused(NotImplementedError, r"^preferred_element_type: got float64, accepted are None", lhs,
             rhs, sizes, preferred_element_type=jnp.float64)  # fmt: skip
     refused(NotImplementedError, r"^group_offset: got one, accepted is None", lhs, rhs, sizes,
