@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ def test_a_row_is_checked_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(ours["samples_s"]) >= 7
     assert ours["q1_s"] <= ours["median_s"] <= ours["q3_s"]
     assert cell["flops"] == cell["plan"]["flops"]
+
+
+def test_a_pipe_gets_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert main(["bench", *SMALL, "--json", str(pipe)]) == 0
+    assert pipe.is_fifo()
+    reader.join(timeout=60)
+    assert [json.loads(text)["complete"] for text in read] == [True]
+    assert main(["bench", "--suite", "cpu", "--resume", "--json", str(pipe)]) == 1
+    assert "--resume: it is of a suite's record" in capsys.readouterr().err
 
 
 def test_the_record_keeps_its_schema(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import flashmoe_science
 import pytest
@@ -85,6 +86,59 @@ def test_a_broken_library_is_explained(broken_package: Path, command: list[str])
     assert "libflashmoe" in run.stdout + run.stderr
     if command == ["info"]:
         assert "Python" in run.stdout
+
+
+PLAN = ["plan", "--seq", "8", "--heads", "1", "--dim", "64"]
+
+
+def output_to(file: Any, arguments: list[str]) -> tuple[int, str]:
+    """The exit code, and what is on standard error."""
+    command = [sys.executable, "-m", "flashmoe_science", *arguments]
+    run = subprocess.run(
+        command, stdout=file, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    return run.returncode, run.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], PLAN], ids=lambda a: a[0])
+def test_a_reader_may_leave(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert output_to(writing, arguments) == (0, "")
+    finally:
+        os.close(writing)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="without a full device")
+@pytest.mark.parametrize("arguments", [["--version"], PLAN], ids=lambda a: a[0])
+def test_a_full_output_is_explained(arguments: list[str]) -> None:
+    command = "flashmoe" if len(arguments) == 1 else "flashmoe plan"
+    with open("/dev/full", "w") as full:
+        code, said = output_to(full, arguments)
+    assert (code, said) == (
+        1, f"{command}: the output cannot be written: No space left on device\n",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        (["--version"], (0, "")),
+        (PLAN, (0, "")),
+        (
+            [*PLAN, "--json"],
+            (1, "flashmoe plan: --json: standard output is closed; give a FILE\n"),
+        ),
+    ],
+    ids=["version", "plan", "json"],
+)
+def test_a_closed_output(arguments: list[str], want: tuple[int, str]) -> None:
+    run = subprocess.run(
+        ["bash", "-c", '"$@" >&-', "bash", sys.executable, "-m", "flashmoe_science", *arguments],
+        stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == want
 
 
 def test_records_hold_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoe_science.cli.output import CommandError, Output, write_json
+from flashmoe_science.cli.output import CommandError, Output, check_writable, is_stream, write_json
 from flashmoe_science.cli.stats import (
     MOST_SPREAD,
     compare,
@@ -94,6 +98,62 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="cannot be written"):
         write_json({}, str(tmp_path))
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check_writable(str(pipe))
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_json({"a": 1}, str(pipe))
+    assert pipe.is_fifo()
+    reader.join(timeout=60)
+    assert [json.loads(text) for text in read] == [{"a": 1}]
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_link_stays_one(exists: bool, tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "folder" / "x.json"
+    link.symlink_to(file)
+    if exists:
+        file.parent.mkdir()
+        file.write_text("before")
+    check_writable(str(link))
+    assert file.exists() == exists
+    write_json({"a": 1}, str(link))
+    assert link.is_symlink() and not file.is_symlink()
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert [p.name for p in file.parent.iterdir()] == ["x.json"]
+
+
+def test_other_files_stay(tmp_path: Path) -> None:
+    mine = tmp_path / "x.json.partial"
+    mine.write_text("mine")
+    check_writable(str(tmp_path / "x.json"))
+    write_json({}, str(tmp_path / "x.json"))
+    assert mine.read_text() == "mine"
+
+
+def test_an_open_file_is_written_to(tmp_path: Path) -> None:
+    # Not /dev/stdout, a link that a defect would replace for the whole machine.
+    code = "from flashmoe_science.cli.output import write_json; write_json({}, '/dev/fd/1')"
+    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert json.loads(run.stdout) == {}
+    with open(tmp_path / "x.json", "w+") as file:  # a regular one stays the same file
+        file.write("first ")
+        file.flush()
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+        file.seek(0)
+        assert file.read() == "first {}\n"
+
+
+def test_standard_output_by_name_is_no_file_to_replace() -> None:
+    assert all(map(is_stream, ("-", "/dev/stdout", "/dev/stderr", "/dev/fd/63")))
+    assert not is_stream(__file__)
+    assert not is_stream("/dev/shm/x.json")
 
 
 def test_silent_output_is_silent(capsys: pytest.CaptureFixture[str]) -> None:

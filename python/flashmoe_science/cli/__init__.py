@@ -78,16 +78,46 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
-    arguments = build_parser().parse_args(argv)
-    arguments.argv = list(sys.argv[1:] if argv is None else argv)  # what a record says was asked
+    command = "flashmoe"
     try:
-        return int(arguments.run(arguments))
+        try:
+            arguments = build_parser().parse_args(argv)
+        except SystemExit:  # after --help and --version
+            _flush()
+            raise
+        command = f"flashmoe {arguments.command}"
+        arguments.argv = list(sys.argv[1:] if argv is None else argv)  # what a record says
+        code = int(arguments.run(arguments))
+        _flush()
+        return code
     except (CommandError, FlashMoEError) as error:  # both are whole explanations
-        print(f"flashmoe {arguments.command}: {error}", file=sys.stderr)
+        _say(f"{command}: {error}")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print(f"flashmoe {arguments.command}: interrupted", file=sys.stderr)
+        _say(f"{command}: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `flashmoe info | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard()
         return EXIT_OK
+    except OSError as error:
+        if error.filename is not None:  # not of the output, which is open
+            raise
+        _discard()
+        _say(f"{command}: the output cannot be written: {error.strerror}")
+        return EXIT_FAILED
+
+
+def _flush() -> None:
+    """Python would do it after main, where errors are tracebacks."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _discard() -> None:
+    """Lets Python flush at its end what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(sentence: str) -> None:
+    if sys.stderr is not None:  # print would take standard output instead
+        print(sentence, file=sys.stderr)

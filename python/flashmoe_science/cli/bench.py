@@ -35,6 +35,7 @@ from flashmoe_science.cli.output import (
     add_json_option,
     at_least,
     check_writable,
+    is_stream,
     positive,
     write_json,
 )
@@ -401,7 +402,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--dtype: got {', '.join(unknown)}, accepted for {arrays.name} arrays on {device} are "
             f"{', '.join(arrays.dtypes)}"
         )
-    if arguments.resume and (suite is None or arguments.json in (None, "-")):
+    stream = arguments.json is not None and is_stream(arguments.json)
+    if arguments.resume and (suite is None or arguments.json is None or stream):
         raise CommandError("--resume: it is of a suite's record; give --suite and --json FILE")
     if arguments.json is not None:
         check_writable(arguments.json)
@@ -472,7 +474,7 @@ def run(arguments: argparse.Namespace) -> int:
                     )
                     document["cells"] = [c for c in cells if c is not None]
                     document["summary"] = summarise(document["cells"])
-                    if arguments.json not in (None, "-"):  # so that measurements survive
+                    if arguments.json is not None and not stream:  # so that measurements survive
                         write_json(document, arguments.json)
                 table.cell(str(shape), cell)
                 if cell["status"] != "ok":

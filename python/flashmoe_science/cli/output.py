@@ -8,6 +8,8 @@ import importlib
 import importlib.util
 import json
 import math
+import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -70,42 +72,83 @@ def _strict(value: Any) -> Any:
 
 
 def write_json(document: dict[str, Any], destination: str) -> None:
-    """Writes `document` to standard output ("-") or, atomically, to a file."""
+    """Writes `document` to standard output ("-"), to a pipe or a device or, atomically, to a
+    file."""
     text = json.dumps(_strict(document), indent=1, allow_nan=False, default=str) + "\n"
     if destination == "-":
-        sys.stdout.write(text)
+        _standard_output().write(text)
         sys.stdout.flush()
         return
-    with _partial(destination) as partial:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(destination)
+    with _explained(destination):
+        if is_stream(destination):
+            with open(destination, "a", encoding="utf-8") as stream:  # whatever it has, stays
+                stream.write(text)
+            return
+        with _partial(destination) as (partial, path):
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
 
 
 def check_writable(destination: str) -> None:
     """Raises CommandError if `write_json` could not write: better before hours of work than
     after."""
-    if destination != "-":
-        with _partial(destination) as partial:
-            partial.touch()
-            partial.unlink()
+    if destination == "-":
+        _standard_output()
+        return
+    with _explained(destination):
+        if not is_stream(destination):
+            with _partial(destination):
+                pass
+        elif not os.access(destination, os.W_OK):  # to open a pipe would wait for its reader
+            raise PermissionError("permission denied")
+
+
+# Names of files that are open already, which may be regular ones.
+_OPEN_FILES = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
+
+
+def is_stream(destination: str) -> bool:
+    """Whether `write_json` adds to what is there, and does not replace a file: standard output,
+    pipes and devices."""
+    if destination == "-" or os.path.abspath(destination).startswith(_OPEN_FILES):
+        return True
+    kinds = (os.path.isfile, os.path.isdir)
+    return os.path.exists(destination) and not any(kind(destination) for kind in kinds)
+
+
+def _standard_output() -> Any:
+    if sys.stdout is None:  # Python's, when it was started with that closed
+        raise CommandError("--json: standard output is closed; give a FILE")
+    return sys.stdout
 
 
 @contextlib.contextmanager
-def _partial(destination: str) -> Iterator[Path]:
-    """The temporary file next to `destination`, in an existing folder."""
-    path = Path(destination)
+def _explained(destination: str) -> Iterator[None]:
     try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield path.with_name(path.name + ".partial")
+        yield
     except OSError as error:
         raise CommandError(f"--json: {destination} cannot be written: {error}") from error
 
 
+@contextlib.contextmanager
+def _partial(destination: str) -> Iterator[tuple[Path, Path]]:
+    """A new file next to the one to replace, which a link may lead to, in an existing folder; and
+    that one. The new file is gone afterwards."""
+    path = Path(os.path.realpath(destination))
+    if path.is_dir():
+        raise IsADirectoryError("it is a folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    partial.touch(exist_ok=False)
+    try:
+        yield partial, path
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _terminal(stream: Any) -> Any:
-    """rich's console on the stream; None if that is no terminal, or without rich."""
-    if not stream.isatty() or importlib.util.find_spec("rich") is None:
+    """rich's console on the stream; None if that is closed or no terminal, or without rich."""
+    if stream is None or not stream.isatty() or importlib.util.find_spec("rich") is None:
         return None
     console = importlib.import_module("rich.console")
     return console.Console(file=stream, highlight=False, soft_wrap=True)
@@ -134,7 +177,7 @@ class Output:
         long or was killed.
         """
         console = self._console or _terminal(sys.stderr)
-        if total < 2:
+        if total < 2 or (console is None and sys.stderr is None):
             yield lambda done, text: None
             return
         if console is None:
