@@ -241,8 +241,8 @@ typedef struct flashmoe_plan {
   double microseconds; /* the family's estimate, which decides the choice; 0: it has none */
   double flops;        /* FLOPs of the products, a multiply-add counting as two. Attention: pairs
                           hidden by causal or the window do not count. Experts: every pair counts as
-                          if its expert were here. 0 of sequences, whose lengths are in tensors, which
-                          plans do not read, and of scaled or fp8 keys, which are computed as such */
+                          if its expert were here. 0 if lengths are in tensors, which plans do not
+                          read, and with a sequences struct, scales or fp8 keys in any case */
   double bytes;        /* bytes of the tensors that the call reads and writes, each counted once */
   uint64_t workspace_bytes;
   int32_t launch_count;

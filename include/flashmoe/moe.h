@@ -127,8 +127,8 @@ FLASHMOE_API flashmoe_status flashmoe_moe_route(const flashmoe_moe_route_params*
  *
  * H and I are multiples of 8. In an expert's matrix either the last stride or the one before it is
  * 1: a weight stored as [E, H, 2I] is passed as its transposed view. Other strides, also of x and
- * out, and the start of every tensor are multiples of 16 bytes; so is the stride
- * between experts, which may be any. w_down may be transposed where w_gate_up is not, and vice
+ * out, and the start of every tensor are multiples of 16 bytes, as is
+ * any stride between experts. w_down may be transposed where w_gate_up is not, and vice
  * versa. Separate w_gate_up and w_up are both transposed or neither, except for "cpu".
  * "sm89_few_tokens" takes no transposed weights. Products are accumulated in fp32, or in fp64 for
  * fp64 inputs. a and y are kept in x's dtype; the sum over k is in the dtype of the products, in
