@@ -48,6 +48,7 @@ _CHECKED = 6  # sequences of a case
 _FLASHINFER_BYTES = 128 << 20  # of a wrapper's workspace
 _PLANS = 7  # timed
 _ROOM = 24 << 30  # bytes of keys and values at most
+_KINDS = ("ragged", "decode", "several", "mixed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Case:
     """A batch of sequences.
 
     Attributes:
-        kind: "ragged", whose keys are packed as its queries are; "decode" or "mixed", whose keys
-            are in pages.
+        kind: "ragged", whose keys are packed as its queries are; "decode", "several" or "mixed",
+            whose keys are in pages.
         name: For people.
         heads_q, heads_kv, dim: Extents of the bf16 tensors.
         queries, keys: Numbers per sequence.
@@ -91,8 +92,9 @@ def _lognormal(count: int, seed: int) -> list[int]:
 
 def cases() -> Iterator[Case]:
     """Documents of equal, of log-normal, of short lengths and one long one beside short ones;
-    decoding from contexts of one length and of many; prompts in chunks beside decoding, and
-    speculation of four tokens."""
+    decoding from contexts of one length and of many; several queries a sequence, as speculation
+    and short chunks of prompts have; prompts in chunks beside decoding, and speculation of four
+    tokens."""
     of_heads = ((32, 8, 128), (64, 8, 64), (16, 8, 256))
     lengths = {
         "equal": [2048] * 16,
@@ -118,6 +120,13 @@ def cases() -> Iterator[Case]:
                 text = f"{heads_q}/{heads_kv} d{dim} {name} page{page}"
                 ones = (1,) * len(keys)
                 yield Case("decode", text, heads_q, heads_kv, dim, ones, tuple(keys), page)
+    for heads_q, heads_kv, dim in ((32, 8, 128), (64, 8, 128), (28, 4, 128), *of_heads[1:]):
+        for each, batch, context in ((2, 64, 4096), (3, 32, 4096), (4, 200, 700), (4, 16, 8192),
+                                     (8, 128, 1024), (16, 32, 4096), (64, 8, 4000)):  # fmt: skip
+            text = f"{heads_q}/{heads_kv} d{dim} b{batch} ctx{context} q{each} page64"
+            yield Case(
+                "several", text, heads_q, heads_kv, dim, (each,) * batch, (context,) * batch, 64
+            )
     mixed = {
         "chunk2048+64dec": ([2048] + [1] * 64, [10240] + [4096] * 64),
         "4xchunk512+128dec": ([512] * 4 + [1] * 128, [8192] * 4 + [2048] * 128),
@@ -413,7 +422,7 @@ def measure(case: Case, fa3: bool, samples: int, seed: int) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--fa3", type=Path, metavar="LIBRARY", help="vLLM's FlashAttention-3")
-    parser.add_argument("--kind", action="append", choices=("ragged", "decode", "mixed"))
+    parser.add_argument("--kind", action="append", choices=_KINDS)
     parser.add_argument("--only", metavar="TEXT", help="cases whose name has this in it")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
@@ -465,7 +474,7 @@ def main(argv: list[str] | None = None) -> int:
         kind: verdicts(
             [row["best"] for row in document["rows"] if row["kind"] == kind and "best" in row]
         )
-        for kind in ("ragged", "decode", "mixed")
+        for kind in _KINDS
     }
     print(json.dumps(document["summary"], indent=1))
     if options.json is not None:

@@ -35,7 +35,9 @@ set(FLASHMOE_ATTENTION_SM90_KERNELS
   "256,256,RaggedTuning,_ragged"
   "64,64,CappedRaggedTuning,_ragged_softcap" "128,128,CappedRaggedTuning,_ragged_softcap"
   "192,128,CappedRaggedTuning,_ragged_softcap" "256,256,CappedRaggedTuning,_ragged_softcap"
-  "64,64,WindowTuning,_window" "64,64,RaggedWindowTuning,_ragged_window")
+  "64,64,WindowTuning,_window" "64,64,RaggedWindowTuning,_ragged_window"
+  "64,64,PackedRaggedTuning,_ragged_packed" "128,128,PackedRaggedTuning,_ragged_packed"
+  "256,256,PackedRaggedTuning,_ragged_packed")
 # Of keys whose first columns are the values.
 set(FLASHMOE_ATTENTION_SM90_MLA_KERNELS "576,512")
 # Those for Ada last, so that no file has some of either.

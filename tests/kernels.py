@@ -76,6 +76,7 @@ class Kernel(NamedTuple):
         if self.family in ("sm89_few_rows", "sm89_decode"):
             return f"{name}_r{self.tuning}"
         name = f"{name}_ragged" if self.ragged else name
+        name = f"{name}_packed" if self.tuning.startswith("Packed") else name
         name = f"{name}_biased" if self.biased else name
         name = f"{name}_window" if self.windowed else name
         return f"{name}_softcap" if self.capped else name

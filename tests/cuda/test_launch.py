@@ -17,6 +17,7 @@ ENTRIES = {
     "attention/sm90": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ragged", "split_kv_fp16_d64_dv64"),
         *("fp16_d64_dv64_window", "fp16_d64_dv64_ragged_window"),
+        "fp16_d64_dv64_ragged_packed",
     ),
     "attention/sm89_backward": (
         *("fp16_d64_dv64", "fp16_d64_dv64_ada", "bf16_d64_dv64", "bf16_d128_dv128"),

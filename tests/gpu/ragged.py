@@ -277,6 +277,8 @@ def dense_kernel(kernel: str) -> str | None:
     """The kernel of dense calls that sums in the same order as one of ragged batches."""
     if kernel.startswith("attention_forward_cpu_"):
         return "cpu"
+    if kernel.endswith("_packed"):  # whose steps begin with pages
+        return None
     return kernel.replace("_ragged", "") if "_ragged" in kernel else None
 
 

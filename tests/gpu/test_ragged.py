@@ -203,9 +203,52 @@ def test_heads_share_a_tile_where_nothing_tells_them_apart(
             ref, _ = batch.reference(DEVICE, **options)
             out = torch.cat(got.out, 1).transpose(1, 2)
             assert torch.equal(out.isfinite(), ref.out.isfinite())
-            dense = ragged.dense_kernel(got.kernel)
-            assert dense is not None
+            dense = got.kernel.replace("_ragged", "").removesuffix("_packed")
             ragged.assert_same_bits(got, batch.dense(dense, DEVICE, **options))
+
+
+@pytest.mark.parametrize("group", [2, 3, 5, 7, 8, 16, 24, 33, 64])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (96, 72), (256, 256)])
+def test_queries_of_all_heads_share_a_tile(sm90: str, group: int, dim: int, dim_v: int) -> None:
+    """Sequences of at most 64 queries. What one row has reaches no other."""
+    lengths_q = (1, 64, 5, 0, 8, 33, 63, 2, 4, 17)
+    lengths_k = (300, 64, 1500, 9, 3, 0, 70, 129, 1, 515)
+    for i, options in enumerate(
+        ({"causal": "bottom_right"}, {}, {"causal": "top_left", "scale": 0.3})
+    ):
+        batch = ragged.make(lengths_q, lengths_k, dtype=("fp16", "bf16")[i % 2], dim=dim,
+                            dim_v=dim_v, heads=(3 * group, 3), seed=i)  # fmt: skip
+        calls = [*ragged.ways(batch).values(), ragged.paginate(batch, 16, packed=False)]
+        for call in calls:
+            got = _check(
+                batch, call._replace(tables=call.tables | {"max_seqlen_q": 64}),
+                kernel=sm90, **options,
+            )  # fmt: skip
+            assert got.kernel.endswith("_ragged_packed")
+        batch = ragged.make(lengths_q, lengths_k, dtype=("fp16", "bf16")[i % 2], dim=dim,
+                            dim_v=dim_v, heads=(3 * group, 3), seed=i)  # fmt: skip
+        batch.v[2][0, 1497, 1] = torch.nan  # which the last queries alone see, under a causal mask
+        batch.q[1][0, 63, 2 * group - 1, 1] = torch.inf
+        for call in ragged.ways(batch).values():
+            tables = call.tables | {"max_seqlen_q": 64}
+            got = ragged.run(call._replace(tables=tables), DEVICE, kernel=sm90, **options)
+            _assert_finite_alike(got, batch.reference(DEVICE, **options)[0])
+
+
+def test_queries_that_no_tile_can_pack(sm90: str) -> None:
+    """Such as with sinks, with a window and beyond 64 queries: tiles are of one head."""
+    batch = ragged.make((5, 64, 1), (300, 64, 9), dim=128, heads=(8, 2), sinks=True)
+    bare = ragged.make((5, 64, 1), (300, 64, 9), dim=128, heads=(8, 2))
+    for given, most, options in (
+        (batch, 64, {}),
+        (bare, 65, {}),
+        (bare, 64, {"window": (20, None)}),
+        (bare, 64, {"softcap": 2.0}),
+    ):
+        call = ragged.ways(given)["packed"]
+        tables = call.tables | {"max_seqlen_q": most}
+        got = _check(given, call._replace(tables=tables), kernel=sm90, **options)
+        assert "_ragged" in got.kernel and not got.kernel.endswith("_packed")
 
 
 def test_blocks_of_decoding(kernel: str | None) -> None:

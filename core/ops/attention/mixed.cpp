@@ -7,6 +7,7 @@
 // to the fastest of those behind it.
 #include <algorithm>
 #include <climits>
+#include <cmath>
 
 #include "core/backends.h"
 #include "core/ceil_div.h"
@@ -84,13 +85,18 @@ BatchMix mix_of(const AttentionProblem& p) {
   return {many, std::max<int64_t>(p.sequences.rows_q - (p.batch - many), 0)};
 }
 
-// A family's estimate for `batch` sequences of `rows` rows.
+// A family's estimate for `batch` sequences of `rows` rows, whose keys are as many as the others'.
 double estimate_of(const AttentionFamily& family, const AttentionProblem& part, int64_t batch,
                    int64_t rows) {
   if (batch == 0 || rows == 0) return kNothing;
   AttentionProblem some = part;
+  SequenceTables& tables = some.sequences;
+  const double share = static_cast<double>(batch) / static_cast<double>(part.batch);
+  int64_t& keys = tables.paged ? tables.batch_k : tables.rows_k;
+  const bool divides = tables.paged || tables.cu_seqlens_k.data != nullptr;
+  if (divides) keys = static_cast<int64_t>(std::ceil(static_cast<double>(keys) * share));
   some.batch = batch;
-  some.sequences.rows_q = rows;
+  tables.rows_q = rows;
   Plan plan = {};
   return family.plan(some, &plan, Reason()) == FLASHMOE_OK ? plan.info.microseconds : kNothing;
 }

@@ -16,6 +16,7 @@ inline constexpr double kSecond = 2.5;  // the second kernel
 inline constexpr double kTile = 0.5;    // the end of a tile, of which loads hide the rest
 inline constexpr double kRate = 40e3;
 inline constexpr double kShareOfMemory = 0.92;
+inline constexpr double kShareOfMemory16 = 0.8;  // tiles of 16 rows
 
 // Floating-point operations.
 inline double product_rate(const DeviceFacts& facts) {
@@ -29,7 +30,8 @@ inline double decode_microseconds(const Work& work, int rows, const DeviceFacts&
   const double load = tiles * work.keys * work.key_bytes / (kRate * blocks);
   const double product = tiles * work.keys * work.dims * 2 * rows / (product_rate(facts) * blocks);
   const double run = std::max(load, product) + tiles * kTile / blocks;
-  return kStart + kSecond + std::max(run, memory_microseconds(work, facts, kShareOfMemory));
+  const double share = rows > 8 ? kShareOfMemory16 : kShareOfMemory;
+  return kStart + kSecond + std::max(run, memory_microseconds(work, facts, share));
 }
 
 }  // namespace flashmoe::sm89_decode

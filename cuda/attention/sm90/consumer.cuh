@@ -102,7 +102,7 @@ struct Consumer : Repair<Traits> {
       own.end = group < params.groups_per_tile ? min(own.end, steps.end) : 0;
       return own.end > steps.first ? own : Steps<Traits>(0, 0);
     } else {
-      return {params.score, sequence(), group_row, kRowsPerGroup, shift};
+      return {params.score, sequence(), group_row, queries_per_group<Traits>(params), shift};
     }
   }
 

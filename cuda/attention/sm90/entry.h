@@ -15,6 +15,7 @@ struct Entry : AttentionKernel {
   Kernel combine;  // the second kernel
 
   bool ragged;  // only for ragged, padded and paged batches
+  bool packed;  // of these: rows are those of all query heads of a KV head (packs_queries)
   // Only for windows of at most so many keys beside a row's own. 0: for any window.
   int window_keys;
 

@@ -53,7 +53,7 @@ struct Epilogue : Products<Traits> {
     const std::conditional_t<Traits::kRagged, const Tile&, Tile> tile =
         tiles[closing % Traits::kTileSlots];
     const SequenceOf<Traits> sequence = sequence_of_tile<Traits>(params, tile);
-    const int group_row = tile.first_row + group * kRowsPerGroup;
+    const int group_row = tile.first_row + group * queries_per_group<Traits>(params);
     float factor[2];
     // The row is expected to be finite, if V is.
     bool expected[2];
@@ -61,13 +61,20 @@ struct Epilogue : Products<Traits> {
     if constexpr (Traits::kRagged) fallback = tile.misses_pages != 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = group_row + warp * 16 + lane / 4 + 8 * half;
+      const int row = query_of<Traits>(params, group_row, warp * 16 + lane / 4 + 8 * half);
       const float total = sum_of_quad(statistics_of_tile.sum[half]);
       const bool sees_keys = sequence.sees_keys(params.score, row);
-      const bool exists = row < sequence.length_q;
+      bool exists = row < sequence.length_q;
+      if constexpr (Traits::kPacked) exists = exists && row - group_row < params.queries_per_group;
       const RowEnd end = end_row<RowEndBy::kApprox>(tile.sink, sees_keys && exists,
                                                     {statistics_of_tile.row_max[half], total});
-      if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) *lse_of(tile, row) = end.lse;
+      if (params.tensors.lse != nullptr && lane % 4 == 0 && exists) {
+        if constexpr (Traits::kPacked) {
+          *lse_of(tile, packed_row(tile, warp * 16 + lane / 4 + 8 * half)) = end.lse;
+        } else {
+          *lse_of(tile, row) = end.lse;
+        }
+      }
       factor[half] = end.factor;
       fallback = fallback || end.rounded_away;
       // A NaN in the sum comes from a key that the row sees. With short windows, a masked step may
@@ -111,8 +118,13 @@ struct Epilogue : Products<Traits> {
           const uint32_t from = tile_out + (box - first_box) * Traits::kRowBoxBytes;
           if constexpr (Traits::kRagged) {
             const RaggedRow row = query_box(params, tile, params.rows_per_batch.out, group_row);
-            ptx::tma_store(&params.out, from, box * kBoxColumns, row.row, tile.head, row.base,
-                           row.wrap);
+            if constexpr (Traits::kPacked) {
+              ptx::tma_store(&params.out, from, box * kBoxColumns, tile.head, row.row, row.base,
+                             row.wrap);
+            } else {
+              ptx::tma_store(&params.out, from, box * kBoxColumns, row.row, tile.head, row.base,
+                             row.wrap);
+            }
           } else {
             ptx::tma_store(&params.out, from, box * kBoxColumns, sequence.begin_q + group_row,
                            tile.head, tile.batch);
@@ -147,10 +159,36 @@ struct Epilogue : Products<Traits> {
     }
   }
 
+  // The same for a packed row of a tile of sequences.
+  __device__ __forceinline__ int64_t offset_of(const Tile& of, const PackedRow& row,
+                                               const RowStrides& strides) const {
+    return PlaceOfRow{row.head, of.sequence.begin_q + row.query}.offset(strides, of.batch);
+  }
+  __device__ __forceinline__ float* lse_of(const Tile& of, const PackedRow& row) const {
+    return params.tensors.lse + offset_of(of, row, params.tensors.lse_strides);
+  }
+  __device__ __forceinline__ uint16_t* out_of(const Tile& of, const PackedRow& row) const {
+    return params.tensors.out + offset_of(of, row, params.tensors.out_strides);
+  }
+
   // Writes 0 as the output and the sink as the log-sum-exp of the rows of this warp, which see no
   // key.
   __device__ __forceinline__ void write_nothing_seen() const {
     const Tile here = tiles[tile % Traits::kTileSlots];
+    if constexpr (Traits::kPacked) {
+#pragma unroll 1
+      for (int i = 0; i < 16; ++i) {
+        const PackedRow row = packed_row(here, warp_of_group() * 16 + i);
+        if (!row.exists) continue;
+        uint16_t* const out_row = out_of(here, row);
+#pragma unroll 1
+        for (int column = lane_index(); column < params.tensors.dim_v; column += kThreadsPerWarp) {
+          out_row[column] = 0;
+        }
+        if (params.tensors.lse != nullptr && lane_index() == 0) *lse_of(here, row) = here.sink;
+      }
+      return;
+    }
     const int first_row = here.first_row + group * kRowsPerGroup + warp_of_group() * 16;
 #pragma unroll 1
     for (int row = max(first_row, 0); row < min(first_row + 16, sequence().length_q); ++row) {

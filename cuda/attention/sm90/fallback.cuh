@@ -64,11 +64,10 @@ struct RaggedKeys {
 
 template <class Traits>
 __device__ __forceinline__ void compute_again(const RaggedParams& params, const RaggedTile& tile,
-                                              int query) {
+                                              int query, const PlaceOfRow& place) {
   const Sequence& sequence = tile.sequence;
   const KeyRange keys = {sequence.first_key(params.score, query),
                          sequence.end_key(params.score, query)};
-  const PlaceOfRow place = PlaceOfRow::of(params, tile, query);
   masked_row_fallback<typename Traits::Element, Traits::kDimV>(
       params.tensors, params.score, {tile.batch, place.head, tile.head_kv, place.position, keys},
       [](int) { return true; }, RaggedKeys{params, tile});

@@ -70,7 +70,9 @@ bool has_keys_of_window(const AttentionProblem& p, int64_t keys) {
 const Entry* entry_of(const AttentionProblem& problem, bool splits_kv, const DeviceFacts& facts) {
   const bool capped = problem.softcap != 0.0f;
   const bool ragged = problem.sequences.given;
+  const bool packed = ragged && packs_queries(problem);
   const auto suits = [&](const Entry& each) {
+    if (each.packed && !packed) return false;
     const bool named = std::strcmp(problem.kernel, each.name) == 0;
     return each.window_keys == 0 || has_window_of(problem, each.window_keys) ||
            (named && has_keys_of_window(problem, each.window_keys));
@@ -82,6 +84,7 @@ const Entry* entry_of(const AttentionProblem& problem, bool splits_kv, const Dev
                suits(each);
       },
       [&](const Entry& each) {
+        if (packed) return each.packed;
         return (each.window_keys > 0) == saves_steps(problem, each.tile_q, facts);
       });
 }

@@ -92,7 +92,7 @@ __device__ __forceinline__ void compute_tiles(const ParamsOf<Traits>& params) {
     }
     ptx::fence_mbarrier_init();
   }
-  if constexpr (Traits::kSplit)
+  if constexpr (Traits::kPacked)
     clear_missing_rows<Traits>(params, raw + (shared - shared_of_block));
   __syncthreads();
   // No tensor has been touched so far. The next kernel's blocks may start as soon as this kernel's

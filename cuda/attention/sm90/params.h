@@ -155,6 +155,13 @@ struct RaggedParams : Params {
   int32_t chains_room;        // room for so many numbers
   int32_t tiles_ahead;        // tiles that are found ahead of those whose loads have begun
   int32_t keys_before_claim;  // keys of a tile still to load when its successor is claimed
+  // Only of kernels for sequences of few queries, as in SplitParams: a warpgroup has
+  // queries_per_group queries of packed_heads heads each, all of a KV head. The maps of q and out
+  // are then over [dim, heads, row, base, wrap], in boxes of a warpgroup's rows.
+  int32_t packed_heads;
+  int32_t packed_heads_reciprocal;
+  int32_t queries_per_group;
+  Divisor by_queries_per_tile;
 };
 
 static_assert(sizeof(SplitParams) <= 4096, "a kernel has 4 KiB of parameters everywhere");

@@ -2,11 +2,13 @@
 // plan, parameters and launch. Only the kernel reads lengths: nothing here depends on them.
 #include <algorithm>
 #include <climits>
+#include <utility>
 
 #include "cuda/attention/ragged_maps.h"
 #include "cuda/attention/ragged_rows.h"
 #include "cuda/attention/sm90/cost.h"
 #include "cuda/attention/sm90/fill.h"
+#include "cuda/attention/sm90/kv_block_alignment.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/ragged_order.h"
 #include "cuda/attention/sm90/schedules.h"
@@ -23,6 +25,13 @@ constexpr double kStartOfSequences = 1.5;
 // took as long on an H200 as at 4.3 to 4.6 TB/s (docs/kernels/attention_sm90_ragged.md).
 constexpr double kLoadRate = 34e3;
 
+// Time of a key of a tile whose rows are those of several heads: such a tile is a single one of few
+// keys at a time, whose steps wait for their pages. Measured on an H200, in pages of 64 rows, where
+// multiprocessors had one tile each, or 256 tiles at dim 64.
+double key_of_packed_microseconds(int dim) {
+  return dim <= 64 ? 9.1e-3 : dim <= 128 ? 10.9e-3 : 15.5e-3;
+}
+
 // Tiles per block in a swizzle group.
 constexpr int kRoundsOfSwizzle = 8;
 
@@ -38,22 +47,46 @@ RaggedMap heads_map(const RowsView<Data>& view, int64_t dim, const CountedRows& 
           view.data};
 }
 
+int64_t group_of(const AttentionProblem& p) { return p.heads_q / p.heads_kv; }
+
+// Whether a map of q or out can have the heads of a KV head as a dimension.
+bool are_walkable(const AttentionProblem& p, const RowStrides& strides) {
+  return strides.head > 0 && group_of(p) * strides.head * dtype_bytes(p.q.dtype) < kMaxStrideBytes;
+}
+
+// Queries of a tile of a packed kernel, all of whose heads are in it.
+int64_t queries_per_group(const AttentionProblem& p) { return kRowsPerGroup / group_of(p); }
+int64_t queries_per_tile(const AttentionProblem& p, const Entry& entry) {
+  return entry.packed ? entry.tile_q / kRowsPerGroup * queries_per_group(p) : entry.tile_q;
+}
+
 // See RaggedParams. A tile has all query heads of a KV head, or one. It has all if its rows see the
 // same keys and begin with the same state, without a sink.
 int64_t heads_per_tile(const AttentionProblem& p, const Entry& entry) {
+  if (entry.packed) return group_of(p);
   const AttentionMask& mask = p.sequences.mask;
   const bool left = (mask.window & FLASHMOE_WINDOW_LEFT) != 0;
   const bool right =
       mask.causal != FLASHMOE_CAUSAL_NONE || (mask.window & FLASHMOE_WINDOW_RIGHT) != 0;
-  const int64_t group = p.heads_q / p.heads_kv;
-  const auto walkable = [&](const RowStrides& strides) {
-    return strides.head > 0 && group * strides.head * dtype_bytes(p.q.dtype) < kMaxStrideBytes;
-  };
+  const int64_t group = group_of(p);
   const bool alike =
       !left && p.sinks.data == nullptr &&
       (!right || (mask.causal != FLASHMOE_CAUSAL_TOP_LEFT && p.sequences.q_offset.data == nullptr));
   const bool packs = p.seq_q == 1 && group > 1 && group <= entry.tile_q;
-  return packs && alike && walkable(p.q.strides) && walkable(p.out.strides) ? group : 1;
+  return packs && alike && are_walkable(p, p.q.strides) && are_walkable(p, p.out.strides) ? group
+                                                                                          : 1;
+}
+
+// The ragged map of packed rows: over [dim, heads, row, base, wrap], in boxes of a group's queries.
+template <class Data>
+RaggedMap packed_map(const AttentionProblem& p, const RowsView<Data>& view, int64_t dim,
+                     const CountedRows& rows, const Entry& entry) {
+  RaggedMap map = ragged_map(view, dim, rows, p.heads_q, entry.box_columns, 1);
+  std::swap(map.shape.extents[1], map.shape.extents[2]);
+  std::swap(map.shape.strides[1], map.shape.strides[2]);
+  map.shape.box[1] = static_cast<int>(group_of(p));
+  map.shape.box[2] = static_cast<int>(queries_per_group(p));
+  return map;
 }
 
 // The maps of q, k, v and out.
@@ -76,6 +109,7 @@ RaggedMaps ragged_maps(const AttentionProblem& p, const Entry& entry) {
   const int columns = entry.box_columns;
   const auto queries = [&](const auto& view, int64_t dim) {
     const CountedRows counted = counted_rows(view, rows.batch_q, rows.rows_q, columns);
+    if (entry.packed) return packed_map(p, view, dim, counted, entry);
     if (heads > 1) {
       return heads_map(view, dim, counted, p.heads_q / heads, heads, columns, entry.box_rows);
     }
@@ -203,8 +237,15 @@ void fill_params(const AttentionProblem& p, const Entry& entry, const DeviceFact
   fill_tensors(p, params);
   const int64_t heads = heads_per_tile(p, entry);
   params->rows_per_batch = rows_per_batch(p, entry);
-  params->heads_per_tile = static_cast<int32_t>(heads);
-  if (heads > 1) params->seq_q = params->heads_per_tile;  // rows of a tile's sequence
+  params->heads_per_tile = entry.packed ? 1 : static_cast<int32_t>(heads);
+  if (params->heads_per_tile > 1)
+    params->seq_q = params->heads_per_tile;  // rows of a tile's sequence
+  if (entry.packed) {
+    params->packed_heads = static_cast<int32_t>(heads);
+    params->packed_heads_reciprocal = (65536 + params->packed_heads - 1) / params->packed_heads;
+    params->queries_per_group = static_cast<int32_t>(queries_per_group(p));
+    params->by_queries_per_tile = Divisor::of(static_cast<uint32_t>(queries_per_tile(p, entry)));
+  }
   params->heads_of_tiles = static_cast<int32_t>(p.heads_q / heads);
   params->by_heads_per_kv = Divisor::of(static_cast<uint32_t>(p.heads_q / p.heads_kv / heads));
   params->heads_kv = static_cast<int32_t>(p.heads_kv);
@@ -239,7 +280,7 @@ double share_of_pages(const AttentionProblem& p, const Entry& entry) {
 // Upper bound on all tiles, unless offsets overlap.
 int64_t most_tiles(const AttentionProblem& p, const Entry& entry) {
   int64_t tiles = 0;
-  has_slots_by_rows(p, entry.tile_q, &tiles);
+  has_slots_by_rows(p, queries_per_tile(p, entry), &tiles);
   return tiles * (p.heads_q / heads_per_tile(p, entry));
 }
 
@@ -258,12 +299,29 @@ void divide(const AttentionProblem& p, const Plan& plan, const Entry& entry, Rag
 }
 
 int64_t division_bytes(const AttentionProblem& p, const Entry& entry, int64_t blocks) {
+  if (entry.packed) return 0;  // the division counts tiles of one head
   const int64_t tiles = p.batch * ((p.seq_q + entry.tile_q - 1) / entry.tile_q) * p.heads_q;
   if (tiles > INT_MAX / 2) return 0;  // the kernel could not count them
   return static_cast<int64_t>(sizeof(Division)) + 4 * (blocks + most_tiles(p, entry));
 }
 
+// Work by the rows of tiles: those of several heads, of which a packed kernel's groups lack some.
+Work work_of_tiles(const Work& work, const AttentionProblem& p, const Entry& entry) {
+  Work of_tiles = with_packed_heads(work, heads_per_tile(p, entry));
+  if (entry.packed) {
+    of_tiles.seq_q = ceil_of(work.seq_q, static_cast<double>(queries_per_group(p))) * kRowsPerGroup;
+  }
+  return of_tiles;
+}
+
 }  // namespace
+
+bool packs_queries(const AttentionProblem& p) {
+  const int64_t group = p.heads_kv > 0 ? group_of(p) : 1;
+  const bool left = (p.sequences.mask.window & FLASHMOE_WINDOW_LEFT) != 0;
+  return p.seq_q > 1 && p.seq_q <= kRowsPerGroup && group > 1 && group <= kRowsPerGroup && !left &&
+         p.sinks.data == nullptr && are_walkable(p, p.q.strides) && are_walkable(p, p.out.strides);
+}
 
 flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& work,
                                 const Entry* entry, const DeviceFacts& facts,
@@ -272,7 +330,8 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
   // The kernel counts what a chunk of sequences may have, in any order of the tables: groups of
   // rows, of which a tile has some.
   constexpr int64_t kMost = INT_MAX / 2;
-  const int64_t tiles_per_head = (problem.seq_q + entry->tile_q - 1) / entry->tile_q;
+  const int64_t tile_queries = queries_per_tile(problem, *entry);
+  const int64_t tiles_per_head = (problem.seq_q + tile_queries - 1) / tile_queries;
   const int64_t groups_per_head = tiles_per_head * (entry->tile_q / entry->box_rows);
   const int64_t sequences = std::min<int64_t>(problem.batch, kSequencesPerChunk);
   if (problem.batch > kMost || problem.heads_q > kMost ||
@@ -281,16 +340,21 @@ flashmoe_status estimate_ragged(const AttentionProblem& problem, const Work& wor
                          "more than 2^30 groups of query rows of 32 sequences");
   }
   int64_t tiles = 0;
-  has_slots_by_rows(problem, entry->tile_q, &tiles);
+  has_slots_by_rows(problem, tile_queries, &tiles);
   const int64_t heads = heads_per_tile(problem, *entry);
-  const double loads = static_cast<double>(tiles * (problem.heads_q / heads)) * work.keys *
-                       work.key_bytes / (kLoadRate * facts.multiprocessors);
-  const double microseconds = std::max(
-      loads, share_of_pages(problem, *entry) *
-                 tile_microseconds(with_packed_heads(work, heads), tile_speed(entry->dim), facts));
+  const auto all_tiles = static_cast<double>(tiles * (problem.heads_q / heads));
+  const double loads = all_tiles * work.keys * work.key_bytes / (kLoadRate * facts.multiprocessors);
+  const double steps = heads > 1 ? ceil_of(all_tiles, facts.multiprocessors) * work.keys *
+                                       key_of_packed_microseconds(entry->dim)
+                                 : 0;
+  const double run =
+      share_of_pages(problem, *entry) *
+      tile_microseconds(work_of_tiles(work, problem, *entry), tile_speed(entry->dim), facts);
+  const double microseconds =
+      heads > 1 ? std::max({loads, steps, run}) : kUncounted * std::max(loads, run);
   const int64_t blocks =
       std::min<int64_t>(tiles * (problem.heads_q / heads), facts.multiprocessors);
-  *whole_tiles = {entry, blocks, kStartOfSequences + kUncounted * microseconds,
+  *whole_tiles = {entry, blocks, kStartOfSequences + microseconds,
                   division_bytes(problem, *entry, blocks)};
   return FLASHMOE_OK;
 }

@@ -138,7 +138,7 @@ class RaggedScheduler {
     tile->head_kv = Traits::kPacksHeads ? head_ : params_.by_heads_per_kv.quotient(head_);
     const GroupOfTile own = group_of_tile(of, group);
     tile->head = own.head;
-    tile->first_row = own.first_row - group * kRowsPerGroup;
+    tile->first_row = own.first_row - group * queries_per_group();
     const float sink = sink_of<typename Traits::Element>(params_.score, own.head);
     tile->sink = sink;
     tile->begin = state_of_sink(sink);
@@ -148,11 +148,13 @@ class RaggedScheduler {
     // keys, but a ragged map clips only one. A bound that hides no key counts as none, as in dense
     // batches.
     const int right_offset = params_.score.right_offset + sequence.diagonal;
-    const int alignment =
-        sequence.length_k <= Traits::kStepKeys
-            ? 0
-            : kv_block_alignment(Traits::kStepKeys, rows.first, rows.count,
-                                 right_offset < sequence.length_k - 1, right_offset);
+    int alignment = 0;
+    if constexpr (Traits::kPacked) {
+      alignment = alignment_of_packed(sequence, rows, right_offset);
+    } else if (sequence.length_k > Traits::kStepKeys) {
+      alignment = kv_block_alignment(Traits::kStepKeys, rows.first, rows.count,
+                                     right_offset < sequence.length_k - 1, right_offset);
+    }
     tile->kv_block_alignment = alignment;
     const Steps<Traits> steps(params_.score, sequence, rows.first, rows.count, alignment);
     tile->first_key = steps.first;
@@ -171,6 +173,7 @@ class RaggedScheduler {
     return Traits::kPacksHeads ? 1 : params_.by_heads_per_kv.number();
   }
   __device__ __forceinline__ GroupsOfLevel by_level() const {
+    if constexpr (Traits::kPacked) return {0, 1, 1};  // tiles of few queries see about as many keys
     constexpr int kOfTile = Traits::kPacksHeads ? Traits::kConsumers : 1;
     const int of_level = Traits::kPacksHeads ? params_.by_heads_per_kv.number() : 1;
     return {params_.grows != 0 ? of_level : 0, kOfTile, params_.most_levels};
@@ -196,9 +199,21 @@ class RaggedScheduler {
     return found_.rank * Traits::kConsumers + group;
   }
 
-  // All rows of the tile.
+  // Rows of a head in a group.
+  __device__ __forceinline__ int queries_per_group() const {
+    if constexpr (Traits::kPacked) {
+      return params_.queries_per_group;
+    } else {
+      return kRowsPerGroup;
+    }
+  }
+
+  // All rows of the tile, those of one head if they are packed.
   __device__ __forceinline__ RowRange rows_of_tile(const ChunkSequence& of) const {
-    if constexpr (Traits::kPacksHeads) {
+    if constexpr (Traits::kPacked) {
+      const int queries = params_.by_queries_per_tile.number();
+      return {(of.tiles - 1 - found_.rank) * queries, queries};
+    } else if constexpr (Traits::kPacksHeads) {
       const Divisor& by_heads = params_.by_heads_per_kv;
       const int last = last_level(of);
       const int end = min(by_heads.quotient(number_of(Traits::kConsumers - 1)), last);
@@ -211,6 +226,19 @@ class RaggedScheduler {
             Traits::kTileQ};
   }
 
+  // kv_block_alignment of a packed tile. Its queries are few, so that steps rarely separate the
+  // ends of their keys. Unless they do, steps begin where pages of so many keys do: a step that
+  // begins elsewhere comes in more boxes than the copy engine issues in time.
+  __device__ __forceinline__ int alignment_of_packed(const Sequence& sequence, const RowRange& rows,
+                                                     int right_offset) const {
+    constexpr int kKeys = Traits::kStepKeys;
+    const int last = min(rows.first + rows.count, sequence.length_q) - 1;
+    const int first_end = right_offset + rows.first + 1;
+    const int last_end = min(right_offset + last + 1, sequence.length_k);
+    const bool separates = first_end > 0 && (first_end - 1) / kKeys != (last_end - 1) / kKeys;
+    return separates && first_end < last_end && sequence.length_k > kKeys ? kKeys / 2 : 0;
+  }
+
   // A missing group begins behind the rows.
   __device__ __forceinline__ GroupOfTile group_of_tile(const ChunkSequence& of, int group) const {
     if constexpr (Traits::kPacksHeads) {
@@ -220,7 +248,12 @@ class RaggedScheduler {
       const int head = levels < 0 ? 0 : number_of(group) - level * heads;
       return {(levels < 0 ? last_level(of) + 1 : levels) * kRowsPerGroup, head_ * heads + head};
     }
-    return {rows_of_tile(of).first + group * kRowsPerGroup, head_};
+    const int first_row = rows_of_tile(of).first + group * queries_per_group();
+    if constexpr (Traits::kPacked) {
+      return {first_row, head_ * params_.packed_heads};
+    } else {
+      return {first_row, head_};
+    }
   }
 
   using Walk = std::conditional_t<kTiles == Tiles::kDealt, TilesOfChunks, TilesInTurn>;
@@ -263,8 +296,9 @@ class RaggedScheduler {
     __syncwarp();  // the previous chunk has been read
     chunk_[lane] = own;
     __syncwarp();
-    constexpr int kRowsOfLevel = Traits::kPacksHeads ? kRowsPerGroup : Traits::kTileQ;
-    const int levels = ceil_div<kRowsOfLevel>(own.sequence.length_q);
+    constexpr int kRowsOfLevel =
+        Traits::kPacksHeads || Traits::kPacked ? kRowsPerGroup : Traits::kTileQ;
+    const int levels = Traits::kPacked ? 1 : ceil_div<kRowsOfLevel>(own.sequence.length_q);
     lanes_.own = TilesOfSequence::of(
         own.tiles, levels, keys_of_longest(own, (levels - 1) * kRowsOfLevel), kRowsOfLevel);
     const int keys =
@@ -287,10 +321,13 @@ class RaggedScheduler {
     const SequenceRows keys = sequences.keys_of(number);
     // Rows that are heads all see what the one query sees: their later diagonals hide no more.
     const int rows = queries.length * params_.heads_per_tile;
-    return {{queries.begin, keys.begin, rows, keys.length,
-             sequences.diagonal_of(number, queries.length, keys.length)},
-            queries.batch,
-            keys.batch,
+    const Sequence sequence = {queries.begin, keys.begin, rows, keys.length,
+                               sequences.diagonal_of(number, queries.length, keys.length)};
+    if constexpr (Traits::kPacked) {
+      const Divisor& by_tiles = params_.by_queries_per_tile;
+      return {sequence, queries.batch, keys.batch, by_tiles.quotient(rows + by_tiles.number() - 1)};
+    }
+    return {sequence, queries.batch, keys.batch,
             Traits::kPacksHeads ? ceil_div<Traits::kConsumers>(ceil_div<kRowsPerGroup>(rows) *
                                                                params_.by_heads_per_kv.number())
                                 : ceil_div<Traits::kTileQ>(rows)};

@@ -110,6 +110,16 @@ __device__ __forceinline__ RaggedRow query_box(const RaggedParams& params, const
   return RaggedRow::at(row, begin, tile.sequence.length_q);
 }
 
+// Bytes of Q that are loaded for a group: a group lacks rows if packed heads do not divide them.
+template <class Traits>
+__device__ __forceinline__ int bytes_of_group(const RaggedParams& params) {
+  if constexpr (Traits::kPacked) {
+    return Traits::kBoxes * kBoxRowBytes * params.queries_per_group * params.packed_heads;
+  } else {
+    return Traits::kQBytesPerGroup;
+  }
+}
+
 // Loads the rows of a portion's groups, once there is room for them. The coordinates of the first
 // rows are known before the wait. Kernels with a single Q, which wait longest for it, have a
 // portion for each group.
@@ -121,19 +131,25 @@ __device__ __forceinline__ void load_ragged_q(const RaggedParams& params, const 
   const int end = begin + Traits::kGroupsPerPortion;
   const auto row_of = [&](int group) {
     const RaggedTile& own = tile_of_group<Traits>(tile, group);
-    return query_box(params, own, params.rows_per_batch.q, own.first_row + group * kRowsPerGroup);
+    return query_box(params, own, params.rows_per_batch.q,
+                     own.first_row + group * queries_per_group<Traits>(params));
   };
   RaggedRow row = row_of(begin);
   wait_for_room();
-  ptx::mbarrier_arrive_expect(full, Traits::kGroupsPerPortion * Traits::kQBytesPerGroup);
+  ptx::mbarrier_arrive_expect(full, Traits::kGroupsPerPortion * bytes_of_group<Traits>(params));
 #pragma unroll 1
   for (int group = begin;; row = row_of(group)) {
 #pragma unroll
     for (int box = 0; box < Traits::kBoxes; ++box) {
-      ptx::tma_load(to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes, &params.q,
-                    full, ptx::kEvictFirst, box * kBoxColumns, row.row,
-                    tile_of_group<Traits>(tile, group).head * params.q_repeats.head, row.base,
-                    row.wrap);
+      const uint32_t to_box = to + group * Traits::kQBytesPerGroup + box * Traits::kRowBoxBytes;
+      if constexpr (Traits::kPacked) {
+        ptx::tma_load(to_box, &params.q, full, ptx::kEvictFirst, box * kBoxColumns, tile.head,
+                      row.row, row.base, row.wrap);
+      } else {
+        ptx::tma_load(to_box, &params.q, full, ptx::kEvictFirst, box * kBoxColumns, row.row,
+                      tile_of_group<Traits>(tile, group).head * params.q_repeats.head, row.base,
+                      row.wrap);
+      }
     }
     if (++group == end) break;
   }

@@ -68,7 +68,7 @@ struct Repair : Epilogue<Traits> {
   // Where keys are split, it also computes those that see no key. It runs after the last tile, when
   // the accumulators' registers are free: inside the loop it would make the loop spill.
   __device__ __forceinline__ void repair(const Tile& of) const {
-    if constexpr (Traits::kSplit) {
+    if constexpr (Traits::kPacked) {
 #pragma unroll 1
       for (int i = 0; i < 16; ++i) {
         const PackedRow row = packed_row(of, warp_of_group() * 16 + i);
@@ -84,12 +84,15 @@ struct Repair : Epilogue<Traits> {
       }
     }
   }
+  static __device__ __forceinline__ PlaceOfRow place_of_row(const Tile& of, int head, int query) {
+    return {head, of.sequence.begin_q + query};
+  }
   __device__ __forceinline__ void repair_row(const Tile& of, int head, int query) const {
     const RowStrides& strides = params.tensors.out_strides;
     const Sequence sequence = sequence_of_tile<Traits>(params, of);
     const uint16_t* out_row = nullptr;
     if constexpr (Traits::kRagged) {
-      out_row = out_of(of, query);
+      out_row = params.tensors.out + place_of_row(of, head, query).offset(strides, of.batch);
     } else {
       out_row = params.tensors.out + of.batch * strides.batch + head * strides.head +
                 (sequence.begin_q + query) * strides.seq;
@@ -103,7 +106,7 @@ struct Repair : Epilogue<Traits> {
     }
     if (!__any_sync(kFullWarp, wrong)) return;
     if constexpr (Traits::kRagged) {
-      compute_again<Traits>(params, of, query);
+      compute_again<Traits>(params, of, query, place_of_row(of, head, query));
     } else {
       compute_again<Traits>(params, of.batch, head, of.head_kv, query);
     }

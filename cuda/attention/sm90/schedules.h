@@ -44,6 +44,10 @@ flashmoe_status estimate_split_kv(const AttentionProblem& problem, const Work& w
                                   const Entry* entry, const DeviceFacts& facts, SplitKv* split_kv,
                                   const Reason& reason);
 
+// Whether kernels serve a batch of sequences whose tiles have several queries of all query heads of
+// a KV head. Longer sequences fill tiles of one head; one query's heads are rows of any kernel.
+bool packs_queries(const AttentionProblem& problem);
+
 // For dense batches and sequences.
 flashmoe_status plan_whole_tiles(const AttentionProblem& problem, const WholeTiles& whole_tiles,
                                  const DeviceFacts& facts, Plan* plan, const Reason& reason);

@@ -59,7 +59,7 @@ __device__ __forceinline__ Tile& tile_of_group(Tile& tile, int group) {
 // Writes zeros to the rows of Q that do not exist and that nothing loads. With anything else there,
 // their scores might be computed again and again.
 template <class Traits>
-__device__ __forceinline__ void clear_missing_rows(const SplitParams& params,
+__device__ __forceinline__ void clear_missing_rows(const ParamsOf<Traits>& params,
                                                    unsigned char* memory) {
   constexpr int kChunksOfRow = kBoxRowBytes / 16;
   const int first = params.queries_per_group * params.packed_heads;

@@ -115,11 +115,19 @@ struct alignas(16) TilePart {
 
 static_assert(sizeof(TilePart) == kTileBytes);
 
-// A row of a warpgroup of such a tile.
+// A row of a warpgroup whose rows are those of all query heads of a KV head.
 struct PackedRow {
   int query;
   int head;
   bool exists;
+
+  static __device__ __forceinline__ PackedRow of(const RaggedParams& params, const RaggedTile& tile,
+                                                 int group, int row) {
+    const int first_query = tile.first_row + group * params.queries_per_group;
+    const int query = row * params.packed_heads_reciprocal >> 16;
+    return {first_query + query, tile.head + row - query * params.packed_heads,
+            query < params.queries_per_group && first_query + query < tile.sequence.length_q};
+  }
 
   static __device__ __forceinline__ PackedRow of(const SplitParams& params, const TilePart& tile,
                                                  int group, int row) {
@@ -220,10 +228,10 @@ __device__ __forceinline__ bool is_masked(const ParamsOf<Traits>& params,
   }
 }
 
-// Queries of a warpgroup. Without split keys, all of its rows are of one head.
+// Queries of a warpgroup. Unless they are packed, all of its rows are of one head.
 template <class Traits>
 __device__ __forceinline__ int queries_per_group(const ParamsOf<Traits>& params) {
-  if constexpr (Traits::kSplit) {
+  if constexpr (Traits::kPacked) {
     return params.queries_per_group;
   } else {
     return kRowsPerGroup;
@@ -233,7 +241,7 @@ __device__ __forceinline__ int queries_per_group(const ParamsOf<Traits>& params)
 // The query of a row of a warpgroup whose first query is `first_query`.
 template <class Traits>
 __device__ __forceinline__ int query_of(const ParamsOf<Traits>& params, int first_query, int row) {
-  if constexpr (Traits::kSplit) {
+  if constexpr (Traits::kPacked) {
     return first_query + (row * params.packed_heads_reciprocal >> 16);
   } else {
     return first_query + row;

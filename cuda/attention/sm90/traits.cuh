@@ -31,6 +31,7 @@ struct Tuning {
   bool capped = false;  // logits have a softcap
   bool split = false;  // keys are split over blocks; rows are those of all query heads of a KV head
   bool ragged = false;   // the batch is sequences; tables give their positions and lengths
+  bool packed = false;   // of these: a group's rows are queries of all query heads of a KV head
   int window_steps = 0;  // steps that hold all keys of a group at once (window.cuh)
 };
 
@@ -99,6 +100,16 @@ struct CappedRaggedTuning {
   }();
 };
 
+// For sequences of few queries.
+template <int kDim, int kDimV>
+struct PackedRaggedTuning {
+  static constexpr Tuning value = [] {
+    Tuning ragged = RaggedTuning<kDim, kDimV>::value;
+    ragged.packed = true;
+    return ragged;
+  }();
+};
+
 // For short windows (window.cuh).
 template <int kDim, int kDimV>
 struct WindowTuning {
@@ -134,6 +145,8 @@ struct Traits {
   static constexpr bool kCapped = kTuning.capped;
   static constexpr bool kSplit = kTuning.split;
   static constexpr bool kRagged = kTuning.ragged;
+  // Whether a group has packed_heads rows for each of its queries (pack_gqa).
+  static constexpr bool kPacked = kSplit || kTuning.packed;
   static constexpr int kWindowSteps = kTuning.window_steps;
   // Keys, beside one, that a row may see: those of 64 rows then fit into kWindowSteps steps. 0 for
   // kernels that take any number of steps.
@@ -183,9 +196,10 @@ struct Traits {
   static constexpr int kTilesOffset = kOOffset + kOBytes;
   static constexpr int kTileSlots = kTilesInFlight + (kRagged ? kTilesAhead : 0);
   static constexpr int kTileSlotBytes = kRagged ? kRaggedTileBytes : kTileBytes;
-  // Whether tiles hold groups of several heads (RaggedScheduler). With two consumers it would save
-  // fewer groups without rows, and there is no room for one ring of tiles per consumer.
-  static constexpr bool kPacksHeads = kRagged && kConsumers > 2;
+  // Whether tiles hold groups of several heads, each of one (RaggedScheduler). With two consumers
+  // it would save fewer groups without rows, and there is no room for one ring of tiles per
+  // consumer.
+  static constexpr bool kPacksHeads = kRagged && !kPacked && kConsumers > 2;
   static constexpr int kTileRings = kPacksHeads ? kConsumers : 1;
   static constexpr int kSequencesOffset = kTilesOffset + kTileRings * kTileSlots * kTileSlotBytes;
   static constexpr int kSequencesBytes = kRagged ? kSequencesPerChunk * kChunkSequenceBytes : 0;

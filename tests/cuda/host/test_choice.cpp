@@ -128,6 +128,7 @@ using Instance = Traits<__nv_bfloat16, kDim, kDim>;
       0,                                                                                   \
       {},                                                                                  \
       Instance<dim>::kRagged,                                                              \
+      false,                                                                               \
       Instance<dim>::kWindowKeys};
 FLASHMOE_SM90(64)
 FLASHMOE_SM90(128)
@@ -148,6 +149,7 @@ using SplitInstance = Traits<__nv_bfloat16, kDim, kDim, SplitTuning<kDim, kDim>>
       SplitInstance<dim>::kPartBytes,                                                       \
       kernel_of<SplitInstance<dim>, Combine>("attention_combine_sm90_split_kv", 0),         \
       SplitInstance<dim>::kRagged,                                                          \
+      false,                                                                                \
       SplitInstance<dim>::kWindowKeys};
 FLASHMOE_SPLIT_KV(64)
 FLASHMOE_SPLIT_KV(128)

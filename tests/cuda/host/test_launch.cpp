@@ -195,6 +195,7 @@ const Entry entry_fp16_d64_dv64 = {
     0,
     {},
     false,
+    false,
     0,
 };
 static LoadedKernel loaded_ragged[kMaxDevices];
@@ -215,6 +216,29 @@ const Entry entry_fp16_d64_dv64_ragged = {
     0,
     0,
     {},
+    true,
+    false,
+    0,
+};
+static LoadedKernel loaded_ragged_packed[kMaxDevices];
+extern const Entry entry_fp16_d64_dv64_ragged_packed;
+const Entry entry_fp16_d64_dv64_ragged_packed = {
+    {{"attention_forward_sm90_fp16_d64_dv64_ragged_packed", reinterpret_cast<const void*>(0x96),
+      230080, loaded_ragged_packed},
+     Dtype::kFloat16,
+     64,
+     64,
+     192,
+     128,
+     2,
+     512},
+    false,
+    64,
+    32,
+    0,
+    0,
+    {},
+    true,
     true,
     0,
 };
@@ -239,6 +263,7 @@ const Entry entry_split_kv_fp16_d64_dv64 = {
     {"attention_combine_sm90_split_kv_fp16_d64_dv64", reinterpret_cast<const void*>(0x92), 0,
      loaded_combine},
     false,
+    false,
     0,
 };
 // A kernel for short windows.
@@ -260,6 +285,7 @@ static Entry entry_of_windows(const char* name, uintptr_t handle, int shared_byt
       0,
       {},
       ragged,
+      false,
       128,
   };
 }
@@ -1284,6 +1310,52 @@ void sm90_cuts_boxes_at_sequences() {
   decoding.params.sinks = nullptr;
   decoding.strides[0][2] = 0;  // one head of q for all
   CHECK(!packs());
+
+  // Several queries of all query heads of a KV head share a tile, where they are few. A box has the
+  // heads of 16 queries, and ends with the sequence.
+  Call several("sm90", 5, 20, 400, 12, 3);
+  several.params.sequences = &of_decoding;
+  const auto packs_queries = [&](bool wanted, int64_t blocks) {
+    fake::maps.clear();
+    CHECK(several.run() == FLASHMOE_OK && fake::maps.size() == 4);
+    const flashmoe_plan of_several = plan_of(several);
+    const char* const name = of_several.launches[0].kernel;
+    CHECK((std::strstr(name, "_ragged_packed") != nullptr) == wanted);
+    CHECK(fake::last.grid.x == blocks && seen.heads_per_tile == 1);
+  };
+  packs_queries(true, 5 * 3);
+  CHECK(seen.packed_heads == 4 && seen.queries_per_group == 16);
+  CHECK(seen.by_queries_per_tile.value == 3 * 16 && seen.seq_q == 20);
+  CHECK(seen.heads_of_tiles == 3 && seen.by_heads_per_kv.value == 1);
+  for (int row = 0; row < 64; ++row) {
+    CHECK(row * seen.packed_heads_reciprocal >> 16 == row / 4);
+  }
+  for (const size_t i : {size_t{0}, size_t{3}}) {
+    const fake::Map& of_heads = fake::maps[i];
+    CHECK(of_heads.box[1] == 4 && of_heads.box[2] == 16);
+    const int32_t per_batch = i == 0 ? seen.rows_per_batch.q : seen.rows_per_batch.out;
+    for (const int length : {1, 7, 20}) {
+      const RaggedRow at = RaggedRow::at(0, 3 * per_batch, length);
+      for (int row = 0; row < 20; ++row) {
+        for (int head = 0; head < 12; ++head) {
+          const uint64_t wanted = reinterpret_cast<uintptr_t>(several.tensors[i].data) +
+                                  static_cast<uint64_t>(2 * 64 * ((3 * 20 + row) * 12 + head));
+          CHECK(address_in(of_heads, {0, head, at.row + row, at.base, at.wrap}) ==
+                (row < length ? wanted : 0));
+        }
+      }
+    }
+  }
+  several.params.causal = FLASHMOE_CAUSAL_TOP_LEFT;
+  packs_queries(true, 5 * 3);
+  several.params.window = FLASHMOE_WINDOW_LEFT;
+  packs_queries(false, 5 * 12);
+  several.params.window = 0;
+  several.params.sinks = &sinks.tensor;
+  packs_queries(false, 5 * 12);
+  several.params.sinks = nullptr;
+  several.strides[0][2] = 0;  // one head of q for all
+  packs_queries(false, 5 * 12);
 
   // Whole tiles are its only schedule of these, and neither kernel computes what is the other's.
   flashmoe_plan plan = flashmoe_plan_init();
