@@ -78,9 +78,10 @@ int64_t units_of_row(const Problem& p, int64_t unit_heads) {
          ceil_div(p.heads_q, unit_heads) * of_key;
 }
 
+// The kernel steps over the table of sequences by strides that must not pass 2^31.
 bool fits_in_31_bits(const Problem& p) {
-  return p.batch <= INT_MAX && p.seq <= INT_MAX && p.seq_q <= INT_MAX && p.heads_kv <= INT_MAX &&
-         p.heads_q <= INT_MAX;
+  return p.batch <= kMostTableRows && p.seq <= INT_MAX && p.seq_q <= INT_MAX &&
+         p.heads_kv <= INT_MAX && p.heads_q <= INT_MAX;
 }
 
 // As few heads as keep all threads busy: the number of loads in flight decides how fast a small
@@ -158,8 +159,9 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   const int unit_heads = fits ? unit_heads_of(p, facts->multiprocessors) : 1;
   Partition partition = {};
   if (!fits || !partition_of(p, unit_heads, &partition)) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
-                         "more than 2^31 - 1 rows, sequences, or pairs of 16 bytes of a row");
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "%s",
+        "more than 2^31 - 1 rows or pairs of 16 bytes of a row, or 2^29 sequences");
   }
   const Kernel& kernel = find_entry(p).kernel;
   int arch = 0;

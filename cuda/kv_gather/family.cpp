@@ -60,7 +60,8 @@ bool cut_rows(int64_t rows, int64_t row_units, int multiprocessors, Partition* p
 
 // Returns false if something does not fit in 31 bits.
 bool partition_of(const Problem& p, int multiprocessors, Partition* partition) {
-  if (p.batch > INT_MAX || p.seq > INT_MAX || p.heads_kv > INT_MAX) return false;
+  // The kernel steps over the table of sequences by strides that must not pass 2^31.
+  if (p.batch > kMostTableRows || p.seq > INT_MAX || p.heads_kv > INT_MAX) return false;
   const int64_t row_units = p.heads_kv * ((p.dim + p.dim_v) / numbers_of_piece(p));
   return cut_rows(rows_of_call(p), row_units, multiprocessors, partition);
 }
@@ -87,8 +88,9 @@ flashmoe_status plan(const Problem& p, Plan* plan, const Reason& reason) {
   FLASHMOE_TRY(check_supported(device_id, &facts, reason));
   Partition partition;
   if (!partition_of(p, facts->multiprocessors, &partition)) {
-    return reason.refuse(FLASHMOE_ERROR_UNSUPPORTED, "%s",
-                         "more than 2^31 - 1 rows, sequences, or 16 bytes of a row");
+    return reason.refuse(
+        FLASHMOE_ERROR_UNSUPPORTED, "%s",
+        "more than 2^31 - 1 rows or pieces of 16 bytes of a row, or 2^29 sequences");
   }
   const Kernel& kernel = find_entry(p).kernel;
   int arch = 0;

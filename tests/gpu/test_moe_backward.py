@@ -326,6 +326,9 @@ def test_hostile_routing_stays_inside(family: str) -> None:
                 mixed = torch.where(hit.to(DEVICE), wild.to(DEVICE), values)
                 gradients.call.placed[name].view.copy_(mixed)
             gradients.run()
+        # An end so far below the beginning that their difference does not fit 32 bits.
+        gradients.call.placed["offsets"].view[1:3] = torch.tensor([8, -(2**31)], device=DEVICE)
+        gradients.run()
 
 
 @pytest.mark.parametrize("bias", [None, "fp32"])

@@ -211,8 +211,11 @@ def test_hostile_offsets() -> None:
     for placed in (product.dout, product.x):
         placed.view[...] = 1
     g = torch.Generator().manual_seed(3)
-    for _ in range(20):
-        offsets = torch.randint(-(2**31), 2**31 - 1, (len(SIZES) + 1,), generator=g)
+    wild = [torch.randint(-(2**31), 2**31 - 1, (len(SIZES) + 1,), generator=g) for _ in range(20)]
+    # An end so far below the beginning that their difference does not fit 32 bits.
+    far = torch.zeros(len(SIZES) + 1, dtype=torch.int64)
+    far[1:3] = torch.tensor([8, -(2**31)])
+    for offsets in (*wild, far):
         product.bounds["offsets"].copy_(offsets.int())
         product.run(("dx", "dw", "dbias"))
 

@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kSumWarps* kThreadsPerWarp)
     count = min(max(params.counts[expert], 0), params.rows);
   } else {
     first = min(max(params.offsets[expert], 0), params.rows);
-    count = max(min(params.offsets[expert + 1], params.rows) - first, 0);
+    count = max(min(params.offsets[expert + 1], params.rows), first) - first;
   }
   const int column = first_column + lane_index() * kPiece;
   const uint16_t* const rows = job.rows + expert * job.expert_stride + column;

@@ -60,7 +60,7 @@ struct ExpertRows {
       count = min(max(params.counts[expert], 0), params.rows);
     } else {
       first = min(max(params.offsets[expert], 0), params.rows);
-      count = max(min(params.offsets[expert + 1], params.rows) - first, 0);
+      count = max(min(params.offsets[expert + 1], params.rows), first) - first;
     }
   }
 };

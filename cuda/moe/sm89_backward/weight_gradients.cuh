@@ -70,7 +70,7 @@ struct Tile {
       rows = min(max(params.counts[expert], 0), params.rows);
     } else {
       first_row = min(max(params.offsets[expert], 0), params.rows);
-      rows = max(min(params.offsets[expert + 1], params.rows) - first_row, 0);
+      rows = max(min(params.offsets[expert + 1], params.rows), first_row) - first_row;
     }
   }
 };

@@ -288,7 +288,7 @@ void what_does_not_fit_is_refused() {
   units_are_all_somebodys(rows);
   Shape sequences;
   sequences.packed = true;
-  sequences.batch = int64_t{1} << 31;
+  sequences.batch = (int64_t{1} << 29) + 1;
   refused(sequences);
   Shape heads;
   heads.heads_kv = heads.heads_q = int64_t{1} << 30;
