@@ -437,7 +437,10 @@ def test_who_takes_what() -> None:
         )  # fmt: skip
 
     assert plan(32, 1).family == FAMILY
-    assert plan(32 * 4, 4).family == FAMILY
+    assert plan(32 * 2, 2).family == FAMILY
+    several = plan(32 * 4, 4)  # of all heads in one tile
+    assert several.launches[0].kernel.endswith("_ragged_packed")
+    assert plan(32 * 4, 4, split_size=1024).family == FAMILY
     assert plan(31 + 2048, 2048).family == "mixed"
     assert plan(31 + 2048, 2048, split_size=1024).family == "mixed"
     assert plan(32, 1, split_size=1024).family == FAMILY

@@ -4,6 +4,7 @@ every time, on the caller's stream, in graphs, from several threads."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -539,6 +540,7 @@ def test_frees_its_tensors(moe_family: str) -> None:
     call()
     fm.moe_forward(**layer.arguments, kernel=moe_family)
     torch.cuda.synchronize()
+    gc.collect()  # of tests before this one
     before = torch.cuda.memory_allocated()
     for _ in range(300):
         fm.moe_forward(**layer.arguments, kernel=moe_family)

@@ -84,8 +84,13 @@ struct Repair : Epilogue<Traits> {
       }
     }
   }
-  static __device__ __forceinline__ PlaceOfRow place_of_row(const Tile& of, int head, int query) {
-    return {head, of.sequence.begin_q + query};
+  // `row` is the query of a packed row.
+  __device__ __forceinline__ PlaceOfRow place_of_row(const Tile& of, int head, int row) const {
+    if constexpr (Traits::kPacked) {
+      return {head, of.sequence.begin_q + row};
+    } else {
+      return PlaceOfRow::of(params, of, row);
+    }
   }
   __device__ __forceinline__ void repair_row(const Tile& of, int head, int query) const {
     const RowStrides& strides = params.tensors.out_strides;
