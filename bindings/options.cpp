@@ -153,12 +153,25 @@ int32_t parse_activation(nb::handle activation) {
 
 float parse_limit(nb::handle limit) { return parse_positive("limit", limit, "no limit"); }
 
+namespace {
+
+// to_float, of a number that does not become infinite.
+float to_float_in_range(const char* name, nb::handle number, const char* accepted) {
+  const float value = to_float(name, number, accepted);
+  if (std::isinf(value) && std::isfinite(PyFloat_AsDouble(number.ptr()))) {
+    refuse(name, number, (std::string(accepted) + " that fp32 holds").c_str(), true);
+  }
+  return value;
+}
+
+}  // namespace
+
 float parse_number(const char* name, nb::handle number) {
-  return to_float(name, number, "is a finite number");
+  return to_float_in_range(name, number, "is a finite number");
 }
 
 float parse_factor(const char* name, nb::handle factor) {
-  const float value = to_float(name, factor, "is a finite number other than 0");
+  const float value = to_float_in_range(name, factor, "is a finite number other than 0");
   if (value == 0.0f) refuse(name, factor, "is a finite number other than 0", true);
   return value == 1.0f ? 0.0f : value;  // the default, which every mode accepts
 }

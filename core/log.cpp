@@ -151,6 +151,9 @@ void make_readable(char* text) {
 }
 
 void log_line(int32_t level, const char* format, ...) {
+  // A callback may call the library, whose lines would call it again without end.
+  thread_local bool in_callback = false;
+  if (in_callback) return;
   char line[kMaxLine];
   va_list arguments;
   va_start(arguments, format);
@@ -170,7 +173,17 @@ void log_line(int32_t level, const char* format, ...) {
     }
   }
   // Called outside the lock, so that a callback may call the library.
-  if (callback != nullptr) callback(level, line, user);
+  if (callback == nullptr) return;
+  // Also if the callback throws, as one in C++ may.
+  struct Inside {
+    bool& inside;
+    explicit Inside(bool& flag) : inside(flag) { inside = true; }
+    ~Inside() { inside = false; }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+  };
+  const Inside inside(in_callback);
+  callback(level, line, user);
 }
 
 }  // namespace flashmoe

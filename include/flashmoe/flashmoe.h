@@ -13,7 +13,8 @@
  *  - Outputs and the workspace share no byte with one another or with any other tensor of the call,
  *    or the call is refused. Slices of one array, along any axis, share none. Some stranger
  *    layouts, which only interleave, are refused. Inputs may overlap. Plans and workspace sizes
- *    need no memory and do not check this.
+ *    touch no memory and do not check this: any aligned address but NULL does for a tensor with
+ *    elements.
  *  - GPU work is launched on the caller's stream and never synchronised: calls can be captured
  *    into a CUDA graph. The current device is the same before and after a call.
  *  - All functions may be called from any thread at any time.
@@ -149,7 +150,7 @@ typedef enum flashmoe_log_level {
 } flashmoe_log_level;
 
 /* Receives one line without its newline. May be called from any thread that calls the library, and
- * may call it. */
+ * may call it; what it calls logs nothing. */
 typedef void (*flashmoe_log_callback)(int32_t level, const char* line, void* user);
 
 /* Sets level and destination. Before the first call they come from the environment:
@@ -242,7 +243,7 @@ typedef struct flashmoe_plan {
   double flops;        /* FLOPs of the products, a multiply-add counting as two. Attention: pairs
                           hidden by causal or the window do not count. Experts: every pair counts as
                           if its expert were here. 0 if lengths are in tensors, which plans do not
-                          read, and with a sequences struct, scales or fp8 keys in any case */
+                          read */
   double bytes;        /* bytes of the tensors that the call reads and writes, each counted once */
   uint64_t workspace_bytes;
   int32_t launch_count;
@@ -363,8 +364,8 @@ typedef enum flashmoe_window {
  *
  * Every tensor is int32, has any stride and is on q's device; NULL is absent. A struct of zeros is
  * a dense batch. Lengths, offsets and page numbers are read when the call computes, never by a
- * plan. Whatever they say, no byte outside the tensors is read or written: an entry out of range
- * counts as no query and no key.
+ * plan. Whatever they say, no byte outside the tensors is read or written: a length or an offset out
+ * of range is cut to what exists, and offsets that decrease leave no query and no key.
  *
  * Sequence b of `batch` has these queries:
  *

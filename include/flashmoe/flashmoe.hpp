@@ -303,7 +303,7 @@ class BasicTensorView {
   }
 
   // From a DLPack DLTensor, cast to flashmoe_tensor. A call refuses one with more than kMaxRank
-  // dimensions.
+  // dimensions, or fewer than 0.
   explicit BasicTensorView(const flashmoe_tensor& tensor) noexcept {
     assign(moved(tensor.data, tensor.byte_offset), tensor.dtype, tensor.ndim, tensor.shape,
            tensor.strides, Device(tensor.device));
@@ -373,8 +373,9 @@ class BasicTensorView {
               const int64_t* strides, Device device) noexcept {
     data_ = data;
     device_ = device.c();
-    rank_ = rank;
+    rank_ = rank < 0 ? kMaxRank + 1 : rank;  // refused by the library; below 0 a view is absent
     dtype_ = dtype;
+    if (rank < 0) return;
     uint64_t packed = 1;  // may wrap: the library refuses such a shape
     for (std::size_t axis = kept(); axis-- > 0;) {
       shape_[axis] = shape[axis];

@@ -211,6 +211,7 @@ FLASHMOE_API flashmoe_status flashmoe_moe_forward(const flashmoe_moe_forward_par
  *   w    [E, N, K], strides as those of an expert's matrix above
  *   out  [rows, N] or [E, M, N]; rows that belong to no expert are not written
  * Offsets and counts are clamped to the existing rows, so that {0, 2^31 - 1} gives one expert all.
+ * If offsets decrease, which of the existing rows an expert has is not specified.
  * K and N are multiples of 8, rows and M at most 2^31 - 2^16; dtypes, alignment and accumulation as
  * above.
  * ---------------------------------------------------------------------------------------------- */

@@ -243,8 +243,7 @@ def flash_attention(
     these, and k_begin [batch] skips the first k_begin[b] of the rest. v is like k. causal and
     window use each sequence's own lengths, and each sequence has the bits of a separate call. Rows
     of out and lse that belong to no sequence are not written: in new tensors they may hold
-    anything. Entries out of range count as no query and no key, and nothing outside the tensors is
-    read.
+    anything. Entries out of range are cut to what exists, and nothing outside the tensors is read.
 
     Returns:
         out, or (out, lse) with return_lse. A query that sees no key gives an out of 0 and an lse of

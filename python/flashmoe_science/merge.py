@@ -186,7 +186,8 @@ def merge_states(
     Returns:
         out, or (out, lse) with return_lse. A partial with an lse of -inf (its row saw no key) has
         weight 0, and its out is not read; if all are such, out is 0 and lse -inf. Partials with an
-        lse of +inf share the row equally. NaN in an lse makes the row NaN.
+        lse of +inf share the row equally; of a list each pair does, one after another. NaN in an
+        lse makes the row NaN.
 
         Sinks must count once: give them to the call of one partial only.
 

@@ -72,11 +72,12 @@ def wanted_flags(wanted: Any, kind: type) -> list[bool] | None:
     names = kind._fields  # type: ignore[attr-defined]
     if wanted is None:
         return None
-    if not isinstance(wanted, Sequence) or len(wanted) != len(names):
+    flags = isinstance(wanted, Sequence) and all(isinstance(flag, bool) for flag in wanted)
+    if not flags or len(wanted) != len(names):
         raise ArgumentTypeError(
             f"wanted: got {wanted!r}, accepted is a flag for each of {', '.join(names)}, or None"
         )
-    return [bool(flag) for flag in wanted]
+    return list(wanted)
 
 
 def moe_backward(

@@ -124,6 +124,11 @@ void views() {
   const fm::ConstTensorView copy = view;
   CHECK(copy.c().shape == copy.shape().data() && copy.c().shape != view.c().shape);
 
+  // No rank below 0 makes a tensor absent.
+  flashmoe_tensor wrong = view.c();
+  wrong.ndim = -1;
+  CHECK(fm::ConstTensorView(wrong) && fm::ConstTensorView(wrong).rank() > fm::kMaxRank);
+
   const int32_t indices[2] = {};
   CHECK(fm::ConstTensorView(indices, {2}).dtype().code == FLASHMOE_DTYPE_INT);
   CHECK(fm::DtypeOf<__half>::value.bits == 16);

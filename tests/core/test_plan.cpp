@@ -98,6 +98,19 @@ void flops_are_the_visible_pairs() {
           flashmoe_plan plan = flashmoe_plan_init();
           CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_OK);
           CHECK(plan.flops == count_flops(c));
+          // A struct of zeros is a dense batch. Of lengths in a table a plan knows nothing.
+          flashmoe_attention_sequences sequences = flashmoe_attention_sequences_init();
+          c.params.sequences = &sequences;
+          CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_OK);
+          CHECK(plan.flops == count_flops(c));
+          flashmoe_tensor lengths = c.q;
+          lengths.ndim = 1;
+          lengths.dtype = {FLASHMOE_DTYPE_INT, 32, 1};
+          lengths.shape = &c.batch;
+          sequences.seqused_k = &lengths;
+          CHECK(flashmoe_attention_forward_plan(&c.params, &plan) == FLASHMOE_OK);
+          CHECK(plan.flops == 0);
+          c.params.sequences = nullptr;
         });
       }
     }

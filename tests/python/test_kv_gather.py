@@ -106,6 +106,9 @@ def test_rows_and_dtype_are_asked_for_where_nothing_tells_them() -> None:
             call(cache)
     k = fm.kv_gather(cache, dtype=torch.bfloat16)
     assert k.dtype == torch.bfloat16 and k.shape == (2, 4, 2, 16)
+    for wide in (torch.float64, "fp64"):
+        with pytest.raises(fm.FlashMoEError, match="fp64"):
+            fm.kv_gather(cache, dtype=wide)
 
 
 def test_nothing_is_written_that_may_not_be() -> None:

@@ -200,6 +200,8 @@ def test_new_outputs_are_of_the_first_partials_dtype() -> None:
     assert fm.merge_states((half[0], outs[1]), two).dtype == np.float16
     for dtype in ("fp16", "float16", np.dtype(np.float16), np.float16):
         assert fm.merge_states(outs, lses, dtype=dtype).dtype == np.float16
+    with pytest.raises(fm.FlashMoEError, match=r"^out: .*(fp64|float64)"):
+        fm.merge_states(outs, lses, dtype="fp64")
     wide = outs.astype(np.float64)
     out, lse = fm.merge_states(wide, lses.astype(np.float64), return_lse=True)
     assert out.dtype == lse.dtype == np.float64

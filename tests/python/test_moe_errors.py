@@ -322,7 +322,10 @@ FORWARD: list[tuple[Case, dict[str, Any], type[Exception], str]] = [
     (Case(), {"activation": "swish"}, ValueError, "activation: got 'swish', accepted are 'silu'"),
     (Case(), {"alpha": 0.0}, ValueError, "alpha: got 0.0, accepted is a finite number other"),
     (Case(), {"alpha": float("inf")}, ValueError, "alpha: got inf, accepted is a finite number"),
-    (Case(activation="gelu"), {"alpha": 2.0}, ValueError, "alpha: got 2, accepted is"),
+    (Case(), {"alpha": 1e39}, ValueError,
+     "alpha: got 1e+39, accepted is a finite number other than 0 that fp32 holds"),
+    (Case(activation="gelu"), {"alpha": 2.0}, ValueError,
+     "alpha: got 2, accepted is the default unless activation is silu"),
     (Case(), {"limit": 0.0}, ValueError, "limit: got 0.0, accepted is a finite positive number"),
     (Case(), {"limit": -0.5}, ValueError, "limit: got -0.5, accepted is a finite positive number"),
     (Case(), {"limit": "1"}, TypeError, "limit: got '1' of type str, accepted is a number"),
@@ -550,3 +553,11 @@ def test_accumulate_of_routing() -> None:
     ):
         with pytest.raises(error, match=f"^{sentence}$"):
             fm.moe_route_backward(routing.weights, routing, logits=LOGITS, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("wanted", ["nnn", (1, 0, 1), (True, False), [True, False, None]])
+def test_flags_of_gradients_are_flags(wanted: Any) -> None:
+    x, w, dout = zeros(4, 16), zeros(2, 8, 16), zeros(4, 8)
+    offsets = np.array([0, 2, 4], np.int32)
+    with pytest.raises(fm.ArgumentTypeError, match=r"^wanted: got .*, accepted is a flag for each"):
+        fm.grouped_product_backward(dout, x, w, offsets=offsets, wanted=wanted)

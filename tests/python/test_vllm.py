@@ -90,7 +90,14 @@ class Capability:
     ("given", "reason"),
     [
         ({}, []),
-        ({"has_sink": True, "use_batch_invariant": True, "use_non_causal": True}, []),
+        ({"has_sink": True, "use_non_causal": True}, []),
+        ({"use_batch_invariant": True}, ["batch invariance not supported"]),
+        ({"dtype": torch.float32}, ["dtype not supported"]),
+        ({"kv_cache_dtype": "bfloat16"}, []),
+        (
+            {"kv_cache_dtype": "float16"},
+            ["kv_cache_dtype float16 not supported for a model in bfloat16: give auto"],
+        ),
         ({"block_size": 1}, []),
         ({"attn_type": "encoder_only"}, []),
         ({"head_size": 80}, []),
@@ -213,9 +220,11 @@ def test_a_table_is_exchanged_and_a_profiling_run_reads_nothing(backend: Any) ->
     builder = backend.get_builder_cls()(None, ["layer"], None, "cpu")
     metadata = builder.build(0, common)
     slots = torch.zeros(3, dtype=torch.int64)
+    metadata.make_virtual_batches_block_table = len  # as vLLM does for chunked local attention
     other = builder.update_block_table(metadata, table + 1, slots)
     assert other.block_table is not metadata.block_table and other.slot_mapping is slots
     assert other.seq_lens is metadata.seq_lens
+    assert other.make_virtual_batches_block_table is len
     layer = backend.get_impl_cls()(HEADS, DIM, 0.3, HEADS_KV)
     q, output = torch.randn(3, HEADS, DIM), torch.ones(3, HEADS, DIM)
     assert not layer.forward(None, q, q, q, torch.empty(0), None, output).any()
@@ -229,6 +238,19 @@ def test_a_table_is_exchanged_and_a_profiling_run_reads_nothing(backend: Any) ->
 def test_what_is_not_there_is_refused(given: dict[str, Any], name: str, backend: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"^{name}"):
         backend.get_impl_cls()(HEADS, DIM, 0.3, HEADS_KV, **given)
+
+
+def test_a_window_of_a_decoder_that_is_not_causal_is_refused(backend: Any) -> None:
+    common, table = batch("cpu")
+    common.causal = False
+    metadata = backend.get_builder_cls()(None, ["layer"], None, "cpu").build(0, common)
+    cache = torch.zeros(backend.get_kv_cache_shape(table.numel(), BLOCK, HEADS_KV, DIM))
+    q = torch.randn(sum(NEW), HEADS, DIM)
+    given = (None, q, q, q, cache, metadata, torch.empty_like(q))
+    backend.get_impl_cls()(HEADS, DIM, 0.3, HEADS_KV).forward(*given)
+    windowed = backend.get_impl_cls()(HEADS, DIM, 0.3, HEADS_KV, sliding_window=6)
+    with pytest.raises(NotImplementedError, match=r"^sliding_window: .* not causal"):
+        windowed.forward(*given)
 
 
 @pytest.mark.gpu

@@ -166,9 +166,7 @@ struct AttentionBackward {
     p.accumulate = params.accumulate != 0;
     return FLASHMOE_OK;
   }
-  static double flops(const Problem& p) {
-    return p.sequences.given ? 0 : attention_backward_flops(p);
-  }
+  static double flops(const Problem& p) { return planned_flops(p); }
   static bool is_empty(const Problem& p) {
     if (p.sequences.given) return false;  // rows of no sequence are written, too
     return p.dsinks.data == nullptr && (p.batch == 0 || (p.seq_q == 0 && p.seq_k == 0));

@@ -129,7 +129,7 @@ struct AttentionForward {
     problem->lse = lse.data;
     return FLASHMOE_OK;
   }
-  static double flops(const Problem& p) { return p.sequences.given ? 0 : attention_flops(p); }
+  static double flops(const Problem& p) { return planned_flops(p); }
   static bool is_empty(const Problem& p) { return p.batch == 0 || p.seq_q == 0; }
 
   static void print(const Params& params, const Problem& p, char* text, size_t size) {

@@ -1,6 +1,7 @@
 #include "core/ops/attention/problem.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace flashmoe {
 namespace {
@@ -23,6 +24,20 @@ double flops_of_a_dimension(const AttentionProblem& p) {
   if (p.bounded_left) pairs -= pairs_before(p.left_offset, p.seq_q, p.seq_k);
   return 2.0 * static_cast<double>(p.batch) * static_cast<double>(p.heads_q) *
          static_cast<double>(pairs);
+}
+
+bool has_tables(const SequenceTables& t) {
+  const Numbers tables[] = {t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_q,  t.seqused_k,
+                            t.k_begin,      t.batch_index,  t.page_table, t.q_offset};
+  return std::any_of(std::begin(tables), std::end(tables),
+                     [](const Numbers& table) { return table.data != nullptr; });
+}
+
+// Sequences without tables are as long as the tensors. Only their mask has not become bounds.
+template <class Problem>
+Problem as_one_batch(Problem p) {
+  if (p.sequences.given) set_bounds(p.sequences.mask, &p);
+  return p;
 }
 
 }  // namespace
@@ -59,6 +74,16 @@ double attention_backward_flops(const AttentionBackwardProblem& p) {
   if (p.dk.data != nullptr) dims += p.dim;
   if (p.dv.data != nullptr) dims += p.dim_v;
   return flops_of_a_dimension(p) * static_cast<double>(dims);
+}
+
+double planned_flops(const AttentionProblem& p) {
+  if (has_tables(p.sequences)) return 0;
+  return attention_flops(as_one_batch(p));
+}
+
+double planned_flops(const AttentionBackwardProblem& p) {
+  if (has_tables(p.sequences)) return 0;
+  return attention_backward_flops(as_one_batch(p));
 }
 
 }  // namespace flashmoe

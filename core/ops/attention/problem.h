@@ -193,6 +193,9 @@ struct AttentionBackwardProblem : AttentionProblem {
 double attention_flops(const AttentionProblem& problem);
 // The same for the products that the wanted gradients need, at most five.
 double attention_backward_flops(const AttentionBackwardProblem& problem);
+// For plans: 0 if tables on the device say how long sequences are.
+double planned_flops(const AttentionProblem& problem);
+double planned_flops(const AttentionBackwardProblem& problem);
 
 template <class Visit>
 void visit_addresses(AttentionProblem* p, const Visit& visit) {

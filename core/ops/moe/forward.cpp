@@ -15,8 +15,7 @@ using Params = flashmoe_moe_forward_params;
 flashmoe_status check_together(const flashmoe_moe_forward_params& params) {
   if (params.alpha != 0.0f && params.activation != FLASHMOE_ACTIVATION_SILU) {
     return fail(FLASHMOE_ERROR_INVALID_ARGUMENT,
-                "alpha: got %g, accepted is 0 unless activation "
-                "is 0 (silu)",
+                "alpha: got %g, accepted is the default unless activation is silu",
                 static_cast<double>(params.alpha));
   }
   if (params.up_offset != 0.0f && params.gate == FLASHMOE_MOE_NO_GATE) {
