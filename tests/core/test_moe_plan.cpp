@@ -681,7 +681,7 @@ void every_launch_is_read_back() {
   struct Inner {
     Product product;
     Memory memory;
-    int depth = 0;
+    int lines = 0;
   } inner;
   for (Tensor* tensor :
        {&inner.product.x, &inner.product.w, &inner.product.offsets, &inner.product.out}) {
@@ -692,7 +692,7 @@ void every_launch_is_read_back() {
   inner.memory.block(bytes);
   const auto reenter = [](int32_t, const char*, void* user) {
     Inner& self = *static_cast<Inner*>(user);
-    if (self.depth++ != 0) return;
+    ++self.lines;
     CHECK(flashmoe_grouped_product(&self.product.params, self.memory.blocks.back().data(),
                                    self.memory.blocks.back().size() * sizeof(Memory::Line),
                                    nullptr) == FLASHMOE_OK);
@@ -704,7 +704,7 @@ void every_launch_is_read_back() {
   CHECK(flashmoe_set_log(FLASHMOE_LOG_INFO, reenter, &inner) == FLASHMOE_OK);
   layer.run();
   CHECK(flashmoe_set_log(FLASHMOE_LOG_OFF, nullptr, nullptr) == FLASHMOE_OK);
-  CHECK(inner.depth == 2 && launched_as_planned());
+  CHECK(inner.lines == 1 && launched_as_planned());  // what a callback calls logs nothing
 }
 
 // The first and the last byte of another tensor that a workspace may not have.
