@@ -19,9 +19,9 @@ const char* name_of_dtype(flashmoe_dtype dtype) {
 bool parse_float_dtype(nb::handle given, flashmoe_dtype* dtype) {
   if (given.is_none()) return false;
   const nb::str name(given);
-  for (const flashmoe_dtype each : {flashmoe_dtype{FLASHMOE_DTYPE_FLOAT, 16, 1},
-                                    flashmoe_dtype{FLASHMOE_DTYPE_BFLOAT, 16, 1}, kFloat32,
-                                    flashmoe_dtype{FLASHMOE_DTYPE_FLOAT, 64, 1}}) {
+  for (const flashmoe_dtype each :
+       {flashmoe_dtype{FLASHMOE_DTYPE_FLOAT, 16, 1}, flashmoe_dtype{FLASHMOE_DTYPE_BFLOAT, 16, 1},
+        kFloat32, flashmoe_dtype{FLASHMOE_DTYPE_FLOAT, 64, 1}}) {
     if (std::strcmp(name.c_str(), name_of_dtype(each)) == 0) return *dtype = each, true;
   }
   return false;

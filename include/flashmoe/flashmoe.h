@@ -364,8 +364,8 @@ typedef enum flashmoe_window {
  *
  * Every tensor is int32, has any stride and is on q's device; NULL is absent. A struct of zeros is
  * a dense batch. Lengths, offsets and page numbers are read when the call computes, never by a
- * plan. Whatever they say, no byte outside the tensors is read or written: a length or an offset out
- * of range is cut to what exists, and offsets that decrease leave no query and no key.
+ * plan. Whatever they say, no byte outside the tensors is read or written: a length or an offset
+ * out of range is cut to what exists, and offsets that decrease leave no query and no key.
  *
  * Sequence b of `batch` has these queries:
  *
