@@ -323,11 +323,24 @@ def run_check(evidence: Evidence, scratch: Path) -> None:
     evidence.run("check", command, check=lambda: _json_of(file))
 
 
-def run_suite(evidence: Evidence, suite: str, options: list[str]) -> None:
+def _is_of_these_kernels(file: Path) -> bool:
+    """Whether a suite's record can be resumed: `flashmoe bench` refuses one of other kernels."""
+    from flashmoe_science.cli import environment
+
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        hashed = environment.kernels_hash(document["operation"], "cuda", ROOT)
+        return bool(document["source"]["kernels"] == hashed)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def run_suite(evidence: Evidence, suite: str, options: list[str], *, resume: bool = False) -> None:
     name, _, family = suite.partition("@")
     file = evidence.out / f"{suite.replace('-', '_').replace('@', '_')}_{evidence.gpu}.json"
     command = [*_FLASHMOE, "bench", "--suite", name, "--device", "cuda:0"]
     command += [*(["--kernel", family] if family else []), "--json", str(file)]
+    command += ["--resume"] if resume and _is_of_these_kernels(file) else []
     evidence.run(f"bench {suite}", [*command, *options])
 
 
@@ -401,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
         for suite in arguments.suites or (
             SUITES if arguments.suites is not None or not part else ()
         ):
-            run_suite(evidence, suite, [*(["--resume"] if resume else []), *arguments.bench])
+            run_suite(evidence, suite, arguments.bench, resume=resume)
         if arguments.host_cost or not part:
             run_host_cost(evidence)
     passed = evidence.write()

@@ -223,11 +223,13 @@ def render_grid(source: Source) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _mean_cell(of_peer: dict[str, Any] | None) -> str:
+def _mean_cell(of_peer: dict[str, Any] | None, cells: int) -> str:
+    """The mean over one peer, and in how many of a record's rows where these are not all."""
     if of_peer is None or not of_peer["rows"]:
         return "-"
     slower = f" ({of_peer['slower']} slower)" if of_peer["slower"] else ""
-    return f"{of_peer['geometric_mean']:.2f}{slower}"
+    fewer = f" in {of_peer['rows']}" if of_peer["rows"] < cells else ""
+    return f"{of_peer['geometric_mean']:.2f}{fewer}{slower}"
 
 
 def render_summary(sources: list[Source]) -> str:
@@ -238,15 +240,16 @@ def render_summary(sources: list[Source]) -> str:
         [
             f"[{source.document['title']}]({source.link})",
             str(len(source.document["cells"])),
-            *(_mean_cell(summary.get(peer)) for peer in peers),
+            *(_mean_cell(summary.get(peer), len(source.document["cells"])) for peer in peers),
         ]
         for source, summary in zip(sources, summaries, strict=True)
     ]
     measured = dict.fromkeys(rec.provenance(s.document, s.outdated) for s in sources)
     caption = (
         "The peer's median time over ours, geometric mean of all shapes: above 1, ours is faster. "
-        "In brackets: the shapes in which ours is slower. A dash: the peer does not serve them, "
-        f"or was not in the run. {'; '.join(measured)}."
+        "*in 5*: of 5 of them, as the peer does not serve the others or their times have no "
+        "verdict. In brackets: the shapes in which ours is slower. A dash: the peer does not "
+        f"serve them, or was not in the run. {'; '.join(measured)}."
     )
     return f"{caption}\n\n{_table(['', 'shapes', *(f'over {p}' for p in peers)], rows)}"
 

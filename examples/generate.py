@@ -317,7 +317,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("show", 3, "continuations to print"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=words)
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    # Of new bytes the first comes from the prompt's step, and speed is of those that follow.
+    least = {"steps": 0, "layers": 1, "dim": 1, "batch": 1, "new": 2, "show": 0}
+    for name, accepted in least.items():
+        if getattr(given, name) < accepted:
+            parser.error(f"--{name}: got {getattr(given, name)}, accepted are {accepted} and more")
+    if given.dim % (HEAD_DIM * GROUP):
+        parser.error(f"--dim: got {given.dim}, accepted are multiples of {HEAD_DIM * GROUP}")
+    return given
 
 
 def main(argv: Sequence[str] | None = None) -> None:

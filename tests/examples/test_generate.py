@@ -68,3 +68,23 @@ def test_tokens_that_differ_are_an_error(
     monkeypatch.setattr(example.fm, "kv_append", wrong)
     with pytest.raises(SystemExit, match="the tokens differ"):
         example.main([*_SHORT, "--steps", "0"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--new", "1"], "--new: got 1, accepted are 2 and more"),
+        (["--dim", "100"], "--dim: got 100, accepted are multiples of 64"),
+        (["--dim", "0"], "--dim: got 0, accepted are 1 and more"),
+        (["--batch", "0"], "--batch: got 0, accepted are 1 and more"),
+        (["--steps", "-1"], "--steps: got -1, accepted are 0 and more"),
+        (["--show", "-1"], "--show: got -1, accepted are 0 and more"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_what_is_refused(
+    options: list[str], sentence: str, example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example.main(options)
+    assert sentence in capsys.readouterr().err

@@ -107,3 +107,19 @@ def test_main_fails_where_embeddings_differ(
     monkeypatch.setattr(flashmoe_science, "flash_attention", wrong)
     with pytest.raises(SystemExit, match="the embeddings differ"):
         example.main(["--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--neighbours", "-1"], "--neighbours: got -1, accepted are 1 and more"),
+        (["--neighbours", "0"], "--neighbours: got 0, accepted are 1 and more"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_what_is_refused(
+    options: list[str], sentence: str, example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example.main(options)
+    assert sentence in capsys.readouterr().err

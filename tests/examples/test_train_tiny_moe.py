@@ -84,3 +84,25 @@ def test_losses_that_differ_are_an_error(
     monkeypatch.setattr(example, "MOST_DIFFERENCE", 1e-4)
     with pytest.raises(SystemExit, match="the losses differ: accepted is a difference of"):
         example.main([*_SHORT, "--plot", str(tmp_path / "losses.png")])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--steps", "0"], "--steps: got 0, accepted are 1 and more"),
+        (["--top-k", "0"], "--top-k: got 0, accepted are 1 and more"),
+        (
+            ["--experts", "2", "--top-k", "3"],
+            "--top-k: got 3, but there are 2 experts: accepted",
+        ),
+        (["--inner", "12"], "--inner: got 12, accepted are multiples of 8"),
+        (["--dim", "64", "--heads", "3"], "--heads: got 3, but dim is 64: accepted are those of"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_what_is_refused(
+    options: list[str], sentence: str, example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example.main(options)
+    assert sentence in capsys.readouterr().err

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -81,9 +81,9 @@ def test_another_plugins_backend_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.AttentionBackendEnum.CUSTOM.get_class() is interface.AttentionBackend
 
 
-class Capability:
-    def __init__(self, major: int, minor: int) -> None:
-        self.major, self.minor = major, minor
+class Capability(NamedTuple):
+    major: int
+    minor: int
 
 
 @pytest.mark.parametrize(

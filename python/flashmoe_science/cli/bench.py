@@ -173,7 +173,8 @@ def add_parser(subparsers: Any) -> None:
         "--resume",
         action="store_true",
         help="with --suite and --json FILE: keep the rows of FILE that were measured of these "
-        "kernels on this device beside the same peers, and measure the others",
+        "kernels on this device beside the same peers, and measure the others; a FILE that is of "
+        "something else is refused",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)
@@ -433,6 +434,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     document = _document(flashmoe, arrays, suite, shapes, chosen, sampling, arguments)
     document |= {"skipped": skipped} if skipped else {}
+    # Before anything is measured: it may refuse.
+    kept = kept_rows(arguments.json, document, shapes, wanted) if arguments.resume else Kept({})
     if device == "cpu" and document["load_average"] > 0.5:
         output.line(
             f"The load average is {document['load_average']:.1f}: other programs are running, "
@@ -442,7 +445,6 @@ def run(arguments: argparse.Namespace) -> int:
     document["ceilings"] = measure_ceilings(arrays, {s.dtype for s in shapes}, sampling)
     if not names:
         output.line("No peer is timed: none is installed here, or --peer leaves none.")
-    kept = kept_rows(arguments.json, document, shapes) if arguments.resume else Kept({})
     if kept.rows:
         document["kept"] = kept.describe()
         output.line(f"{len(kept.rows)} of {len(shapes)} rows are kept, from {kept.since} on.")

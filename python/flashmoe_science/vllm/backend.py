@@ -7,11 +7,11 @@ Lengths and tables stay on the device, so that CUDA graphs serve any batch.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -26,7 +26,7 @@ from flashmoe_science.errors import UnsupportedError
 
 _DIM_MULTIPLE, _MOST_DIM = 8, 256
 _LEAST_CAPABILITY = (8, 9)
-_CHUNK = 1024  # keys; with such chunks bits depend on nothing else in the batch
+_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -72,8 +72,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def update_block_table(
         self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> Metadata:
-        changed = {"block_table": blk_table, "slot_mapping": slot_mapping}
-        return Metadata(**vars(metadata) | changed)
+        changed = copy.copy(metadata)  # vLLM may have set attributes of its own on it
+        changed.block_table, changed.slot_mapping = blk_table, slot_mapping
+        return changed
 
 
 class FlashMoEBackend(AttentionBackend):
@@ -81,12 +82,8 @@ class FlashMoEBackend(AttentionBackend):
 
     accept_output_buffer = True
     forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-    ]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *_CACHE_DTYPES]
 
     @staticmethod
     def get_name() -> str:
@@ -140,8 +137,22 @@ class FlashMoEBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """A sentence where keys and values would be kept in another element type than queries."""
+        if _CACHE_DTYPES.get(kv_cache_dtype, dtype) == dtype:
+            return None
+        model = str(dtype).removeprefix("torch.")
+        return f"kv_cache_dtype {kv_cache_dtype} not supported for a model in {model}: give auto"
 
 
 class Attention(AttentionImpl[Metadata]):
@@ -180,7 +191,6 @@ class Attention(AttentionImpl[Metadata]):
             "window": None if reach is None else sides,
             "softcap": logits_soft_cap or None,
             "sinks": sinks,
-            "split_size": _CHUNK if envs.VLLM_BATCH_INVARIANT else None,
         }
 
     def do_kv_cache_update(
@@ -225,6 +235,11 @@ class Attention(AttentionImpl[Metadata]):
         else:
             k, v = kv_cache.unbind(1)
             causal = attn_metadata.causal
+            if not causal and self._options["window"] is not None:
+                # Ours would have no bound to the right, vLLM's own backends do not agree on one.
+                raise UnsupportedError(
+                    "sliding_window: got one, accepted for a decoder that is not causal is None"
+                )
             tables |= {
                 "seqused_k": attn_metadata.seq_lens,
                 "page_table": attn_metadata.block_table,
