@@ -148,6 +148,36 @@ def test_compiled_models_have_our_operators_in_them(kind: str) -> None:
         assert graph.count("flashmoe.moe_forward.default") == (2 if moe else 0)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_model_that_torch_jit_traces_is_the_stock_one(
+    calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """For other tokens and other padding, too."""
+    stock = make("qwen3_moe", use_cache=False)
+    ours = with_ours(stock)
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = ours
+
+        def forward(self, tokens: Any, mask: Any) -> Any:
+            return self.model(tokens, attention_mask=mask).logits
+
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(), (TOKENS, torch.ones_like(TOKENS)), check_trace=False)
+        mask = torch.ones_like(TOKENS)
+        mask[0, :4] = 0
+        other = TOKENS.flip(0, 1)
+        got = traced(other, mask)
+    want = logits(stock, input_ids=other, attention_mask=mask)
+    torch.testing.assert_close(got[mask.bool()].double(), want[mask.bool()], atol=1e-4, rtol=1e-4)
+    assert calls == {}
+    assert {sentence.partition(": ")[2] for sentence in said(caplog)} == {
+        "the call is traced by torch.jit"
+    }
+
+
 def test_a_compiled_model_with_a_padding_mask_is_the_one_that_is_not() -> None:
     ours = with_ours(make("qwen3_moe"))
     mask = torch.ones_like(TOKENS)
@@ -1007,6 +1037,44 @@ def test_sizes_that_are_not_ours_go_to_the_stock_experts(
     ]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_in_float64_are_the_models_own(
+    kind: str, compiled: bool, calls: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """grouped_mm, to which others go, does not take that dtype."""
+    stock = experts_module(kind).double()
+    ours = copy.deepcopy(stock)
+    ours.config._experts_implementation = hf.NAME
+    x, weights = torch.randn(5, 64).double(), torch.rand(5, 2).double()
+    ids = torch.tensor([[0, 3]]).repeat(5, 1)
+    torch._dynamo.reset()
+    call = torch.compile(ours, backend="eager", fullgraph=True) if compiled else ours
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, ids, weights), stock(x, ids, weights))
+    assert calls == {}
+    assert said(caplog) == [
+        "experts by transformers' own implementation: tensors are of float64 on cpu"
+    ]
+
+
+def test_experts_in_fp8_are_transformers_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its kernel for them is for GPUs, so the call alone is looked at."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if not hasattr(fp8, "FP8ExpertsInterface"):
+        pytest.skip("experts in FP8 have no interface")
+    module = torch.nn.Module()
+    module.activation_scheme = "dynamic"
+    x, ids, weights = torch.randn(5, 64), torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1)
+    monkeypatch.setattr(fp8, "fp8_grouped_mm_experts_forward", lambda *inputs: inputs)
+    for name in (hf.NAME, hf.KEPT_NAME):
+        call = fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface(name, None)
+        assert call(module, x, ids, weights) == (module, x, ids, weights)
+    assert said(caplog) == ["experts by transformers' own implementation: weights are FP8"]
+
+
 def test_tensors_that_ours_refuses_go_to_the_stock_implementations(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -1042,6 +1110,24 @@ def test_activations_are_known_by_their_formula(name: str) -> None:
 def test_an_activation_that_is_not_ours_has_no_name() -> None:
     assert _experts._activation(transformers.activations.ACT2FN["mish"]) is None
     assert _experts._activation(torch.nn.GELU(approximate="tanh")) == "gelu_tanh"
+
+
+def test_activations_that_are_functions_of_torch() -> None:
+    functions = torch.nn.functional
+    known = {functions.silu: "silu", functions.gelu: "gelu", functions.relu: "relu"}
+    assert {x: _experts._activation(x) for x in known} == known
+    assert _experts._activation(functions.mish) is None
+    assert _experts._unknown_activation(functions.mish) == "the activation is mish"
+    assert _experts._unknown_activation(torch.nn.Mish()) == "the activation is Mish"
+
+
+def test_experts_of_a_model_with_a_function_are_ours(calls: Counter[str]) -> None:
+    stock = make(
+        "lfm2_moe", intermediate_size=96, moe_intermediate_size=40, num_experts=4,
+        num_experts_per_tok=2, num_dense_layers=0, layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    assert_rule(logits(with_ours(stock)), logits(stock), logits(exact(stock)), torch.float32)
+    assert calls == {"flash_attention": 2, "moe_forward": 2}
 
 
 def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:

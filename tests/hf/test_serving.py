@@ -292,6 +292,101 @@ def test_layers_with_a_window_are_gathered(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == []
 
 
+# Windows that the layers themselves do not tell.
+_FIRST_ALONE = {
+    "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]
+}  # fmt: skip
+UNTOLD_WINDOWS = {
+    # All layers have the attribute, one uses it.
+    "exaone4": {"intermediate_size": 96, "sliding_window_pattern": 2} | _FIRST_ALONE,
+    # In masks alone, with the attribute and without.
+    "qwen2_moe": {"use_sliding_window": True} | _FIRST_ALONE,
+    "phimoe": {"num_local_experts": 4, "intermediate_size": 40, "sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("kind", UNTOLD_WINDOWS)
+def test_windows_are_those_of_the_configuration(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _layers_of_steps_in_pages(monkeypatch)
+    stock = make(kind, moe=False, **UNTOLD_WINDOWS[kind])
+    assert serve(with_ours(stock, moe=False)) == alone(stock)
+    assert (hf.report().ours > 2 * NEW, hf.report().stock) == (True, 0)
+    assert bool(found) == (kind != "phimoe")  # by the layers without a window
+
+
+def _failed(model: Any) -> list[str]:
+    """The errors of requests, of which a second step has keys in the cache."""
+    made = model.generate_batch(
+        PROMPTS,
+        generation_config=HOW,
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            **{"num_blocks": 16, "max_batch_tokens": 24, PAGE_SIZE: 256}
+        ),
+    )
+    assert all(x.error for x in made.values())
+    return sorted({x.error for x in made.values()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "reason"),
+    [
+        ("diffllama", "DiffLlamaAttention", "changes keys or values after they are cached"),
+        ("doge", "DogeAttention", "makes a mask, which continuous batching has no place for"),
+    ],
+)
+def test_layers_that_would_get_wrong_tokens_are_refused(
+    kind: str, layer: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"intermediate_size": 96} | ({"keep_window_size": 2} if kind == "doge" else {})
+    ours = with_ours(make(kind, moe=False, **given), moe=False)
+    with caplog.at_level(logging.CRITICAL):
+        [error] = _failed(ours)
+    assert error.endswith(
+        f'attn_implementation: got "flashmoe" for continuous batching, but {layer} {reason}; '
+        'set another one for it, such as "sdpa"'
+    )
+
+
+def _sharing() -> Any:
+    """A model whose third and fourth layers read the keys and values of the first and second."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return make(
+        "gemma3n_text", moe=False, intermediate_size=96, head_dim=16, sliding_window=5,
+        num_hidden_layers=4, num_kv_shared_layers=2, layer_types=kinds,
+        vocab_size_per_layer_input=99, hidden_size_per_layer_input=8, laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4, altup_num_inputs=2,
+    )  # fmt: skip
+
+
+def test_layers_that_share_keys_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _layers_of_steps_in_pages(monkeypatch)
+    stock = _sharing()
+    assert serve(with_ours(stock, moe=False)) == alone(stock)
+    assert found == []
+    assert (hf.report().ours > 4 * NEW, hf.report().stock) == (True, 0)
+
+
+def test_a_block_table_without_pages_is_refused() -> None:
+    """As a layer would get it that takes its keys from another."""
+    q = torch.zeros(1, 2, 3, 16)
+    starts = torch.arange(4, dtype=torch.int32)
+    offsets = {"cu_seq_lens_q": starts, "cu_seq_lens_k": {"full_attention": starts},
+               "max_length_q": 1, "max_length_k": {"full_attention": 1}}  # fmt: skip
+    with pytest.raises(NotImplementedError, match="Module takes keys and values from another"):
+        hf.attention(
+            torch.nn.Module(), q, q, q, None, **offsets, write_index=[], block_table=starts[None]
+        )
+
+
+def test_models_whose_layers_share_keys_ask_for_no_block_tables() -> None:
+    requested = initialization.is_flash_attention_requested
+    config = with_ours(make("llama", moe=False).to(torch.float16), moe=False).config
+    config.dtype = torch.float16
+    assert requested(config, version=2)
+    config.num_kv_shared_layers = 1
+    assert not requested(config, version=2)
+
+
 def test_what_is_refused_at_last_is_gathered_from_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_attention, "_attention_refusal", lambda *_: "this is refused")
     found = _layers_of_steps_in_pages(monkeypatch)

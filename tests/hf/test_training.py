@@ -357,6 +357,25 @@ def test_the_workspace_of_experts_gradients_is_bounded() -> None:
         hf.register()
 
 
+@pytest.mark.parametrize(
+    ("given", "got", "accepted"),
+    [
+        ({"max_workspace_bytes": 1.5}, "1.5 of type float", "1 to 2**63 - 1, or None"),
+        ({"max_workspace_bytes": True}, "True of type bool", "1 to 2**63 - 1, or None"),
+        ({"max_workspace_bytes": "1"}, "'1' of type str", "1 to 2**63 - 1, or None"),
+        ({"recompute": "no"}, "'no' of type str", "False and True"),
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_type_are_refused_when_given(
+    given: dict[str, Any], got: str, accepted: str
+) -> None:
+    [name] = given
+    with pytest.raises(TypeError) as refused:
+        hf.register(**given)
+    assert str(refused.value).startswith(f"{name}: got {got}, accepted are {accepted}")
+
+
 def saved_bytes(model: Any) -> int:
     """What a step saves, each memory once."""
     kept: dict[int, int] = {}

@@ -28,10 +28,9 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from flashmoe_science.hf import _models, _report, _serving
+from flashmoe_science.hf import _experts, _models, _report, _serving
 from flashmoe_science.hf._attention import attention
 from flashmoe_science.hf._experts import experts, set_gradients
 from flashmoe_science.hf._masks import attention_mask
@@ -75,8 +74,8 @@ def register(
     Returns:
         "flashmoe".
     """
-    for name in (NAME, KEPT_NAME):
-        ExpertsInterface.register(name, experts)
+    set_gradients(max_workspace_bytes, recompute)  # first, as it may refuse
+    _experts.register((NAME, KEPT_NAME))
     for name in (KEPT_NAME, KEPT_PAGED_NAME):
         AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(KEPT_NAME, attention_mask)
@@ -87,7 +86,6 @@ def register(
             ours._flashmoe = True  # type: ignore[attr-defined]
             setattr(PreTrainedModel, method, ours)
     _report.set_strict(strict)
-    set_gradients(max_workspace_bytes, recompute)
     return NAME
 
 

@@ -15,7 +15,7 @@ from flashmoe_science._autograd import autocast, graph_lacks_gradients, is_recor
 from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _packed, _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM, REFUSALS, not_ours
-from flashmoe_science.hf._masks import Note, added, layers_tell_causality, note_of
+from flashmoe_science.hf._masks import Note, added, is_unknown, layers_tell_causality, note_of
 from flashmoe_science.torch import operators
 
 # Options of attention functions that change the result and that ours lacks.
@@ -57,6 +57,8 @@ def attention(
     note = None if attention_mask is None else note_of(attention_mask)
     key, value, where = _packed.packed(module, key, value, options)
     causal = _is_causal(module, note, where) if is_causal is None else bool(is_causal)
+    if where is not None and where.served and note is not None and is_unknown(note):
+        raise _packed.not_served(module, "makes a mask, which continuous batching has no place for")
     if where is not None and (where.served or note is None or note.packed is not None):
         attention_mask = note = None  # the offsets tell all that a mask would
     else:
@@ -240,7 +242,7 @@ def _visible(
     size = options.get("sliding_window")
     keys = key.shape[2]
     if where is not None and where.served:
-        size = size or getattr(module, "sliding_window", None)
+        size = size or _packed.window_of(module)
     if where is not None and where.pages is not None:
         keys = where.pages.table.shape[1] * where.pages.k.shape[1]
     if size is None:

@@ -3,6 +3,9 @@ cover."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +13,11 @@ from transformers.activations import ACT2CLS
 from transformers.integrations import moe as hf_moe
 
 import flashmoe_science
-from flashmoe_science.errors import InvalidArgumentError, _without_addresses
+from flashmoe_science.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    _without_addresses,
+)
 from flashmoe_science.hf import _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
 from flashmoe_science.torch import operators
@@ -24,12 +31,21 @@ _recompute = False
 def set_gradients(max_workspace_bytes: int | None, recompute: bool) -> None:
     """Sets the gradient options of all later calls."""
     global _max_workspace_bytes, _recompute
-    if max_workspace_bytes is not None and not 1 <= max_workspace_bytes < 2**63:
-        raise InvalidArgumentError(
-            f"max_workspace_bytes: got {max_workspace_bytes}, accepted are 1 to 2**63 - 1, or "
-            "None, for no bound"
+    bound: Any = max_workspace_bytes
+    accepted = "accepted are 1 to 2**63 - 1, or None, for no bound"
+    if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
+        raise ArgumentTypeError(f"max_workspace_bytes: got {_with_type(bound)}, {accepted}")
+    if bound is not None and not 1 <= bound < 2**63:
+        raise InvalidArgumentError(f"max_workspace_bytes: got {bound}, {accepted}")
+    if not isinstance(recompute, bool):
+        raise ArgumentTypeError(
+            f"recompute: got {_with_type(recompute)}, accepted are False and True"
         )
     _max_workspace_bytes, _recompute = max_workspace_bytes, recompute
+
+
+def _with_type(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"
 
 
 # transformers' and torch's activations by our names: exactly those with our formulas.
@@ -44,6 +60,17 @@ _ACTIVATIONS = {
 }
 
 
+def _fp8_module() -> Any:
+    try:
+        found = importlib.import_module("transformers.integrations.finegrained_fp8")
+    except ImportError:
+        return None
+    return found if hasattr(found, "FP8ExpertsInterface") else None
+
+
+_FP8 = _fp8_module()
+
+
 def _activation_classes() -> dict[type, str]:
     classes: dict[type, str] = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu"}
     for name, ours in _ACTIVATIONS.items():
@@ -54,13 +81,29 @@ def _activation_classes() -> dict[type, str]:
 
 
 _ACTIVATION_CLASSES = _activation_classes()
+# Some models have a function of torch instead of a module.
+_ACTIVATION_FUNCTIONS = (
+    (torch.nn.functional.silu, "silu"),
+    (torch.nn.functional.gelu, "gelu"),
+    (torch.nn.functional.relu, "relu"),
+)
+# What transformers' grouped_mm takes.
+_GROUPED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _activation(function: Any) -> str | None:
     """Our name for a module's activation, None if we lack it."""
     if isinstance(function, torch.nn.GELU):
         return "gelu" if function.approximate == "none" else "gelu_tanh"
+    for known, ours in _ACTIVATION_FUNCTIONS:
+        if known is function:
+            return ours
     return _ACTIVATION_CLASSES.get(type(function))
+
+
+def _unknown_activation(function: Any) -> str:
+    name = getattr(function, "__name__", None) or type(function).__name__
+    return f"the activation is {name}"
 
 
 def _gate_options(module: Any) -> dict[str, Any] | str:
@@ -68,14 +111,14 @@ def _gate_options(module: Any) -> dict[str, Any] | str:
     if not module.has_gate:
         activation = _activation(module.act_fn)
         if activation is None:
-            return f"the activation is {type(module.act_fn).__name__}"
+            return _unknown_activation(module.act_fn)
         return {"gate": "none", "activation": activation}
     layout = "gate_up" if module.is_concatenated else "interleaved"
     gate = type(module)._apply_gate
     if gate is hf_moe._default_apply_gate and module.is_concatenated:
         activation = _activation(module.act_fn)
         if activation is None:
-            return f"the activation is {type(module.act_fn).__name__}"
+            return _unknown_activation(module.act_fn)
         return {"gate": layout, "activation": activation}
     if type(module).__name__ == "GptOssExperts" and not module.is_concatenated:
         clamped = {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0}
@@ -140,7 +183,39 @@ def experts(
         except REFUSALS as error:
             reason = _without_addresses(error)
     _report.note_stock(module, "experts", reason)
-    out: torch.Tensor = hf_moe.grouped_mm_experts_forward(
-        module, hidden_states, top_k_index, top_k_weights
-    )
+    theirs = _stock(module, w_down.dtype)
+    out: torch.Tensor = theirs(module, hidden_states, top_k_index, top_k_weights)
+    return out
+
+
+def _stock(module: Any, dtype: torch.dtype) -> Callable[..., Any]:
+    """transformers' own function for a module's experts."""
+    if dtype in _GROUPED:
+        return hf_moe.grouped_mm_experts_forward
+    # The model's own code goes expert by expert, which a graph cannot hold; batched_mm copies an
+    # expert's weights for each token.
+    dispatching = type(module).forward
+    own: Callable[..., Any] = inspect.unwrap(dispatching)
+    if own is dispatching or torch.compiler.is_compiling():
+        return hf_moe.batched_mm_experts_forward
+    return own
+
+
+def register(names: Iterable[str]) -> None:
+    """Registers our experts under these names, and transformers' own for weights in FP8, which have
+    an interface of their own in newer versions."""
+    for name in names:
+        hf_moe.ExpertsInterface.register(name, experts)
+        if _FP8 is not None:
+            _FP8.FP8ExpertsInterface.register(name, _fp8_experts)
+
+
+def _fp8_experts(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    """transformers' experts function for weights in FP8, which ours does not take."""
+    _report.note_stock(module, "experts", "weights are FP8")
+    own: Callable[..., Any] = inspect.unwrap(type(module).forward)
+    # grouped_mm refuses activations that are scaled by stored numbers.
+    static = module.activation_scheme == "static"
+    theirs: Any = own if static else _FP8.fp8_grouped_mm_experts_forward
+    out: torch.Tensor = theirs(module, *inputs)
     return out

@@ -19,8 +19,19 @@ MOST_DIM = 256  # of a head
 REFUSALS = (InvalidArgumentError, UnsupportedError)
 
 
+def is_traced() -> bool:
+    """Whether torch.jit.trace records the operations of torch, and so not what our kernels write
+    through pointers."""
+    if torch.compiler.is_compiling():
+        return False
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return tracing
+
+
 def not_ours(tensors: tuple[torch.Tensor, ...]) -> str:
     """Why our operations do not take these, "" if they do."""
+    if is_traced():
+        return "the call is traced by torch.jit"
     first = tensors[0]
     kind = first.device.type
     if kind not in _DTYPES or (kind == "cuda" and operators.cuda_devices() == 0):

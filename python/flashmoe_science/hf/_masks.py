@@ -14,6 +14,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from flashmoe_science.hf._limits import is_traced
+
 _NOTE = "_flashmoe_note"  # an attribute of masks
 
 _COMPILED = "there is a mask, and what that hides a compiled graph cannot know"
@@ -69,6 +71,11 @@ def note_of(mask: torch.Tensor) -> Note:
     return note
 
 
+def is_unknown(note: Note) -> bool:
+    """Whether the mask is not one that `attention_mask` made, or was changed since."""
+    return note.reason == _UNKNOWN
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -91,7 +98,10 @@ def attention_mask(
     not tell whether they are causal always get a mask, in the form of their own attention, which
     they may extend; its note tells it.
     """
-    known = local_size is None or kv_length < local_size or _is_window(local_size, config)
+    # A trace of torch.jit serves other lengths and other padding, too, so it needs the mask.
+    known = not is_traced() and (
+        local_size is None or kv_length < local_size or _is_window(local_size, config)
+    )
     filled: int | None = None
     reason = "" if known else _masked_alone(local_size, config)
     if allow_is_causal_skip and known:

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 import flashmoe_science
+from flashmoe_science.errors import UnsupportedError
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, MOST_DIM, not_ours
 from flashmoe_science.torch import operators
 
-# The option that our own cache update leaves for the following attention.
+# The options that our own cache update leaves for the following attention: the pages, and the keys
+# and values that it returned.
 WRITTEN = "flashmoe_pages"
+RETURNED = "flashmoe_returned"
 
 
 class Pages(NamedTuple):
@@ -68,11 +71,13 @@ def packed(
     most_q, most_k = (options.get(f"max_length_{x}", options.get(f"max_seqlen_{x}")) for x in "qk")
     cache, table = options.pop("cache", None), options.get("block_table")
     k_pages, v_pages = options.get("k_cache"), options.get("v_cache")
-    if cache is not None:
-        windowed = getattr(module, "sliding_window", None)
-        kind = "sliding_attention" if windowed else "full_attention"
-        starts_k = starts_k[kind] if isinstance(starts_k, dict) else starts_k
+    if isinstance(starts_k, dict):
+        # A cache update chooses by the layer's kind. In older transformers it has yet to come, and
+        # layers that take keys and values from another layer have none.
+        kind = "sliding_attention" if window_of(module) else "full_attention"
+        starts_k = starts_k[kind].to(torch.int32)
         most_k = most_k[kind] if isinstance(most_k, dict) else most_k
+    if cache is not None:
         if table is not None:
             group, index = cache.layer_index_to_group_indices[module.layer_idx]
             shape = (-1, cache.block_size, *key.shape[1::2])
@@ -80,11 +85,48 @@ def packed(
             table = table[group]
         else:
             key, value = _update(cache, module.layer_idx, key, value, starts_k, most_k, options)
-    pages = options.pop(WRITTEN, None)
-    if pages is None and table is not None and k_pages is not None and v_pages is not None:
+    pages, returned = options.pop(WRITTEN, None), options.pop(RETURNED, None)
+    if pages is None and table is not None:
+        if k_pages is None or v_pages is None:
+            raise not_served(module, "takes keys and values from another layer")
         pages = Pages(*_apart(k_pages, v_pages, table), starts_k.diff() - 1)
+    # Pages hold what was cached, so what the layer made of it would be lost.
+    if pages is not None and returned is not None and not _are(returned, key, value):
+        raise not_served(module, "changes keys or values after they are cached")
     served = cache is not None or options.get("write_index") is not None
     return key, value, Packed(starts_q, starts_k, most_q, most_k, pages, served)
+
+
+def _are(returned: Any, key: torch.Tensor, value: torch.Tensor) -> bool:
+    return returned[0] is key and returned[1] is value
+
+
+def not_served(module: torch.nn.Module, reason: str) -> UnsupportedError:
+    """The error of continuous batching for a layer that would get a wrong result."""
+    return UnsupportedError(
+        f'attn_implementation: got "flashmoe" for continuous batching, but {type(module).__name__} '
+        f'{reason}; set another one for it, such as "sdpa"'
+    )
+
+
+def window_of(module: torch.nn.Module) -> int | None:
+    """The window of a layer in continuous batching, which has no masks.
+
+    The cache keeps keys by the configuration, so that tells. A layer may have its model's window as
+    an attribute and not use it, or have no such attribute.
+    """
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if config is None or layer is None:
+        return getattr(module, "sliding_window", None) or None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
+def shares_keys(config: Any) -> bool:
+    """Whether some layers of a model take keys and values from others and have none cached."""
+    return bool(getattr(config, "num_kv_shared_layers", None))
 
 
 def _update(
@@ -100,7 +142,8 @@ def _update(
     if they are not read from their pages."""
     read, write = options["read_index"], options["write_index"]
     group, index = cache.layer_index_to_group_indices[layer]
-    stays = is_read_in_pages(key, value, read[group]) and cache.sliding_windows[layer] == 1
+    config = getattr(cache, "config", None)
+    stays = is_read_in_pages(config, key, value, read[group]) and cache.sliding_windows[layer] == 1
     if stays:
         # A batch that reads nothing only writes.
         cache.update(key, value, layer, read_index=[x[:0] for x in read], write_index=write)
@@ -115,12 +158,14 @@ def _update(
     return k, v
 
 
-def is_read_in_pages(key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> bool:
+def is_read_in_pages(
+    config: Any, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor
+) -> bool:
     """Whether a batch of prompts and decoding requests is read from its cache in place. A batch
-    with nothing in the cache is not."""
+    with nothing in the cache is not, nor one whose keys another layer reads, too."""
     dims = (key.shape[3], value.shape[3])
     fit = all(dim % EXTENT_MULTIPLE == 0 and dim <= MOST_DIM for dim in dims)
-    return rows.numel() > 0 and fit and not not_ours((key, value))
+    return rows.numel() > 0 and fit and not shares_keys(config) and not not_ours((key, value))
 
 
 def written_pages(

@@ -58,10 +58,11 @@ def _or_ours(theirs: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _reads_pages(config: Any) -> bool:
-    """Whether the GPU kernels take a model's heads."""
+    """Whether the GPU kernels take a model's heads, and each layer has pages."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fits = dim % EXTENT_MULTIPLE == 0 and dim <= MOST_DIM
     halves = (torch.float16, torch.bfloat16)
-    return config.dtype in halves and dim % EXTENT_MULTIPLE == 0 and dim <= MOST_DIM
+    return fits and config.dtype in halves and not _packed.shares_keys(config)
 
 
 def _loading(ours: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,15 +87,20 @@ def _staying_in_pages(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs is None:
             return theirs(cache, key, value, layer, **others)
         allocator = cache.layer_to_allocator[layer]
+        if cache.config._attn_implementation not in NAMES:
+            return theirs(cache, key, value, layer, kwargs=kwargs)
         read, group = kwargs["read_index"], allocator.index
+        in_table = kwargs.get("block_table") is not None
         stays = (
-            cache.config._attn_implementation in NAMES
-            and kwargs.get("block_table") is None
+            not in_table
             and allocator.supports_block_table
-            and _packed.is_read_in_pages(key, value, read[group])
+            and _packed.is_read_in_pages(cache.config, key, value, read[group])
         )
         if not stays:
-            return theirs(cache, key, value, layer, kwargs=kwargs)
+            made = theirs(cache, key, value, layer, kwargs=kwargs)
+            if in_table:
+                kwargs[_packed.RETURNED] = made
+            return made
         # A batch that reads nothing only writes.
         kwargs["read_index"] = [x[:0] for x in read]
         made = theirs(cache, key, value, layer, kwargs=kwargs)
@@ -104,6 +110,7 @@ def _staying_in_pages(theirs: Callable[..., Any]) -> Callable[..., Any]:
             cache, group, layer == allocator.layer_indices[0], k, v, read[group],
             kwargs["cu_seq_lens_k"], kwargs["max_length_k"],
         )  # fmt: skip
+        kwargs[_packed.RETURNED] = made
         return made
 
     return torch.compiler.disable(update)  # type: ignore[no-any-return, no-untyped-call]
