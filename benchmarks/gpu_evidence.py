@@ -323,14 +323,14 @@ def run_check(evidence: Evidence, scratch: Path) -> None:
     evidence.run("check", command, check=lambda: _json_of(file))
 
 
-def _is_of_these_kernels(file: Path) -> bool:
-    """Whether a suite's record can be resumed: `flashmoe bench` refuses one of other kernels."""
+def _is_of_other_kernels(file: Path) -> bool:
+    """Whether `flashmoe bench` would refuse to resume a suite's record, for its kernels."""
     from flashmoe_science.cli import environment
 
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         hashed = environment.kernels_hash(document["operation"], "cuda", ROOT)
-        return bool(document["source"]["kernels"] == hashed)
+        return bool(document["source"]["kernels"] != hashed)
     except (OSError, ValueError, KeyError):
         return False
 
@@ -340,7 +340,7 @@ def run_suite(evidence: Evidence, suite: str, options: list[str], *, resume: boo
     file = evidence.out / f"{suite.replace('-', '_').replace('@', '_')}_{evidence.gpu}.json"
     command = [*_FLASHMOE, "bench", "--suite", name, "--device", "cuda:0"]
     command += [*(["--kernel", family] if family else []), "--json", str(file)]
-    command += ["--resume"] if resume and _is_of_these_kernels(file) else []
+    command += ["--resume"] if resume and not _is_of_other_kernels(file) else []
     evidence.run(f"bench {suite}", [*command, *options])
 
 

@@ -70,14 +70,15 @@ def anywhere(plan: dict[str, Any]) -> dict[str, Any]:
     ("queries", "keys", "family"),
     [([2048] + [1] * 64, [10240] + [4096] * 64, "mixed"),
      ([512] * 4 + [1] * 128, [8192] * 4 + [2048] * 128, "mixed"),
-     ([4] * 64, [4096] * 64, "sm89_decode"), ([1] * 64, [4096] * 64, "sm89_decode"),
+     ([4] * 64, [4096] * 64, "sm90"), ([16] * 32, [4096] * 32, "sm90"),
+     ([2] * 64, [4096] * 64, "sm89_decode"), ([1] * 64, [4096] * 64, "sm89_decode"),
      ([2048] * 16, [2048] * 16, "sm90")],
-    ids=["chunk2048+64", "4xchunk512+128", "speculation", "decode", "prefill"],
+    ids=["chunk2048+64", "4xchunk512+128", "speculation", "16", "2", "decode", "prefill"],
 )  # fmt: skip
 def test_families_of_batches_over_pages(
     queries: list[int], keys: list[int], family: str, copies: int
 ) -> None:
-    """What is chosen is what took an H200 least: benchmarks/results/serving_h200.json."""
+    """What is chosen took an H200 least: serving_h200.json, serving_several_h200.json."""
     batch, page = len(queries), 64
     where, bf16, int32 = parse_device("h200"), parse_dtype("bf16"), (0, 32)
 
