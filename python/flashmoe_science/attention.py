@@ -241,9 +241,10 @@ def flash_attention(
     pages of a sequence], the rows of the pages that it names, in order, where k is [all pages,
     page_size, heads_kv, dim] with any page size. seqused_k [batch] keeps the first seqused_k[b] of
     these, and k_begin [batch] skips the first k_begin[b] of the rest. v is like k. causal and
-    window use each sequence's own lengths, and each sequence has the bits of a separate call. Rows
-    of out and lse that belong to no sequence are not written: in new tensors they may hold
-    anything. Entries out of range are cut to what exists, and nothing outside the tensors is read.
+    window use each sequence's own lengths. With split_size each sequence has the bits of a separate
+    call. Rows of out and lse that belong to no sequence are not written: in new tensors they may
+    hold anything. Entries out of range are cut to what exists, and nothing outside the tensors is
+    read.
 
     Returns:
         out, or (out, lse) with return_lse. A query that sees no key gives an out of 0 and an lse of

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from command_lines import assert_refused
 
 torch = pytest.importorskip("torch", minversion="2.6")
 pytest.importorskip("matplotlib")
@@ -103,6 +104,4 @@ def test_losses_that_differ_are_an_error(
 def test_what_is_refused(
     options: list[str], sentence: str, example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        example.main(options)
-    assert sentence in capsys.readouterr().err
+    assert_refused(example.main, options, sentence, capsys)

@@ -24,12 +24,7 @@ struct CheckSequencesProblem {
 
 template <class Visit>
 void visit_addresses(CheckSequencesProblem* p, const Visit& visit) {
-  SequenceTables& tables = p->tables;
-  for (Numbers* each :
-       {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,
-        &tables.k_begin, &tables.batch_index, &tables.page_table, &tables.q_offset}) {
-    visit(&each->data);
-  }
+  visit_tables(p->tables, [&](Numbers* table) { visit(&table->data); });
   visit(&p->status);
 }
 

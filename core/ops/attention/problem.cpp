@@ -1,7 +1,6 @@
 #include "core/ops/attention/problem.h"
 
 #include <algorithm>
-#include <iterator>
 
 namespace flashmoe {
 namespace {
@@ -26,11 +25,10 @@ double flops_of_a_dimension(const AttentionProblem& p) {
          static_cast<double>(pairs);
 }
 
-bool has_tables(const SequenceTables& t) {
-  const Numbers tables[] = {t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_q,  t.seqused_k,
-                            t.k_begin,      t.batch_index,  t.page_table, t.q_offset};
-  return std::any_of(std::begin(tables), std::end(tables),
-                     [](const Numbers& table) { return table.data != nullptr; });
+bool has_tables(const SequenceTables& tables) {
+  bool any = false;
+  visit_tables(tables, [&](const Numbers* table) { any = any || table->data != nullptr; });
+  return any;
 }
 
 // Sequences without tables are as long as the tensors. Only their mask has not become bounds.

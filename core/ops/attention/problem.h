@@ -197,6 +197,16 @@ double attention_backward_flops(const AttentionBackwardProblem& problem);
 double planned_flops(const AttentionProblem& problem);
 double planned_flops(const AttentionBackwardProblem& problem);
 
+// Every table of lengths, offsets and page numbers.
+template <class Tables, class Visit>
+void visit_tables(Tables& tables, const Visit& visit) {
+  for (auto* each :
+       {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,
+        &tables.k_begin, &tables.batch_index, &tables.page_table, &tables.q_offset}) {
+    visit(each);
+  }
+}
+
 template <class Visit>
 void visit_addresses(AttentionProblem* p, const Visit& visit) {
   visit(&p->q.data);
@@ -209,12 +219,7 @@ void visit_addresses(AttentionProblem* p, const Visit& visit) {
   visit(&p->v_scale.data);
   visit(&p->bias.data);
   visit(&p->mask.data);
-  SequenceTables& tables = p->sequences;
-  for (Numbers* each :
-       {&tables.cu_seqlens_q, &tables.cu_seqlens_k, &tables.seqused_q, &tables.seqused_k,
-        &tables.k_begin, &tables.batch_index, &tables.page_table, &tables.q_offset}) {
-    visit(&each->data);
-  }
+  visit_tables(p->sequences, [&](Numbers* table) { visit(&table->data); });
 }
 
 template <class Visit>

@@ -16,7 +16,9 @@ inline constexpr double kSecond = 2.5;  // the second kernel
 inline constexpr double kTile = 0.5;    // the end of a tile, of which loads hide the rest
 inline constexpr double kRate = 40e3;
 inline constexpr double kShareOfMemory = 0.92;
-inline constexpr double kShareOfMemory16 = 0.8;  // tiles of 16 rows
+// Of tiles of 16 rows: 64 sequences of 4096 keys had 0.83, 128 of 1024 keys 0.75
+// (benchmarks/results/serving_several_builds_h200.json).
+inline constexpr double kShareOfMemory16 = 0.8;
 
 // Floating-point operations.
 inline double product_rate(const DeviceFacts& facts) {

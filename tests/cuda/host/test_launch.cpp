@@ -222,26 +222,14 @@ const Entry entry_fp16_d64_dv64_ragged = {
 };
 static LoadedKernel loaded_ragged_packed[kMaxDevices];
 extern const Entry entry_fp16_d64_dv64_ragged_packed;
-const Entry entry_fp16_d64_dv64_ragged_packed = {
-    {{"attention_forward_sm90_fp16_d64_dv64_ragged_packed", reinterpret_cast<const void*>(0x96),
-      230080, loaded_ragged_packed},
-     Dtype::kFloat16,
-     64,
-     64,
-     192,
-     128,
-     2,
-     512},
-    false,
-    64,
-    32,
-    0,
-    0,
-    {},
-    true,
-    true,
-    0,
-};
+const Entry entry_fp16_d64_dv64_ragged_packed = [] {
+  Entry entry = entry_fp16_d64_dv64_ragged;
+  entry.name = "attention_forward_sm90_fp16_d64_dv64_ragged_packed";
+  entry.function = reinterpret_cast<const void*>(0x96);
+  entry.loaded = loaded_ragged_packed;
+  entry.packed = true;
+  return entry;
+}();
 static LoadedKernel loaded_split[kMaxDevices];
 static LoadedKernel loaded_combine[kMaxDevices];
 extern const Entry entry_split_kv_fp16_d64_dv64;
