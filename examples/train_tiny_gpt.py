@@ -245,16 +245,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-3, help="largest learning rate")
     parser.add_argument("--plot", type=Path, default=Path("train_tiny_gpt.png"), help="a picture")
     given = parser.parse_args(argv)
-    for name in ("steps", "batch", "context", "layers", "heads", "dim"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name}: got {getattr(given, name)}, accepted are 1 and more")
+    check_extents(parser, given)
+    return given
+
+
+def check_extents(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, others: Sequence[str] = ()
+) -> None:
+    """Refuses numbers that no model of this kind has; `others` are 1 and more, too."""
+    least = dict.fromkeys(("steps", "batch", "context", "layers", "heads", "dim", *others), 1)
+    for name, accepted in (least | {"sample": 0}).items():
+        if getattr(given, name) < accepted:
+            option = name.replace("_", "-")
+            parser.error(
+                f"--{option}: got {getattr(given, name)}, accepted are {accepted} and more"
+            )
     width, rest = divmod(given.dim, given.heads)
     if rest or width % 8 or width > MOST_WIDTH:
         parser.error(
             f"--heads: got {given.heads}, but dim is {given.dim}: accepted are those of which "
             f"dim / heads is a multiple of 8, at most {MOST_WIDTH}"
         )
-    return given
 
 
 def main(argv: Sequence[str] | None = None) -> None:

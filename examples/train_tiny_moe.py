@@ -160,20 +160,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-3, help="largest learning rate")
     parser.add_argument("--plot", type=Path, default=Path("train_tiny_moe.png"), help="a picture")
     given = parser.parse_args(argv)
-    least = dict.fromkeys(("steps", "batch", "context", "layers", "heads", "dim"), 1)
-    least |= dict.fromkeys(("experts", "top_k", "inner"), 1) | {"sample": 0}
-    for name, accepted in least.items():
-        if getattr(given, name) < accepted:
-            option = name.replace("_", "-")
-            parser.error(
-                f"--{option}: got {getattr(given, name)}, accepted are {accepted} and more"
-            )
-    width, rest = divmod(given.dim, given.heads)
-    if rest or width % 8 or width > gpt.MOST_WIDTH:
-        parser.error(
-            f"--heads: got {given.heads}, but dim is {given.dim}: accepted are those of which "
-            f"dim / heads is a multiple of 8, at most {gpt.MOST_WIDTH}"
-        )
+    gpt.check_extents(parser, given, ("experts", "top_k", "inner"))
     if given.top_k > given.experts:
         parser.error(
             f"--top-k: got {given.top_k}, but there are {given.experts} experts: accepted are at "

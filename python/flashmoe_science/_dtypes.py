@@ -80,15 +80,15 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def parse_extent(name: str, extent: Any, end: int, accepted: str) -> int:
-    """Parses an int, or an object that stands for one, from 0 to end - 1; `accepted` says so in
-    words."""
+def parse_extent(name: str, extent: Any, end: int, accepted: str, *, first: int = 0) -> int:
+    """Parses an int, or an object that stands for one, from `first` to end - 1; `accepted` says so
+    in words."""
     if isinstance(extent, bool) or not hasattr(type(extent), "__index__"):
         raise ArgumentTypeError(
             f"{name}: got {extent!r} of type {type(extent).__name__}, accepted are {accepted}"
         )
     number = operator.index(extent)
-    if not 0 <= number < end:
+    if not first <= number < end:
         raise InvalidArgumentError(f"{name}: got {number}, accepted are {accepted}")
     return number
 

@@ -109,6 +109,7 @@ def test_losses_that_differ_are_an_error(
     [
         (["--steps", "0"], "--steps: got 0, accepted are 1 and more"),
         (["--heads", "0"], "--heads: got 0, accepted are 1 and more"),
+        (["--sample", "-1"], "--sample: got -1, accepted are 0 and more"),
         (["--dim", "64", "--heads", "3"], "--heads: got 3, but dim is 64: accepted are those of"),
         (["--dim", "48", "--heads", "4"], "--heads: got 4, but dim is 48: accepted are those of"),
         (["--dim", "512", "--heads", "1"], "--heads: got 1, but dim is 512: accepted are those"),

@@ -13,11 +13,8 @@ from transformers.activations import ACT2CLS
 from transformers.integrations import moe as hf_moe
 
 import flashmoe_science
-from flashmoe_science.errors import (
-    ArgumentTypeError,
-    InvalidArgumentError,
-    _without_addresses,
-)
+from flashmoe_science._dtypes import parse_extent, parse_flag
+from flashmoe_science.errors import _without_addresses
 from flashmoe_science.hf import _report
 from flashmoe_science.hf._limits import EXTENT_MULTIPLE, REFUSALS, not_ours
 from flashmoe_science.torch import operators
@@ -31,21 +28,13 @@ _recompute = False
 def set_gradients(max_workspace_bytes: int | None, recompute: bool) -> None:
     """Sets the gradient options of all later calls."""
     global _max_workspace_bytes, _recompute
-    bound: Any = max_workspace_bytes
-    accepted = "accepted are 1 to 2**63 - 1, or None, for no bound"
-    if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
-        raise ArgumentTypeError(f"max_workspace_bytes: got {_with_type(bound)}, {accepted}")
-    if bound is not None and not 1 <= bound < 2**63:
-        raise InvalidArgumentError(f"max_workspace_bytes: got {bound}, {accepted}")
-    if not isinstance(recompute, bool):
-        raise ArgumentTypeError(
-            f"recompute: got {_with_type(recompute)}, accepted are False and True"
+    if max_workspace_bytes is not None:
+        accepted = "1 to 2**63 - 1, or None, for no bound"
+        max_workspace_bytes = parse_extent(
+            "max_workspace_bytes", max_workspace_bytes, 2**63, accepted, first=1
         )
+    recompute = parse_flag("recompute", recompute)
     _max_workspace_bytes, _recompute = max_workspace_bytes, recompute
-
-
-def _with_type(value: object) -> str:
-    return f"{value!r} of type {type(value).__name__}"
 
 
 # transformers' and torch's activations by our names: exactly those with our formulas.

@@ -19,7 +19,7 @@ MOST_DIM = 256  # of a head
 REFUSALS = (InvalidArgumentError, UnsupportedError)
 
 
-def is_traced() -> bool:
+def is_traced_by_jit() -> bool:
     """Whether torch.jit.trace records the operations of torch, and so not what our kernels write
     through pointers."""
     if torch.compiler.is_compiling():
@@ -30,7 +30,7 @@ def is_traced() -> bool:
 
 def not_ours(tensors: tuple[torch.Tensor, ...]) -> str:
     """Why our operations do not take these, "" if they do."""
-    if is_traced():
+    if is_traced_by_jit():
         return "the call is traced by torch.jit"
     first = tensors[0]
     kind = first.device.type

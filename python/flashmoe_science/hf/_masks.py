@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from flashmoe_science.hf._limits import is_traced
+from flashmoe_science.hf._limits import is_traced_by_jit
 
 _NOTE = "_flashmoe_note"  # an attribute of masks
 
@@ -99,7 +99,7 @@ def attention_mask(
     they may extend; its note tells it.
     """
     # A trace of torch.jit serves other lengths and other padding, too, so it needs the mask.
-    known = not is_traced() and (
+    known = not is_traced_by_jit() and (
         local_size is None or kv_length < local_size or _is_window(local_size, config)
     )
     filled: int | None = None
